@@ -16,14 +16,12 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
-from compiled_engine.frontend.core_link import connect, end, leave
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts
-from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind
-from compiled_engine.frontend.request_streams import RequestStreams
+from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind, RequestStreams, connect, end, leave
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT, QUICK_TEXT
 from compiled_engine.messages import RequestLimits

@@ -16,14 +16,14 @@ from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.direct_piece import load_direct
-from compiled_engine.graphs.compiler.distinct_calls import distinct_calls
+from compiled_engine.graphs.compiler.plan import distinct_calls
 from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.parallel.stages import Stage
-from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.manager import require_contracts
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.manager import require_contracts
+from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.process.in_background import import_apart
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress

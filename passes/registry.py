@@ -8,22 +8,22 @@ from collections.abc import Collection
 
 from compiled_engine.attention.inputs import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.attention.op import ATTENTION_OPS
-from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
-from compiled_engine.passes.experts import Experts
-from compiled_engine.passes.gated_linear import GatedLinear
-from compiled_engine.passes.graph_pass import GraphPass, SplittingOp
-from compiled_engine.passes.layer_norm import LayerNorm
-from compiled_engine.passes.merge_linears import MergeLinears
-from compiled_engine.passes.no_op_elimination import NoOpElimination
-from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
-from compiled_engine.passes.rms_norm import RMSNorm
-from compiled_engine.passes.rope_angles import RopeAngles
-from compiled_engine.passes.rope_attend import RopeAttend
-from compiled_engine.passes.rope_kv_write import RopeKVWrite
-from compiled_engine.passes.sequence_parallel import SequenceParallel
-from compiled_engine.passes.silu_mul import SiluMul
-from compiled_engine.passes.small_batch_linear import SmallBatchLinear
-from compiled_engine.passes.tensor_parallel import TensorParallel
+from compiled_engine.passes.experts.experts import Experts
+from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
+from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
+from compiled_engine.passes.linear.gated_linear import GatedLinear
+from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.linear.silu_mul import SiluMul
+from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
+from compiled_engine.passes.norm.layer_norm import LayerNorm
+from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
+from compiled_engine.passes.norm.rms_norm import RMSNorm
+from compiled_engine.passes.parallel.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
+from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
+from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
+from compiled_engine.passes.rope.rope_angles import RopeAngles
+from compiled_engine.passes.rope.rope_attend import RopeAttend
+from compiled_engine.passes.rope.rope_kv_write import RopeKVWrite
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
     NoOpElimination(),

@@ -22,7 +22,7 @@ FACTORS: dict[str, Any] = {
     "device": {"type": "cpu"},
     "passes": {"merge_linears": "11aa", "silu_mul": "22bb"},
     "settings": {"inductor": {}},
-    "source": {"passes/silu_mul.py": "aaaa"},
+    "source": {"passes/linear/silu_mul.py": "aaaa"},
     "versions": {"torch": "2.13.0"},
 }
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 import compiled_engine.passes.registry  # noqa: F401 - defines the ops
-from compiled_engine.passes import rope_kv_write
-from compiled_engine.passes.graph_inputs import is_parameter
+from compiled_engine.passes.framework.graph_inputs import is_parameter
+from compiled_engine.passes.rope import rope_kv_write
 
 aten = torch.ops.aten
 ours = torch.ops.compiled_engine

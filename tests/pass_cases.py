@@ -21,11 +21,11 @@ from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_st
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.passes.graph_inputs import Source, source_of
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.lowering import lower
-from compiled_engine.passes.manager import PassReport, run_passes
-from compiled_engine.passes.parameter import Parameter, compute
+from compiled_engine.passes.framework.graph_inputs import Source, source_of
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.framework.manager import PassReport, run_passes
+from compiled_engine.passes.framework.parameter import Parameter, compute
+from compiled_engine.passes.layout.lowering import lower
 from compiled_engine.passes.registry import registered_passes
 
 Tensors = dict[str, torch.Tensor]

@@ -16,8 +16,8 @@ from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.manager import run_passes
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.manager import run_passes
 from compiled_engine.passes.registry import registered_passes
 
 NUM_LAYERS, NUM_TOKENS = 4, 5

@@ -18,11 +18,10 @@ from serve_process import SMALL, Served, served
 from test_server_faults import figures, wait_until
 
 from compiled_engine.server import api_servers
-from compiled_engine.server.admission import Admission
-from compiled_engine.server.api_servers import ApiServers, Order
+from compiled_engine.server.api_servers import ApiServers, Order, Place
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import Limits, ServerOptions
-from compiled_engine.server.place import Place
+from compiled_engine.server.serving import Admission
 from compiled_engine.server.shared_figures import SharedFigures
 
 COUNT = 3

@@ -210,7 +210,7 @@ def test_explain_names_each_source_file_that_changed(own: Path) -> None:
     explained = run_json("explain", *OPTIONS, root=own)
     assert (explained["key"], explained["status"]) == (key, "miss")
     words = [difference["words"] for difference in explained["differences"]]
-    assert "source code: compiled_engine/passes/silu_mul.py was changed" in words
+    assert "source code: compiled_engine/passes/linear/silu_mul.py was changed" in words
     assert all(text.startswith("source code: compiled_engine/passes/") for text in words)
 
 

@@ -26,7 +26,7 @@ from compiled_engine.graphs.cache.environment import (
     this_environment,
 )
 from compiled_engine.graphs.cache.key import RANK_ROOMS
-from compiled_engine.passes.profile import DeviceProfile
+from compiled_engine.passes.framework.profile import DeviceProfile
 
 PRINT_KEY = """
 import torch
@@ -98,7 +98,7 @@ def test_a_profile_counts_by_what_decides_which_passes_run() -> None:
 def test_the_source_digests_cover_what_shapes_the_graph() -> None:
     names = set(source_files())
     assert names == source_digests().keys()
-    assert {"graphs/compiler/trace.py", "passes/merge_linears.py", "models/textbook/layers.py"} <= names
+    assert {"graphs/compiler/trace.py", "passes/linear/merge_linears.py", "models/textbook/layers.py"} <= names
     assert "attention/op.py" in names
 
 

@@ -37,7 +37,7 @@ ENVIRONMENT = Environment(
     compiler={"version": "g++ 12.2.0"},
     settings={"inductor": {"cpp.dynamic_threads": True}, "environment": {}},
     profile={"noise_us": 2.0, "gains_us": {"silu_mul": {"8": 1.5}}},
-    source={"passes/silu_mul.py": "aaaa", "graphs/split.py": "bbbb"},
+    source={"passes/linear/silu_mul.py": "aaaa", "graphs/split.py": "bbbb"},
 )
 
 
@@ -238,10 +238,10 @@ ENVIRONMENTS = [
         "profile.gains_us.silu_mul.8: 1.5 here, -9.0 in ab12",
     ),
     (
-        {"source": {"passes/silu_mul.py": "cccc", "graphs/split.py": "bbbb"}},
-        "source code: compiled_engine/passes/silu_mul.py was changed",
+        {"source": {"passes/linear/silu_mul.py": "cccc", "graphs/split.py": "bbbb"}},
+        "source code: compiled_engine/passes/linear/silu_mul.py was changed",
     ),
-    ({"source": {"passes/silu_mul.py": "aaaa"}}, "source code: compiled_engine/graphs/split.py is only here"),
+    ({"source": {"passes/linear/silu_mul.py": "aaaa"}}, "source code: compiled_engine/graphs/split.py is only here"),
 ]
 
 

@@ -12,18 +12,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.grammars.limits import parser_limits
-from compiled_engine.grammars.text import grammar_text
+from compiled_engine.grammars.text import grammar_text, parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
-from compiled_engine.server.answer_form import ToolUse, answer_form
-from compiled_engine.server.chat_format import ChatFormat
+from compiled_engine.server.chat_format import ChatFormat, SpecialTokenGuard
 from compiled_engine.server.chat_messages import FunctionDefinition, Tool
 from compiled_engine.server.errors import ApiError
+from compiled_engine.server.forms import ToolUse, answer_form
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
-from compiled_engine.server.special_tokens import SpecialTokenGuard
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "add": {

@@ -15,7 +15,7 @@ from compiled_engine.graphs.compiler.compiled_range import read_compiled_ranges
 from compiled_engine.graphs.compiler.signature import Signature
 from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.graphs.compiler.trace import without_storage
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
 

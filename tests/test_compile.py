@@ -22,9 +22,9 @@ from compiled_engine.graphs.compiler.stitch import forward_source, stitch
 from compiled_engine.graphs.compiler.trace import TracedGraph, require_no_guards, trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
+from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, SplittingOp
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, SplittingOp
 from compiled_engine.passes.registry import register_pass, unregister_pass
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline

@@ -17,7 +17,7 @@ tl = pytest.importorskip("triton.language")
 
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by  # noqa: E402
-from compiled_engine.passes.silu_mul import silu_mul_kernel  # noqa: E402
+from compiled_engine.passes.linear.silu_mul import silu_mul_kernel  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)

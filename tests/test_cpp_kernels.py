@@ -12,8 +12,8 @@ from test_rope_kv_write_op import FORMS, SHAPES, expected_of, in_form, random_ar
 
 from compiled_engine.attention.backends.cpp_backend import rotate_and_write
 from compiled_engine.attention.inputs import Rotation
-from compiled_engine.passes import small_batch_linear_cpu
-from compiled_engine.passes.small_batch_linear_op import on_cpu
+from compiled_engine.passes.linear import small_batch_linear_cpu
+from compiled_engine.passes.linear.small_batch_linear_op import on_cpu
 
 # Whole and partial tiles of tokens and rows, one and several blocks of columns.
 CASES = [

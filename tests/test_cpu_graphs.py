@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from small_batch_linear_cases import Case, arguments_of
 
 from compiled_engine.config import GraphMode
-from compiled_engine.graphs.cpu_graphs.arena import Arena
-from compiled_engine.graphs.cpu_graphs.recorder import CannotRecord, recording
+from compiled_engine.graphs.cpu_graphs.recorder import Arena, CannotRecord, recording
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.small_batch_linear_op import on_cpu
+from compiled_engine.passes.linear.small_batch_linear_op import on_cpu
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 

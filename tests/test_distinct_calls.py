@@ -11,11 +11,10 @@ import torch
 from pass_cases import CPU, GEMMA2, GEMMA3, QWEN3, QWEN3_MOE, RANGES, Family
 from planned_models import NUM_LAYERS, Pieces, config_of, inputs, planned
 
-from compiled_engine.graphs.compiler.distinct_calls import distinct_calls
-from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.plan import Plan, distinct_calls
 from compiled_engine.graphs.compiler.stitch import stitch
+from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.textbook.architectures import build_model
 
 Call = tuple[Any, ...]

@@ -15,12 +15,12 @@ from small_batch_linear_cases import nan_in_new_tensors
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.passes import experts_grouped, experts_one_token, experts_op, experts_routing
-from compiled_engine.passes.experts_tiles import GroupedTiles, grouped_tiles
+from compiled_engine.passes.experts import experts_grouped, experts_one_token, experts_op, experts_routing
+from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles
 
 INTERPRETED = """
 import torch
-from compiled_engine.passes import experts_op
+from compiled_engine.passes.experts import experts_op
 from experts_cases import CASES, arguments_of, error
 from small_batch_linear_cases import nan_in_new_tensors
 

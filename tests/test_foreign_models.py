@@ -33,8 +33,8 @@ from compiled_engine.models.foreign import compat, description
 from compiled_engine.models.foreign.description import description_file
 from compiled_engine.models.foreign.transformers_model import build_foreign_model
 from compiled_engine.other_engines.translate import make_options
-from compiled_engine.passes.graph_text import graph_text
-from compiled_engine.passes.manager import PassReport
+from compiled_engine.passes.framework.graph_text import graph_text
+from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 

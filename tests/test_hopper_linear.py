@@ -19,9 +19,9 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes import gated_linear_op, silu_mul, small_batch_linear_op
-from compiled_engine.passes.hopper_linear import HopperTiles, hopper_linear, hopper_tiles
-from compiled_engine.passes.profile import load_profile
+from compiled_engine.passes.framework.profile import load_profile
+from compiled_engine.passes.linear import gated_linear_op, silu_mul, small_batch_linear_op
+from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, hopper_tiles
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.hopper_tuning import hopper_candidates, hopper_cases
 

@@ -21,15 +21,15 @@ from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_product_kernel import GATED_SHARED, chunk_of, hopper_product_kernel
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes import gated_linear_op, silu_mul
-from compiled_engine.passes.hopper_product import (
+from compiled_engine.passes.framework.profile import load_profile
+from compiled_engine.passes.linear import gated_linear_op, silu_mul
+from compiled_engine.passes.linear.hopper_product import (
     MANY,
     TOKEN_BUCKETS,
     ProductTiles,
     hopper_product,
     product_tiles,
 )
-from compiled_engine.passes.profile import load_profile
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.warm_up import start_up_batches
 from compiled_engine.tune.product_tuning import SHARED_MEMORY, product_candidates, product_cases

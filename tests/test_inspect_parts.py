@@ -11,10 +11,9 @@ from torch import nn
 
 from compiled_engine.graphs.compiler.guards import proved_asserts
 from compiled_engine.graphs.compiler.record import module_tree, phases_since, write_trace
-from compiled_engine.graphs.inspection.highlight import highlight
+from compiled_engine.graphs.inspection.html import Repeat, fold, highlight
 from compiled_engine.graphs.inspection.kernels import kernels_of, without_kernel_sources
-from compiled_engine.graphs.inspection.piece_text import piece_text
-from compiled_engine.graphs.inspection.repeats import Repeat, fold
+from compiled_engine.graphs.inspection.report import piece_text
 from compiled_engine.process.timeline import Span
 
 OUTPUT_CODE = """

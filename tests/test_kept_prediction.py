@@ -17,11 +17,10 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.cache.folder import open_cache
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
-from compiled_engine.graphs.cuda_graphs import kept_prediction
-from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
+from compiled_engine.graphs.cuda_graphs import memory
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
-from compiled_engine.graphs.cuda_graphs.memory import ENOUGH_DRIVER_BYTES, MemoryReading
+from compiled_engine.graphs.cuda_graphs.memory import ENOUGH_DRIVER_BYTES, MemoryReading, predicted_bytes
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 
@@ -134,7 +133,7 @@ def test_other_factors_are_another_prediction(
         found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
-    monkeypatch.setattr(kept_prediction, "_describe", lambda device: {"driver": "another"})
+    monkeypatch.setattr(memory, "_describe", lambda device: {"driver": "another"})
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     found += [predicted_bytes(config, lookup_in(tmp_path), graphs, stage=stage) for stage in (0, 1, 1)]
     assert found == [*range(1001, 1009), 1008, 1009, 1009]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from compiled_engine.passes.layout_form import Form, permuted, reshaped, squeezed, unsqueezed
+from compiled_engine.passes.layout.layout_form import Form, permuted, reshaped, squeezed, unsqueezed
 
 
 def core_of(*shape: int) -> tuple[fx.Node, torch.Tensor]:

@@ -25,8 +25,8 @@ from compiled_engine.models.checkpoint.parameters import (
     parameters_of,
 )
 from compiled_engine.parallel.shards import Section, Shard
-from compiled_engine.passes.parameter import KEPT, Parameter, made
-from compiled_engine.passes.parameter import packed as pack
+from compiled_engine.passes.framework.parameter import KEPT, Parameter, made
+from compiled_engine.passes.framework.parameter import packed as pack
 from compiled_engine.process.progress import SilentProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

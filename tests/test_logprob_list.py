@@ -12,11 +12,10 @@ from tiny_tokenizers import byte_level
 
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.input_processor import InputProcessor
-from compiled_engine.frontend.logprob_list import GrowingLogprobs, LogprobList
+from compiled_engine.frontend.logprob_list import GrowingLogprobs, LogprobList, TokenTexts
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import Logprob, RequestOutput
 from compiled_engine.frontend.prompts import parse_prompts
-from compiled_engine.frontend.token_texts import TokenTexts
 from compiled_engine.messages import RequestLimits
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs

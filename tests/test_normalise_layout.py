@@ -8,7 +8,7 @@ import pytest
 import torch
 from pass_cases import graph_of, random_tensors, rewrite, run
 
-from compiled_engine.passes.normalise_layout import NormaliseLayout
+from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
 
 T, H, D = 5, 3, 4
 

@@ -11,7 +11,7 @@ from running_server import MODEL, RunningServer
 
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.app import GET, POST
-from compiled_engine.server.openapi_bounds import up_to
+from compiled_engine.server.openapi import up_to
 from compiled_engine.server.sampling_fields import SamplingFields
 
 

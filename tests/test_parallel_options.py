@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
+from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
-from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import CHUNK_BYTES, chunks_of
 from compiled_engine.models.textbook.architectures import build_model

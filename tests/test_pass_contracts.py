@@ -25,17 +25,17 @@ from pass_cases import (
 )
 from torch import fx
 
-from compiled_engine.passes.gated_linear import GatedLinear
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.linears import linear_of, multiplied_values, why_no_linear
-from compiled_engine.passes.manager import ContractError, run_passes
-from compiled_engine.passes.merge_linears import MergeLinears
-from compiled_engine.passes.norms import norm_of
-from compiled_engine.passes.op_library import LinearArguments, OpDeclaration, declare_op
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.framework.manager import ContractError, run_passes
+from compiled_engine.passes.framework.op_library import LinearArguments, OpDeclaration, declare_op
+from compiled_engine.passes.linear.gated_linear import GatedLinear
+from compiled_engine.passes.linear.linears import linear_of, multiplied_values, why_no_linear
+from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
+from compiled_engine.passes.norm.norms import norm_of
+from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
+from compiled_engine.passes.norm.rms_norm import RMSNorm
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
-from compiled_engine.passes.rms_norm import RMSNorm
-from compiled_engine.passes.small_batch_linear import SmallBatchLinear
 
 aten = torch.ops.aten
 OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")

@@ -17,9 +17,11 @@ from small_batch_linear_cases import Case, arguments_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.passes import layer_norm, residual_rms_norm, rms_norm, rope_angles, silu_mul
-from compiled_engine.passes import small_batch_linear_op as linear_op
-from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
+from compiled_engine.passes.linear import silu_mul
+from compiled_engine.passes.linear import small_batch_linear_op as linear_op
+from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
+from compiled_engine.passes.norm import layer_norm, residual_rms_norm, rms_norm
+from compiled_engine.passes.rope import rope_angles
 
 SHAPES = [(1, 8), (2, 64), (7, 100), (64, 1024), (3, 4096), (513, 640), (5, 5120)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -41,9 +43,13 @@ INTERPRETED = """
 import torch
 from test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_tiles
 from small_batch_linear_cases import Case, arguments_of
-from compiled_engine.passes import layer_norm, residual_rms_norm, rms_norm, rope_angles, silu_mul
-from compiled_engine.passes import small_batch_linear_op as linear_op
-from compiled_engine.passes.small_batch_linear_op import launch
+from compiled_engine.passes.norm import layer_norm
+from compiled_engine.passes.norm import residual_rms_norm
+from compiled_engine.passes.norm import rms_norm
+from compiled_engine.passes.rope import rope_angles
+from compiled_engine.passes.linear import silu_mul
+from compiled_engine.passes.linear import small_batch_linear_op as linear_op
+from compiled_engine.passes.linear.small_batch_linear_op import launch
 
 generator = torch.Generator().manual_seed(0)
 same = lambda got, expected: torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)

@@ -30,10 +30,10 @@ from pass_cases import (
 )
 from torch import fx
 
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.graph_text import graph_diff, graph_text
-from compiled_engine.passes.manager import ContractError, PassReport, pass_uuid, run_passes
-from compiled_engine.passes.profile import DeviceProfile
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.framework.graph_text import graph_diff, graph_text
+from compiled_engine.passes.framework.manager import ContractError, PassReport, pass_uuid, run_passes
+from compiled_engine.passes.framework.profile import DeviceProfile
 from compiled_engine.passes.registry import DEFAULT_PASSES, register_pass, registered_passes, unregister_pass
 
 NAMES = tuple(graph_pass.name for graph_pass in DEFAULT_PASSES)

@@ -68,11 +68,11 @@ from pass_cases import (
 )
 from torch import fx
 
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.manager import PassReport, run_passes
-from compiled_engine.passes.matching import emit
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.manager import PassReport, run_passes
+from compiled_engine.passes.framework.matching import emit
+from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.passes.verifier import VerificationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,21 +24,21 @@ from pass_cases import (
     traced,
 )
 
-from compiled_engine.passes.expand_references import expand_references
-from compiled_engine.passes.gated_linear import GatedLinear
-from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.layer_norm import LayerNorm
-from compiled_engine.passes.lowering import lower
-from compiled_engine.passes.manager import run_passes
-from compiled_engine.passes.merge_linears import MergeLinears
-from compiled_engine.passes.no_op_elimination import NoOpElimination
-from compiled_engine.passes.parameter import made
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.manager import run_passes
+from compiled_engine.passes.framework.parameter import made
+from compiled_engine.passes.layout.lowering import lower
+from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
+from compiled_engine.passes.linear.gated_linear import GatedLinear
+from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.linear.silu_mul import SiluMul
+from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
+from compiled_engine.passes.norm.layer_norm import LayerNorm
+from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
+from compiled_engine.passes.norm.rms_norm import RMSNorm
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
-from compiled_engine.passes.rms_norm import RMSNorm
-from compiled_engine.passes.rope_angles import RopeAngles
-from compiled_engine.passes.silu_mul import SiluMul
-from compiled_engine.passes.small_batch_linear import SmallBatchLinear
+from compiled_engine.passes.rope.expand_references import expand_references
+from compiled_engine.passes.rope.rope_angles import RopeAngles
 
 aten = torch.ops.aten
 ours = torch.ops.compiled_engine

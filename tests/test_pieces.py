@@ -17,8 +17,8 @@ from compiled_engine.graphs.compiled_model import load_piece
 from compiled_engine.graphs.compiler.compile_pool import CompileError, compile_pool
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct, load_direct
 from compiled_engine.graphs.compiler.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
-from compiled_engine.passes.op_library import OpDeclaration, declare_op
-from compiled_engine.passes.silu_mul import silu_mul
+from compiled_engine.passes.framework.op_library import OpDeclaration, declare_op
+from compiled_engine.passes.linear.silu_mul import silu_mul
 
 aten = torch.ops.aten
 

@@ -19,9 +19,9 @@ from triton.compiler import ASTSource
 from compiled_engine.parallel import vocabulary
 from compiled_engine.parallel.group import PushBuffer, buffer_bytes, num_slots_for
 from compiled_engine.parallel.push_kernels import tagged_sum_kernel
-from compiled_engine.passes import all_reduce_residual_rms_norm as fused
-from compiled_engine.passes import residual_rms_norm
-from compiled_engine.passes import sequence_parallel_op as divided
+from compiled_engine.passes.norm import residual_rms_norm
+from compiled_engine.passes.parallel import all_reduce_residual_rms_norm as fused
+from compiled_engine.passes.parallel import sequence_parallel_op as divided
 
 D, NUM_SLOTS, EPS = 104, 4, 1e-5
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 3e-2}

@@ -20,9 +20,9 @@ from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_st
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
-from compiled_engine.models.textbook.layer_stack import LayerStack
+from compiled_engine.models.textbook.layers import LayerStack
 from compiled_engine.models.textbook.llama import LlamaModel
-from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.passes.framework.graph_inputs import source_of
 
 FULL, WINDOW = None, 8
 

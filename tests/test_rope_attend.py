@@ -21,11 +21,11 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Split
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.inputs import Rotation, Scoring
 from compiled_engine.attention.op import attend
-from compiled_engine.passes import rope_attend as op
-from compiled_engine.passes import rope_kv_write
-from compiled_engine.passes.merge_linears import MergeLinears
-from compiled_engine.passes.rope_attend import RopeAttend
-from compiled_engine.passes.rope_kv_write import RopeKVWrite
+from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.rope import rope_attend as op
+from compiled_engine.passes.rope import rope_kv_write
+from compiled_engine.passes.rope.rope_attend import RopeAttend
+from compiled_engine.passes.rope.rope_kv_write import RopeKVWrite
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Splits that one, several and all programs find keys for, a tile and more than one, both sides of a window's border.

@@ -24,14 +24,14 @@ from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.layers import rotate
-from compiled_engine.passes.expand_references import expand_references
-from compiled_engine.passes.graph_inputs import Source, source_of
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass
-from compiled_engine.passes.merge_linears import MergeLinears
-from compiled_engine.passes.parameter import Parameter
-from compiled_engine.passes.random_inputs import RandomInputs
-from compiled_engine.passes.rope_attend import RopeAttend
-from compiled_engine.passes.rope_kv_write import RopeKVWrite
+from compiled_engine.passes.framework.graph_inputs import Source, source_of
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass
+from compiled_engine.passes.framework.parameter import Parameter
+from compiled_engine.passes.framework.random_inputs import RandomInputs
+from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.rope.expand_references import expand_references
+from compiled_engine.passes.rope.rope_attend import RopeAttend
+from compiled_engine.passes.rope.rope_kv_write import RopeKVWrite
 
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTEND = torch.ops.compiled_engine.attend.default

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.attention.inputs import Rotation
-from compiled_engine.passes import rope_kv_write_kernel
-from compiled_engine.passes.rope_kv_write import rope_kv_write
+from compiled_engine.passes.rope import rope_kv_write_kernel
+from compiled_engine.passes.rope.rope_kv_write import rope_kv_write
 
 # Tokens, query heads, K/V heads, head size: small models' shapes, odd counts, head sizes that are no power of two.
 SHAPES = [(1, 16, 8, 128), (5, 14, 2, 64), (3, 4, 4, 80), (7, 6, 1, 96), (2, 8, 2, 192), (4, 5, 5, 256), (9, 3, 3, 20)]

@@ -21,12 +21,12 @@ from compiled_engine.graphs.compiler.trace import TracedGraph
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.gloo import rows_of
 from compiled_engine.parallel.group import StandIn, in_group
-from compiled_engine.passes import residual_rms_norm
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.manager import PassReport, run_passes
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.framework.manager import PassReport, run_passes
+from compiled_engine.passes.framework.verifier import VerificationError
+from compiled_engine.passes.norm import residual_rms_norm
+from compiled_engine.passes.parallel.sequence_parallel_op import sequence_parallel_norm
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.passes.sequence_parallel_op import sequence_parallel_norm
-from compiled_engine.passes.verifier import VerificationError
 from compiled_engine.resolve.engine import resolve
 
 SMALL, DYNAMIC = RANGES

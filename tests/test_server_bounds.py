@@ -20,9 +20,9 @@ from running_server import ENGINE, RunningServer, error_of
 from serve_process import SMALL, served
 
 from compiled_engine.server.errors import ApiError
-from compiled_engine.server.json_body import MOST_CONTAINERS
 from compiled_engine.server.long_work import MOST_LARGE, LongWork
 from compiled_engine.server.options import Limits
+from compiled_engine.server.replies import MOST_CONTAINERS
 from compiled_engine.server.sampling_fields import MOST_ALLOWED, MOST_EXTRA_BYTES
 
 LIMITS = Limits()

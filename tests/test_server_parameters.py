@@ -14,10 +14,10 @@ from running_server import RunningServer, error_of
 
 from compiled_engine.frontend.outputs import Logprob
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.server.completion_protocol import CompletionRequest
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.logprob_shapes import chat_logprobs
 from compiled_engine.server.options import Limits
+from compiled_engine.server.protocol import CompletionRequest
 from compiled_engine.server.sampling_fields import sampling_params
 
 JSON = {"content-type": "application/json"}

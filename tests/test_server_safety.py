@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from in_a_minute import in_a_minute
 from running_server import MODEL, RunningServer, ScriptedEngine, error_of, running
 
-from compiled_engine.server.completion_protocol import CompletionRequest
 from compiled_engine.server.errors import ApiError, without_internals
-from compiled_engine.server.json_body import is_deeper_than
+from compiled_engine.server.middleware import visitor_check
 from compiled_engine.server.options import Limits, ServerOptions
+from compiled_engine.server.protocol import CompletionRequest
+from compiled_engine.server.replies import is_deeper_than
 from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
-from compiled_engine.server.visitors import visitor_check
 
 COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
@@ -182,7 +182,7 @@ def test_depth_is_found_without_parsing(value: Any) -> None:
 def test_depth_is_found_in_time() -> None:
     """Of a text that is no JSON as well."""
     in_a_minute(r"""
-from compiled_engine.server.json_body import is_deeper_than
+from compiled_engine.server.replies import is_deeper_than
 string = b'"' + b'\\"' * 500_000
 assert not is_deeper_than(b"[1]," * 65 + string, 64)
 assert is_deeper_than(b"[" * 65 + string, 64)

@@ -30,7 +30,7 @@ from compiled_engine.attention.backends.short_decode import (
 )
 from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of
 from compiled_engine.attention.op import attend
-from compiled_engine.passes import rope_attend as op
+from compiled_engine.passes.rope import rope_attend as op
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Bytes of a thread's stack: addresses, where a tile would be kilobytes.

@@ -10,11 +10,11 @@ import pytest
 import torch
 from pass_cases import DYNAMIC, QWEN3, SMALL, Tensors, count, graph_of, random_tensors, rewrite, run, targets, traced
 
-from compiled_engine.passes.merge_linears import MergeLinears
-from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
-from compiled_engine.passes.rms_norm import RMSNorm
-from compiled_engine.passes.silu_mul import SiluMul
-from compiled_engine.passes.small_batch_linear import SmallBatchLinear
+from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.linear.silu_mul import SiluMul
+from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
+from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
+from compiled_engine.passes.norm.rms_norm import RMSNorm
 
 aten = torch.ops.aten
 LINEAR = torch.ops.compiled_engine.small_batch_linear.default

@@ -18,10 +18,10 @@ from small_batch_linear_cases import Case, arguments_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.passes.profile import load_profile
-from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
-from compiled_engine.passes.small_batch_linear_op import Tiles, choose_tiles, columns_ahead, launch, reference
-from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
+from compiled_engine.passes.framework.profile import load_profile
+from compiled_engine.passes.linear.small_batch_linear_gemv import one_token_kernel
+from compiled_engine.passes.linear.small_batch_linear_op import Tiles, choose_tiles, columns_ahead, launch, reference
+from compiled_engine.passes.linear.small_batch_linear_tiles import few_tokens_kernel
 
 WAYS = {
     "one token, one step": Tiles(1, 4, 128),
@@ -48,8 +48,8 @@ INTERPRETED = """
 import torch
 from test_small_batch_linear_op import KINDS, SHAPES, WAYS
 from small_batch_linear_cases import Case, arguments_of
-from compiled_engine.passes.small_batch_linear_op import launch
-from compiled_engine.passes.small_batch_linear_op import reference
+from compiled_engine.passes.linear.small_batch_linear_op import launch
+from compiled_engine.passes.linear.small_batch_linear_op import reference
 
 count = 0
 for name, tiles in WAYS.items():

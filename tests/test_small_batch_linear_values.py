@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_batch_linear_cases import Case, arguments_of, error, large_float16, nan_in_new_tensors
 
-from compiled_engine.passes.small_batch_linear_op import MAX_TILES, choose_tiles, reference
+from compiled_engine.passes.linear.small_batch_linear_op import MAX_TILES, choose_tiles, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -34,7 +34,7 @@ from dataclasses import replace
 import torch
 from small_batch_linear_cases import Case, arguments_of, error, large_float16, nan_in_new_tensors
 from test_small_batch_linear_values import OPTIONS, SHAPES
-from compiled_engine.passes.small_batch_linear_op import choose_tiles, launch
+from compiled_engine.passes.linear.small_batch_linear_op import choose_tiles, launch
 
 torch.set_num_threads(1)
 for shape in SHAPES:

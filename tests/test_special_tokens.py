@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from compiled_engine.frontend.chat import render_chat
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.server.chat_format import ChatFormat, find_chat_format
+from compiled_engine.server.chat_format import NONCHARACTERS, ChatFormat, find_chat_format
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import ServerOptions
-from compiled_engine.server.special_tokens import NONCHARACTERS
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

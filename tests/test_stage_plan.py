@@ -10,8 +10,8 @@ from planned_models import NUM_LAYERS, NUM_TOKENS, config_of, inputs, planned
 from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import stitch
+from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
-from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.stages import ParameterPlaces, divide_layers, parameter_places, stages_of
 

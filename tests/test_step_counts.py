@@ -24,7 +24,7 @@ from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.kv_cache import block_bytes
 

@@ -26,14 +26,14 @@ from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_k
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest, NewRequest, SchedulerOutput
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
-from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.stages import stages_of
-from compiled_engine.passes.graph_inputs import argument
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.matching import arg, emit
-from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.framework.graph_inputs import argument
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.framework.matching import arg, emit
+from compiled_engine.passes.framework.op_library import define_op
 from compiled_engine.passes.registry import register_pass, step_tensors, unregister_pass
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core

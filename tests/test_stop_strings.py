@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_a_minute import in_a_minute
 
-from compiled_engine.frontend.stop_strings import StopStrings
+from compiled_engine.frontend.completion import StopStrings
 
 TEXTS = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -69,7 +69,7 @@ def test_what_a_stop_string_may_begin_with_is_held_back_and_no_more(
 
 def test_many_long_stop_strings_cost_little() -> None:
     in_a_minute("""
-from compiled_engine.frontend.stop_strings import StopStrings
+from compiled_engine.frontend.completion import StopStrings
 watcher = StopStrings([f"{'ab' * 2000}{number:04}" for number in range(64)])
 for _ in range(20):
     for _ in range(400):

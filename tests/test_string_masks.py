@@ -15,9 +15,8 @@ from random_schemas import random_schema
 
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.compiler import GrammarCompiler
-from compiled_engine.grammars.fill import fill_masks
-from compiled_engine.grammars.plain_strings import probe_for
-from compiled_engine.grammars.string_masks import StringMasks, StringTokens
+from compiled_engine.grammars.constraint import fill_masks
+from compiled_engine.grammars.string_masks import StringMasks, StringTokens, probe_for
 from compiled_engine.grammars.text import WHITESPACE, grammar_text
 from compiled_engine.messages import GrammarVocabulary
 from compiled_engine.sampling.structured_outputs import StructuredOutputs

@@ -19,16 +19,16 @@ from compiled_engine.graphs.compiler.build import apply_passes, trace_rank, trac
 from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
-from compiled_engine.models.checkpoint.rank_shards import shards_of
+from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.parallel.group import StandIn, current_group, in_group
 from compiled_engine.parallel.shards import Section, Shard
-from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.manager import ContractError, run_passes
-from compiled_engine.passes.matching import aten, emit, is_call
-from compiled_engine.passes.tensor_parallel import TensorParallel, all_reduce
-from compiled_engine.passes.verifier import VerificationError
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.manager import ContractError, run_passes
+from compiled_engine.passes.framework.matching import aten, emit, is_call
+from compiled_engine.passes.framework.verifier import VerificationError
+from compiled_engine.passes.parallel.tensor_parallel import TensorParallel, all_reduce
 from compiled_engine.resolve.parallel import DIVISIBLE
 
 

@@ -16,9 +16,9 @@ from compiled_engine.bench.bounds import Rates
 from compiled_engine.cli.app import app
 from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.profile import parse_profile, profile_path
+from compiled_engine.passes.framework.profile import parse_profile, profile_path
+from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, Tiles
 from compiled_engine.passes.registry import DEFAULT_PASSES
-from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune import hopper_tuning, linear_tuning

@@ -25,7 +25,7 @@ from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.other_engines.translate import make_options
-from compiled_engine.passes.manager import PassReport
+from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.resolve.engine import resolve, resolve_device
 from compiled_engine.sampling.params import SamplingParams
 

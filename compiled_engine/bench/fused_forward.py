@@ -22,8 +22,8 @@ from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.manager import PassReport
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner.kv_cache import allocate
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.passes.sequence_parallel import SequenceParallel
+from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_PASSES
 
 # Modes without decode graphs, and without graphs of mixed batches.

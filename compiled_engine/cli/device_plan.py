@@ -50,8 +50,7 @@ class RankPlan:
 
 def rank_plan(config: EngineConfig) -> RankPlan:
     """Nothing is read, and no GPU's context is made."""
-    from compiled_engine.models.checkpoint.build_model import build_tensors
-    from compiled_engine.models.checkpoint.rank_shards import shards_of
+    from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
     from compiled_engine.runner.kv_cache import block_bytes
 
     local = dict(build_tensors(config.local_model, config.compile.cache_dir).named_parameters())

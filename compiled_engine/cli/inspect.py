@@ -106,7 +106,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
     """From an engine that was started for it and has generated a token."""
     from compiled_engine.config import json_value
-    from compiled_engine.graphs.inspection.launches import kernels_per_decode_step
+    from compiled_engine.graphs.inspection.kernels import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
     from compiled_engine.llm import LLM
     from compiled_engine.process.timeline import Span, Timeline
@@ -151,7 +151,7 @@ def _write_depyf(config: EngineConfig, folder: Path, progress: Progress) -> None
         if not config.compile.enabled:
             raise ValueError("mode is 'eager': nothing is compiled that depyf could show; allowed: compiled, graphed")
         make_folder("depyf", folder)
-    from compiled_engine.graphs.inspection.depyf_folder import write_depyf_folder
+    from compiled_engine.graphs.inspection.text_folder import write_depyf_folder
     from compiled_engine.models.checkpoint.build_model import build_model
 
     write_depyf_folder(config, build_model, folder, progress)

@@ -43,7 +43,7 @@ def tune(
     """
     with bad_input_is_reported(), tempfile.TemporaryDirectory() as temporary:
         from compiled_engine.bench.shapes import write_shape
-        from compiled_engine.passes.profile import profile_path
+        from compiled_engine.passes.framework.profile import profile_path
         from compiled_engine.process.progress import RichProgress
         from compiled_engine.tune.device_tuning import device_name, merged, profile_text, tune_device
 
@@ -79,7 +79,7 @@ def _checked(path: Path) -> dict[str, Any] | None:
         return None
     if not os.access(path, os.W_OK):
         raise ValueError(f"output is {str(path)!r}; allowed: a file that can be written to")
-    from compiled_engine.passes.profile import parse_profile
+    from compiled_engine.passes.framework.profile import parse_profile
 
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,13 +1,20 @@
-"""The outputs of one request, for a reader that waits for the next change."""
+"""Outputs of the requests of an API process, for readers that wait, and the connection to the engine core."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Literal, get_args
 
-from compiled_engine.frontend.output_processor import RunningRequest
+from compiled_engine.frontend.input_processor import PreparedRequest
+from compiled_engine.frontend.output_processor import OutputProcessor, RunningRequest
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.messages import EngineOutput, StepOutputs
+from compiled_engine.processes.channel import Connection
+from compiled_engine.processes.core_child import RunningCore
+from compiled_engine.processes.core_client import CoreClient, EngineDeadError
+from compiled_engine.processes.wire import ToApi
 
 OutputKind = Literal["cumulative", "delta", "final"]
 OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
@@ -50,3 +57,101 @@ class RequestStream:
         if self._failure is not None and not self.state.finished:
             raise self._failure
         return self.state.delta() if self._output == "delta" else self.state.snapshot()
+
+
+# All requests of an API process that are under way, and where their outputs go.
+
+
+class RequestStreams:
+    """Streams by request id. Belongs to one event loop at a time."""
+
+    def __init__(self, outputs: OutputProcessor) -> None:
+        self._outputs = outputs
+        self._streams: dict[str, RequestStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._streams
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._streams))
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are not only waiting for their reader."""
+        return sum(not stream.state.finished for stream in self._streams.values())
+
+    def add(self, request: PreparedRequest, output: OutputKind) -> RequestStream:
+        """Start to follow a request. Raises ValueError if its id is in use."""
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise ValueError(f"request_id {request_id!r} is already in use; allowed: an id of no request under way")
+        state = self._outputs.add(request, partial=output != "final")
+        stream = self._streams[request_id] = RequestStream(state, output)
+        return stream
+
+    def remove(self, stream: RequestStream) -> list[str]:
+        """Stop following a request; its engine requests that still run."""
+        request_id = stream.state.request.request_id
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+        unfinished = stream.state.unfinished_ids()
+        for engine_request_id in unfinished:
+            self._outputs.forget(engine_request_id)
+        return unfinished
+
+    def process(self, outputs: StepOutputs) -> list[str]:
+        """Process a step and wake the readers; return engine requests to abort, which ended by a stop string."""
+        changed, complete = self._outputs.process(outputs)
+        for state in changed:
+            self._streams[state.request.request_id].wake()
+        return complete
+
+    def abort(self, request_id: str) -> list[str]:
+        """End a request with finish_reason "abort"; its engine requests that still run. None if it is not known."""
+        stream = self._streams.get(request_id)
+        unfinished = [] if stream is None else stream.state.unfinished_ids()
+        self.process(StepOutputs(others=[EngineOutput(each, (), finish_reason="abort") for each in unfinished]))
+        return unfinished
+
+    def fail_all(self, make_error: Callable[[], Exception]) -> list[str]:
+        """Raise an error in every reader of an unfinished request; return the engine requests that still run."""
+        unfinished = []
+        for stream in list(self._streams.values()):
+            unfinished += self.remove(stream)
+            stream.fail(make_error())
+        return unfinished
+
+
+# The connection of an API process's requests to its engine core: outputs in, aborts out.
+
+_EXIT_S = 30.0
+
+
+def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
+    """A client that passes steps to `streams`, and ends them when the core dies."""
+    client: CoreClient
+
+    def on_outputs(outputs: StepOutputs) -> None:
+        client.abort(streams.process(outputs), stopped=True)
+
+    def on_death(reason: str) -> None:
+        streams.fail_all(lambda: EngineDeadError(reason))
+
+    client = CoreClient(core, connection, on_outputs, on_death)
+    return client
+
+
+def leave(client: CoreClient, streams: RequestStreams) -> None:
+    """Close the connection; the readers of requests under way get EngineDeadError. May be called again."""
+    client.close("the engine was shut down")
+    reason = client.dead or ""
+    streams.fail_all(lambda: EngineDeadError(reason))
+
+
+def end(client: CoreClient, core: RunningCore, streams: RequestStreams) -> None:
+    """Leave, and wait until the core has ended. May be called again."""
+    leave(client, streams)
+    core.close(_EXIT_S)

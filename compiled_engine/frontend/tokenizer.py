@@ -16,8 +16,7 @@ from compiled_engine.frontend.tokenizer_files import (
     read_tokenizer,
 )
 from compiled_engine.frontend.tokenizer_words import FastWords, SlowWords, Words
-from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, is_lfs_pointer
+from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

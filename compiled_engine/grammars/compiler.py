@@ -9,11 +9,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_engine.grammars.constraint import GrammarConstraint, failure_text
-from compiled_engine.grammars.large_stack import on_large_stack
-from compiled_engine.grammars.limits import KEPT_GRAMMARS, QUICK_GRAMMAR, mask_threads, parser_limits
-from compiled_engine.grammars.plain_strings import probe_for
-from compiled_engine.grammars.string_masks import StringMasks, StringTokens
-from compiled_engine.grammars.text import WHITESPACE
+from compiled_engine.grammars.string_masks import StringMasks, StringTokens, probe_for
+from compiled_engine.grammars.text import (
+    KEPT_GRAMMARS,
+    QUICK_GRAMMAR,
+    WHITESPACE,
+    mask_threads,
+    on_large_stack,
+    parser_limits,
+)
 from compiled_engine.messages import GrammarVocabulary
 from compiled_engine.process.smallest_first import SmallestFirst
 

@@ -1,16 +1,84 @@
-"""From StructuredOutputs to what llguidance compiles, and whether it can."""
+"""From StructuredOutputs to the text that llguidance compiles, within limits, and whether it can be compiled."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from compiled_engine.grammars.constraint import error_of
-from compiled_engine.grammars.large_stack import on_large_stack
-from compiled_engine.grammars.limits import KEPT_GRAMMARS, parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
+
+# Runs what may recurse as deep as its input is long.
+
+# Bytes of address space, of which no more are used than the depth takes: a grammar of the most bytes that are allowed,
+# each rule of which is only in the one before, needs less than a third. Beyond its stack a process is killed.
+STACK_BYTES = 512 * 2**20
+
+# The size is one setting of the whole process.
+_STACK_SIZE = threading.Lock()
+
+Result = TypeVar("Result")
+
+
+def on_large_stack(work: Callable[[], Result]) -> Result:
+    """In a thread of its own, which is waited for. Raises what `work` raises."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _STACK_SIZE:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="large stack", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
+# What a grammar may cost. Requests bring grammars, so each of these is met by an attack.
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+# Compiled grammars that are kept, the last used; and characters up to which one waits for no larger one.
+KEPT_GRAMMARS = 256
+QUICK_GRAMMAR = 16 << 10
+# A request waits so long for its grammar, other requests' grammars before it included.
+LONGEST_COMPILE_S = 10.0
+
+
+def mask_threads() -> int:
+    """Threads that fill masks: few masks take long, so more would wait for each other rather than help."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+def parser_limits() -> LLParserLimits:
+    """Of one grammar. Fuel is a count of steps: a thousand take less than a millisecond.
+
+    A compilation or a mask that needs more is an error of its request.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        max_grammar_size=100_000,
+        step_lexer_fuel=20_000,
+        step_max_items=3_000,
+        max_items_in_row=500,
+        max_lexer_states=20_000,
+        verbose_errors=False,
+    )
+
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -9,10 +9,10 @@ import torch
 
 from compiled_engine.config import CompileConfig, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes import small_batch_linear_cpu
+from compiled_engine.passes.linear import small_batch_linear_cpu
+from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
+from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import passes_of_ranks, registered_passes
-from compiled_engine.passes.sequence_parallel import SequenceParallel
-from compiled_engine.passes.tensor_parallel import TensorParallel
 from compiled_engine.resolve.folders import resolve_cache_dir
 
 COMPILE_OPTIONS = (

@@ -10,7 +10,7 @@ from compiled_engine.attention.backend import AttentionChoice, captured_always
 from compiled_engine.attention.case import GraphSupport
 from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelConfig, ParallelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes import small_batch_linear_cpu
+from compiled_engine.passes.linear import small_batch_linear_cpu
 
 # Modes whose graphs contain, or may contain, only eager code.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)

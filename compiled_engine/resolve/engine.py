@@ -22,7 +22,7 @@ from compiled_engine.config import (
 )
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.rope_attend import RopeAttend
+from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs

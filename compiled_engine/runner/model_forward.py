@@ -17,10 +17,9 @@ from compiled_engine.graphs.compiled_model import CompiledModel, Forwards, compi
 from compiled_engine.graphs.compiler.stage_plan import StageForward
 from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, RecordingCounts, recorded
 from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
-from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
+from compiled_engine.models.checkpoint.build_model import build_model, build_tensors, shards_of
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
-from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.process.progress import Progress

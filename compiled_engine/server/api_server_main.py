@@ -10,9 +10,8 @@ import msgspec
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.process.memory import freeze_heap
-from compiled_engine.server.api_servers import Order
+from compiled_engine.server.api_servers import Order, Place
 from compiled_engine.server.app import build_app
-from compiled_engine.server.place import Place
 from compiled_engine.server.run import Server, allow_many_connections, serve
 from compiled_engine.server.shared_figures import SharedFigures
 

@@ -16,14 +16,11 @@ from starlette.routing import Route
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.tokenizer import read_json_if_there
 from compiled_engine.frontend.tokenizer_words import QUICK_TEXT
-from compiled_engine.server.admission import Admission
 from compiled_engine.server.chat_completions import chat_completions
 from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
 from compiled_engine.server.errors import UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
-from compiled_engine.server.inspection import PATH as INSPECTION
-from compiled_engine.server.inspection import Inspection
 from compiled_engine.server.long_work import QUICK_FORM, LongWork
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
@@ -32,10 +29,11 @@ from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import Reply, error_response
 from compiled_engine.server.responses import responses
-from compiled_engine.server.serving import Serving
+from compiled_engine.server.serving import Admission, Serving
 from compiled_engine.server.shared_figures import SharedFigures
 from compiled_engine.server.tokenization import detokenize, tokenize
-from compiled_engine.server.web_page import answers, page_files
+from compiled_engine.server.web_page import PATH as INSPECTION
+from compiled_engine.server.web_page import Inspection, answers, page_files
 
 log = logging.getLogger("compiled_engine")
 

@@ -14,7 +14,11 @@ from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
-from compiled_engine.server.chat_protocol import (
+from compiled_engine.server.generation import Outputs, begun, generate
+from compiled_engine.server.logprob_shapes import ChatLogprobs, chat_logprobs, prompt_logprobs
+from compiled_engine.server.parsers.answer import AnswerParser, joined
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from compiled_engine.server.protocol import (
     AnswerMessage,
     CalledFunction,
     ChatChoice,
@@ -24,15 +28,20 @@ from compiled_engine.server.chat_protocol import (
     ChunkChoice,
     Delta,
     ToolCall,
+    Usage,
+    UsageCounter,
 )
-from compiled_engine.server.event_stream import EventStream, event, unless_gone, with_errors
-from compiled_engine.server.generation import Outputs, begun, generate
-from compiled_engine.server.logprob_shapes import ChatLogprobs, chat_logprobs, prompt_logprobs
-from compiled_engine.server.parsers.answer import AnswerParser, joined
-from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from compiled_engine.server.replies import Reply, json_response, read_body, warned
+from compiled_engine.server.replies import (
+    EventStream,
+    Reply,
+    event,
+    json_response,
+    read_body,
+    unless_gone,
+    warned,
+    with_errors,
+)
 from compiled_engine.server.serving import serving_of
-from compiled_engine.server.usage import Usage, UsageCounter
 
 
 async def chat_completions(request: Request) -> Reply:

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from compiled_engine.server.errors import bad_request
-from compiled_engine.server.json_body import is_deeper_than
 from compiled_engine.server.options import Limits
+from compiled_engine.server.replies import is_deeper_than
 from compiled_engine.server.request_fields import require_at_most
 
 if TYPE_CHECKING:

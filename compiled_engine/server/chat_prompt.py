@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.server.answer_form import ToolUse, answer_form
 from compiled_engine.server.chat_messages import Tool, messages_for_template, tools_for_template
-from compiled_engine.server.chat_protocol import ChatRequest
 from compiled_engine.server.errors import bad_request, blamed_on_request, shown
+from compiled_engine.server.forms import ToolUse, answer_form, asked_form
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
-from compiled_engine.server.response_format import asked_form
+from compiled_engine.server.protocol import ChatRequest
 from compiled_engine.server.sampling_fields import sampling_params
 from compiled_engine.server.serving import Serving
 

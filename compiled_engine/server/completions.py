@@ -17,20 +17,29 @@ from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.cache_salt import cache_salt
-from compiled_engine.server.completion_protocol import (
+from compiled_engine.server.forms import asked_form
+from compiled_engine.server.generation import Outputs, begun, generate
+from compiled_engine.server.logprob_shapes import CompletionLogprobs, Entries, completion_logprobs, prompt_logprobs
+from compiled_engine.server.protocol import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
+    Usage,
+    UsageCounter,
     parse_prompts,
 )
-from compiled_engine.server.event_stream import EventStream, event, unless_gone, with_errors
-from compiled_engine.server.generation import Outputs, begun, generate
-from compiled_engine.server.logprob_shapes import CompletionLogprobs, Entries, completion_logprobs, prompt_logprobs
-from compiled_engine.server.replies import Reply, json_response, read_body, warned
-from compiled_engine.server.response_format import asked_form
+from compiled_engine.server.replies import (
+    EventStream,
+    Reply,
+    event,
+    json_response,
+    read_body,
+    unless_gone,
+    warned,
+    with_errors,
+)
 from compiled_engine.server.sampling_fields import sampling_params
 from compiled_engine.server.serving import Serving, serving_of
-from compiled_engine.server.usage import Usage, UsageCounter
 
 
 async def completions(request: Request) -> Reply:

@@ -1,20 +1,185 @@
-"""From a request's body to its fields, and from an answer to a response."""
+"""From a request's body to its fields, and from an answer to a response or a stream of events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from starlette.requests import Request
+import numpy as np
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from compiled_engine.server.errors import ApiError
-from compiled_engine.server.event_stream import EventStream, unless_gone
-from compiled_engine.server.json_body import LONG_BODY, decoded, read_json
+from compiled_engine.process.memory import collection_paused
+from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
 from compiled_engine.server.serving import Serving
+
+# Server-sent events, and answers that nobody waits for any more.
+
+log = logging.getLogger("compiled_engine")
+
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event whose data is `value` as JSON."""
+    data = b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+async def with_errors(events: AsyncGenerator[bytes, None], last: bytes = DONE) -> AsyncGenerator[bytes, None]:
+    """The events and `last`. Where they fail, an event with the error comes instead of what is missing."""
+    async with aclosing(events):
+        try:
+            async for each in events:
+                yield each
+        except ApiError as error:
+            yield event(error.response())
+        except Exception:
+            log.exception("a stream failed")
+            yield event(ApiError(500, UNEXPECTED).response())
+    yield last
+
+
+class EventStream:
+    """A response whose body is sent piece by piece, until it ends or the client goes; then the generator is closed.
+
+    A client that reads slowly holds up the generator, which therefore has more to give the next time.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        self._events = events
+        self.headers = {**HEADERS, **headers}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await unless_gone(receive, self._send(send))
+            except ClientDisconnect:
+                return
+
+    async def _send(self, send: Send) -> None:
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns. Raises ClientDisconnect, with the work cancelled, if the client goes before."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# A request's body: read within its bounds, and decoded as a JSON object.
+
+# Bytes from which bodies are decoded one after the other. A few milliseconds each: together they would hold up others.
+LONG_BODY = 16 << 10
+# Arrays and objects of a body: each takes a microsecond to make and to free, on the event loop.
+MOST_CONTAINERS = 1 << 16
+_BUT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},"')))
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
+
+
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """The body. Raises ApiError 413 for too many bytes, 415 for another type than JSON; ClientDisconnect if the client
+    goes while it sends."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"the body must be JSON (content type application/json), got {kind[:80]!r}")
+    return await _read(request, max_bytes)
+
+
+def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
+    """The object that the body holds. Raises ApiError 400 for what is no JSON object, too deep, or has too many values,
+    arrays or objects."""
+    if body.count(b",") >= max_values and np.count_nonzero(_outside_strings(body) == ord(",")) >= max_values:
+        raise bad_request(None, f"the body must have at most {max_values} values")
+    if (
+        _count_opening(body) > MOST_CONTAINERS
+        and np.count_nonzero(_STEPS[_outside_strings(body)] > 0) > MOST_CONTAINERS
+    ):
+        raise bad_request(None, f"the body must have at most {MOST_CONTAINERS} arrays and objects")
+    if is_deeper_than(body, max_depth):
+        raise bad_request(None, f"the body must have at most {max_depth} arrays and objects within each other")
+    try:
+        with collection_paused():  # else many small arrays have every object of the process looked through
+            value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(None, f"the body must be valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise bad_request(None, f"the body must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(413, f"the body must have at most {max_bytes} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def is_deeper_than(body: bytes, depth: int) -> bool:
+    """Whether JSON has more arrays and objects within each other; found without recursion, and before it is parsed.
+
+    Of a text that is no JSON, what a parser may read of it counts: all before its first error.
+    """
+    if _count_opening(body) <= depth:
+        return False
+    return bool(_STEPS[_outside_strings(body)].cumsum(dtype=np.int32).max(initial=0) > depth)
+
+
+def _count_opening(body: bytes) -> int:
+    """Opening brackets, also those within strings."""
+    return body.count(b"[") + body.count(b"{")
+
+
+def _outside_strings(body: bytes) -> np.ndarray:
+    """The brackets and commas that stand in no string, in their order, and the quotes that end one.
+
+    A regular expression would take a microsecond a string, on the event loop.
+    """
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = np.frombuffer(body.translate(None, _BUT_MARKS), np.uint8)
+    inside = np.cumsum(marks == ord('"'), dtype=np.uint8) & 1  # whether the number of quotes so far is odd
+    return marks[inside == 0]
+
 
 Reply: TypeAlias = "Response | EventStream"
 Fields = TypeVar("Fields", bound=msgspec.Struct)

@@ -1,9 +1,10 @@
-"""/v1/responses, without a memory: what it returns is not kept."""
+"""/v1/responses: its input as a chat, the endpoint, and the events of a response."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,30 +12,145 @@ from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.server.cache_salt import cache_salt
+from compiled_engine.server.chat_messages import (
+    ChatMessage,
+    FunctionCall,
+    FunctionDefinition,
+    MessageToolCall,
+    Tool,
+)
 from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
-from compiled_engine.server.chat_protocol import ChatRequest
 from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request, shown
-from compiled_engine.server.event_stream import EventStream, event, unless_gone
 from compiled_engine.server.generation import begun, generate
-from compiled_engine.server.logprob_shapes import TokenLogprob
+from compiled_engine.server.logprob_shapes import TextLogprobs, TokenLogprob
 from compiled_engine.server.parsers.answer import joined
-from compiled_engine.server.parsers.pieces import Content, Reasoning
-from compiled_engine.server.replies import Reply, json_response, read_body, warned
-from compiled_engine.server.response_events import Event, ResponseEvents, new_id
-from compiled_engine.server.responses_input import messages_of, tools_of
-from compiled_engine.server.responses_protocol import (
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from compiled_engine.server.protocol import (
     RESPONSES_HABITS,
     RESPONSES_REFUSED,
+    ChatRequest,
+    FunctionCallItem,
+    IncompleteDetails,
     InputTokensDetails,
+    Item,
+    MessageItem,
+    OutputText,
     OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
+    UsageCounter,
 )
+from compiled_engine.server.replies import EventStream, Reply, event, json_response, read_body, unless_gone, warned
+from compiled_engine.server.request_fields import convert
 from compiled_engine.server.sampling_fields import SAME, check_bounds
 from compiled_engine.server.serving import Serving, serving_of
-from compiled_engine.server.text_logprobs import TextLogprobs
-from compiled_engine.server.usage import UsageCounter
+
+# The input of /v1/responses as the messages and tools of a chat.
+
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ROLES = ("system", "developer", "user", "assistant")
+
+
+def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
+    """Calls, and the reasoning before them, become part of the assistant's message. Raises ApiError 400 naming the
+    item that is wrong."""
+    messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
+    if isinstance(given, str):
+        return [*messages, ChatMessage(role="user", content=given)]
+    if not isinstance(given, list) or not given:
+        raise bad_request("input", f"input must be text, or a list of items that is not empty, got {shown(given)}")
+    reasoning: str | None = None
+    for index, item in enumerate(given):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise bad_request(where, f"{where} must be an object, got {shown(item)}")
+        kind = "message" if item.get("type") is None else item["type"]
+        if kind == "message":
+            messages.append(_message(where, item))
+        elif kind == "function_call_output":
+            output = _text(f"{where}.output", item.get("output"))
+            messages.append(ChatMessage(role="tool", content=output, tool_call_id=_name(where, item, "call_id")))
+        elif kind == "function_call":
+            _assistant(messages).tool_calls.append(_call(where, item))  # type: ignore[union-attr]
+        elif kind == "reasoning":
+            reasoning = _text(f"{where}.content", item.get("content") or item.get("summary") or "")
+            continue
+        else:
+            raise _unsupported(where, kind)
+        if reasoning and messages[-1].role == "assistant":
+            messages[-1].reasoning_content = reasoning
+        reasoning = None
+    return messages
+
+
+def tools_of(given: list[dict[str, Any]] | None, ignored: list[str]) -> list[Tool] | None:
+    """The functions among the tools; `ignored` gets the others, which the model need not call."""
+    tools: list[Tool] = []
+    for index, tool in enumerate(given or ()):
+        if tool.get("type") == "function":
+            fields = {key: value for key, value in tool.items() if value is not None}
+            tools.append(Tool(type="function", function=convert(fields, FunctionDefinition, f"tools[{index}].")))
+        else:
+            ignored.append(f"tools[{index}] of type {shown(tool.get('type'))} is ignored: only functions are supported")
+    return tools or None
+
+
+def _message(where: str, item: dict[str, Any]) -> ChatMessage:
+    role = item.get("role")
+    if role not in ROLES:
+        raise bad_request(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}")
+    tool_calls: list[MessageToolCall] | None = [] if role == "assistant" else None
+    content = _text(f"{where}.content", item.get("content"))
+    return ChatMessage(role=role, content=content, tool_calls=tool_calls)  # type: ignore[arg-type]
+
+
+def _assistant(messages: list[ChatMessage]) -> ChatMessage:
+    """The assistant's message at the end, a new one if there is none."""
+    if not messages or messages[-1].role != "assistant":
+        messages.append(ChatMessage(role="assistant", content="", tool_calls=[]))
+    return messages[-1]
+
+
+def _call(where: str, item: dict[str, Any]) -> MessageToolCall:
+    arguments = item.get("arguments")
+    if not isinstance(arguments, str):
+        name = f"{where}.arguments"
+        raise bad_request(name, f"{name} must be a JSON object as text, got {shown(arguments)}")
+    function = FunctionCall(name=_name(where, item, "name"), arguments=arguments)
+    return MessageToolCall(id=_name(where, item, "call_id"), type="function", function=function)
+
+
+def _name(where: str, item: dict[str, Any], key: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"{where}.{key}", f"{where}.{key} must be text, got {shown(value)}")
+    return value
+
+
+def _text(where: str, content: Any) -> str:
+    """Text, or the text of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(where, f"{where} must be text or a list of parts, got {shown(content)}")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind == "refusal":
+            continue
+        if kind not in TEXT_PARTS:
+            raise _unsupported(f"{where}[{index}]", kind)
+        texts.append(_text(f"{where}[{index}].text", part.get("text")))
+    return "\n".join(texts)
+
+
+def _unsupported(where: str, kind: Any) -> ApiError:
+    return bad_request(where, f"{where} of type {shown(kind)} is not supported", code="unsupported_parameter")
+
 
 log = logging.getLogger("compiled_engine")
 
@@ -176,3 +292,115 @@ async def _stream(events: ResponseEvents, all_events: AsyncGenerator[Event, None
             log.exception("a stream failed")
             failed = events.fail("server_error", UNEXPECTED)
             yield event(failed, failed["type"])
+
+
+# A response as it grows: each piece of the answer makes events, and all of them make the whole.
+
+Event = dict[str, Any]
+
+
+class ResponseEvents:
+    """response: what there is so far. One item is open at a time: the next kind of piece closes it."""
+
+    def __init__(self, response: ResponseObject, make_call_id: Callable[[], str]) -> None:
+        self.response = response
+        self._make_call_id = make_call_id
+        self._number = 0
+        self._open: Item | None = None
+
+    def begin(self) -> Iterator[Event]:
+        yield self._event("response.created", response=self.response)
+        yield self._event("response.in_progress", response=self.response)
+
+    def piece(self, piece: Piece, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
+        """The events of a piece; `logprobs` are those of text."""
+        match piece:
+            case Content(text):
+                if not isinstance(self._open, MessageItem):
+                    item = MessageItem(id=new_id("msg"), status="in_progress", content=[])
+                    yield from self._add(item)
+                    item.content.append(OutputText(text="", annotations=[], logprobs=[]))
+                    yield self._part("response.content_part.added", part=item.content[0])
+                yield from self._add_text(text, logprobs)
+            case Reasoning(text):
+                if not isinstance(self._open, ReasoningItem):
+                    reasoning = ReasoningItem(id=new_id("rs"), status="in_progress", content=[])
+                    yield from self._add(reasoning)
+                    reasoning.content.append(ReasoningText(text=""))
+                assert isinstance(self._open, ReasoningItem)
+                self._open.content[0].text += text
+                yield self._part("response.reasoning_text.delta", delta=text)
+            case CallStart(_, name):
+                call = FunctionCallItem(
+                    id=new_id("fc"), status="in_progress", call_id=self._make_call_id(), name=name, arguments=""
+                )
+                yield from self._add(call)
+            case CallArguments(_, text):
+                assert isinstance(self._open, FunctionCallItem)
+                self._open.arguments += text
+                yield self._of_item("response.function_call_arguments.delta", delta=text)
+
+    def end(self, usage: ResponseUsage, finish_reason: str | None) -> Iterator[Event]:
+        """The last events."""
+        cut = finish_reason == "length"
+        yield from self._close("incomplete" if cut else "completed")
+        self.response.usage = usage
+        self.response.status = "incomplete" if cut else "completed"
+        if cut:
+            self.response.incomplete_details = IncompleteDetails("max_output_tokens")
+        yield self._event(f"response.{self.response.status}", response=self.response)
+
+    def fail(self, code: str, message: str) -> Event:
+        """The last event of a response that came to nothing."""
+        self.response.status = "failed"
+        self.response.error = ResponseError(code, message)
+        return self._event("response.failed", response=self.response)
+
+    def _add_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
+        assert isinstance(self._open, MessageItem)
+        part, new = self._open.content[0], list(logprobs)
+        part.text += text
+        part.logprobs += new
+        yield self._part("response.output_text.delta", delta=text, logprobs=new)
+
+    def _add(self, item: Item) -> Iterator[Event]:
+        yield from self._close("completed")
+        self._open = item
+        self.response.output.append(item)
+        yield self._event("response.output_item.added", output_index=self._index, item=item)
+
+    def _close(self, status: Any) -> Iterator[Event]:
+        item = self._open
+        if item is None:
+            return
+        item.status = status
+        if isinstance(item, MessageItem):
+            part = item.content[0]
+            yield self._part("response.output_text.done", text=part.text, logprobs=part.logprobs)
+            yield self._part("response.content_part.done", part=part)
+        elif isinstance(item, ReasoningItem):
+            yield self._part("response.reasoning_text.done", text=item.content[0].text)
+        else:
+            yield self._of_item("response.function_call_arguments.done", name=item.name, arguments=item.arguments)
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+        self._open = None
+
+    @property
+    def _index(self) -> int:
+        return len(self.response.output) - 1
+
+    def _event(self, kind: str, **values: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **values}
+
+    def _of_item(self, kind: str, **values: Any) -> Event:
+        assert self._open is not None
+        return self._event(kind, item_id=self._open.id, output_index=self._index, **values)
+
+    def _part(self, kind: str, **values: Any) -> Event:
+        return self._of_item(kind, content_index=0, **values)
+
+
+def new_id(kind: str) -> str:
+    """Of a response or an item."""
+    return f"{kind}_{uuid.uuid4().hex}"

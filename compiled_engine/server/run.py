@@ -16,14 +16,13 @@ import uvicorn
 
 from compiled_engine.server.fair_listener import FairListener
 from compiled_engine.server.http_protocol import bounded_protocol
+from compiled_engine.server.middleware import is_loopback
 from compiled_engine.server.options import ServerOptions
-from compiled_engine.server.visitors import is_loopback
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
-    from compiled_engine.server.api_servers import ApiServers
+    from compiled_engine.server.api_servers import ApiServers, Place
     from compiled_engine.server.middleware import RequestScope
-    from compiled_engine.server.place import Place
 
 log = logging.getLogger("compiled_engine")
 

@@ -1,10 +1,12 @@
-"""What every request is answered with: the engine, the server's options, and what was found out of the model."""
+"""State shared by all requests: the engine, the server's options, facts of the model, and admission."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -13,12 +15,63 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.input_processor import check_text
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.server.admission import Admission
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, shown
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.shared_figures import SharedFigures
+
+# How many completions the server takes on at a time; beyond it, it says that it is busy.
+
+RETRY_AFTER_S = 1
+
+
+class Admission:
+    """Counts completions that run or wait: each has its state here and in the engine, whether it runs or not.
+
+    The bound is the whole server's, over all its processes. Each counts its own before it looks at the sum, so that
+    together they never take on more.
+    """
+
+    def __init__(self, most: int, figures: SharedFigures) -> None:
+        self._most = most
+        self._figures = figures
+        self._taken = figures.reserve(1)
+        self._refused = figures.reserve(1)
+
+    @property
+    def in_flight(self) -> int:
+        """Of all processes."""
+        return int(self._figures.total(self._taken))
+
+    @property
+    def refused(self) -> int:
+        """Requests, of all processes."""
+        return int(self._figures.total(self._refused))
+
+    @contextmanager
+    def admit(self, completions: int) -> Iterator[None]:
+        """Around the work for so many completions. Raises ApiError 503 where there are too many already."""
+        own = self._figures.own
+        own[self._taken] += completions
+        try:
+            if (under_way := self.in_flight) > self._most:
+                own[self._refused] += 1
+                raise ApiError(
+                    503,
+                    f"the server is busy: {under_way - completions} completions are under way, "
+                    f"and it takes {self._most}",
+                    code="server_busy",
+                    headers={"retry-after": str(RETRY_AFTER_S)},
+                )
+            yield
+        finally:
+            own[self._taken] -= completions
+
+    def forget(self, process: int) -> None:
+        """A process has ended, and with it what it had taken on."""
+        self._figures.forget(process, self._taken)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from starlette.responses import Response
 from compiled_engine.frontend.prompts import has_long_text
 from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for_template, tools_for_template
 from compiled_engine.server.errors import bad_request
-from compiled_engine.server.event_stream import unless_gone
-from compiled_engine.server.replies import json_response, read_body
+from compiled_engine.server.replies import json_response, read_body, unless_gone
 from compiled_engine.server.sampling_fields import TokenId
 from compiled_engine.server.serving import Serving, serving_of
 

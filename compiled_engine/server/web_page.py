@@ -1,12 +1,18 @@
-"""The web page at /: plain files, which the browser may load nothing else beside."""
+"""Pages for browsers: the web page at /, and the compiler's report at /debug/inspect."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+
+from compiled_engine.config import EngineConfig, json_value
+from compiled_engine.server.serving import serving_of
 
 FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -39,3 +45,51 @@ def answers(file: Path) -> Callable[[Request], Awaitable[Response]]:
         return Response(body, headers=headers)
 
     return answer
+
+
+# /debug/inspect: what the compiler did to the running model, as a page or as JSON.
+
+if TYPE_CHECKING:
+    from compiled_engine.graphs.inspection.report import Report
+
+PATH = "/debug/inspect"
+# The page has its style and its script in it, and loads nothing.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Inspection:
+    """GET: the report of `compiled-engine inspect`, for the engine as it runs now. One is made at a time.
+
+    It names folders of the server, so it is for whoever runs it: there is none unless the option says so.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, request: Request) -> Response:
+        engine = serving_of(request).engine
+        as_json = request.query_params.get("format") == "json"
+        async with self._lock:
+            return await asyncio.to_thread(_response, engine.config, await engine.metrics(), as_json)
+
+
+def _response(config: EngineConfig, metrics: Mapping[str, Any], as_json: bool) -> Response:
+    from compiled_engine.graphs.inspection.html import render_html  # imported for who asks, not with every server
+
+    report = report_of_engine(config, metrics)
+    if as_json:
+        return Response(json.dumps(report.data), headers={"content-type": "application/json"})
+    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": POLICY}
+    return Response(render_html(report), headers={**headers, "x-content-type-options": "nosniff"})
+
+
+def report_of_engine(config: EngineConfig, metrics: Mapping[str, Any]) -> Report:
+    """metrics: what the engine says of itself now."""
+    from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
+
+    folder = metrics["cache_entry"]
+    entry = None if folder is None else CompiledEntry.of(config, Path(folder), metrics["cache"])
+    return make_report(json_value(config), entry, metrics["start_up"], metrics)

@@ -14,7 +14,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS
+from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.parallel import check_model

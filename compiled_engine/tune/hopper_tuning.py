@@ -10,9 +10,10 @@ import torch
 
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes import rms_norm, silu_mul, small_batch_linear_op
-from compiled_engine.passes.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear
-from compiled_engine.passes.small_batch_linear_op import choose_tiles
+from compiled_engine.passes.linear import silu_mul, small_batch_linear_op
+from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear
+from compiled_engine.passes.linear.small_batch_linear_op import choose_tiles
+from compiled_engine.passes.norm import rms_norm
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linears import SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, cases_of, tune_on_hopper
 

@@ -20,7 +20,7 @@ import torch
 
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.kernels.launch_arguments import next_power_of_2
-from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference
+from compiled_engine.passes.linear.small_batch_linear_op import Tiles, launch, reference
 from compiled_engine.process.child import as_this_one
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linears import REPEATS, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, right

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from compiled_engine.config import ModelConfig, local_share
-from compiled_engine.passes.hopper_linear import HopperTiles
-from compiled_engine.passes.hopper_product import ProductTiles
-from compiled_engine.passes.small_batch_linear_op import Tiles
+from compiled_engine.passes.linear.hopper_linear import HopperTiles
+from compiled_engine.passes.linear.hopper_product import ProductTiles
+from compiled_engine.passes.linear.small_batch_linear_op import Tiles
 from compiled_engine.process.progress import Progress
 
 SHARED_MEMORY = 220 << 10

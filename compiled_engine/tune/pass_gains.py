@@ -29,7 +29,7 @@ from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.kv_cache import allocate

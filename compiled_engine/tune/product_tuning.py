@@ -11,9 +11,9 @@ import torch
 
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes import silu_mul
-from compiled_engine.passes.hopper_launch import multiprocessors
-from compiled_engine.passes.hopper_product import (
+from compiled_engine.passes.linear import silu_mul
+from compiled_engine.passes.linear.hopper_linear import multiprocessors
+from compiled_engine.passes.linear.hopper_product import (
     MANY,
     MOST_COLUMNS,
     MOST_SUMS,

@@ -25,11 +25,23 @@ import triton
 from triton._C import libtriton
 
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_settings, settings_of
-from compiled_engine.passes.profile import DeviceProfile, profile_of
+from compiled_engine.passes.framework.profile import DeviceProfile, profile_of
 from compiled_engine.process.in_background import import_apart
 
 # The packages that shape a compiled graph: every file directly in them counts.
-SOURCE_ROOMS = ("attention", "graphs.compiler", "models.textbook", "passes")
+SOURCE_ROOMS = (
+    "attention",
+    "graphs.compiler",
+    "models.textbook",
+    "passes",
+    "passes.framework",
+    "passes.norm",
+    "passes.linear",
+    "passes.rope",
+    "passes.experts",
+    "passes.parallel",
+    "passes.layout",
+)
 # Dynamo's settings that shape a graph; its many others decide what it logs, and when it gives up.
 _DYNAMO_SETTINGS = (
     "allow_unspec_int_on_nn_module",

@@ -9,9 +9,9 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
-from compiled_engine.passes.manager import pass_uuid
+from compiled_engine.passes.framework.manager import pass_uuid
+from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import registered_passes, step_tensors
-from compiled_engine.passes.tensor_parallel import TensorParallel
 
 # With another value the pieces, their plan or their ranges can be others.
 GRAPH_FIELDS = (

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compiled_engine.graphs.cache.diff import DAMAGED, FOUND, NOT_KEPT, SWITCHED_OFF, UNUSABLE, why_absent
 from compiled_engine.graphs.cache.entry import DamagedEntry, copy_entry, factors_key
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
-from compiled_engine.graphs.cache.why import DAMAGED, FOUND, NOT_KEPT, SWITCHED_OFF, UNUSABLE, why_absent
 from compiled_engine.graphs.cache.work_folder import WorkFolder
 
 log = logging.getLogger("compiled_engine")  # is given texts: a record with an exception would keep folders alive

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import fx, nn
+from torch._guards import CompileId
+from torch._logging import trace_structured
 
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.compile_pool import compile_pool
@@ -15,22 +18,40 @@ from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direc
 from compiled_engine.graphs.compiler.record import PieceRecord, Record, module_tree, phases_since, write_trace
 from compiled_engine.graphs.compiler.signature import FORWARD, Signature, callables_of
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.structured_trace import emit_entry
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
-from compiled_engine.models.checkpoint.rank_shards import shards_of
+from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.parallel.group import StandIn, in_group
-from compiled_engine.passes import small_batch_linear_cpu
-from compiled_engine.passes.expand_references import expand_references
-from compiled_engine.passes.graph_inputs import describe_shards, shards_in
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass
-from compiled_engine.passes.graph_text import graph_text
-from compiled_engine.passes.manager import PassReport, run_passes
-from compiled_engine.passes.profile import profile_of
+from compiled_engine.passes.framework.graph_inputs import describe_shards, shards_in
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass
+from compiled_engine.passes.framework.graph_text import graph_text
+from compiled_engine.passes.framework.manager import PassReport, run_passes
+from compiled_engine.passes.framework.profile import profile_of
+from compiled_engine.passes.linear import small_batch_linear_cpu
+from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import op_modules, registered_passes
-from compiled_engine.passes.tensor_parallel import TensorParallel
+from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+
+# Our stages in torch's structured trace (TORCH_TRACE=folder): tlparse shows them beside Dynamo's and Inductor's.
+
+# Lowered graphs, each pass's diff; of each range its graph after the passes, its plan and its forward; output code.
+_STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "forward.py", "pieces/*.py")
+
+
+def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
+    """Emit what compilation `compile_id` (Dynamo's number of it) has written, each file as an artifact
+    compiled_engine.<its path with underscores>; nothing happens unless a trace is written."""
+    for path in (path for pattern in _STAGES for path in sorted(entry.rglob(pattern))):
+        name = "_".join(path.relative_to(entry).with_suffix("").parts)
+        trace_structured(
+            "artifact",
+            metadata_fn=partial(dict, name=f"compiled_engine.{name}", encoding="string"),
+            payload_fn=path.read_text,
+            compile_id=compile_id,
+            expect_trace_id=False,
+        )
 
 
 class EntryBuilder:

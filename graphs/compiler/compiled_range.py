@@ -11,8 +11,8 @@ from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.signature import FORWARD
 from compiled_engine.graphs.compiler.stage_plan import StagePlan
 from compiled_engine.graphs.compiler.stitch import forward_source
-from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.manager import PassReport
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.manager import PassReport
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pieces in which nothing is left to fuse: each call is of an op that is declared direct (passes/op_library.py), as a
+"""Pieces in which nothing is left to fuse: each call is of an op that is declared direct, as a
 kernel of ours, a library's matrix product or a view; a constant may scale an embedding.
 
 Inductor could only call them one by one; so does the Python that is generated here, and neither a compiler nor its
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.passes.op_library import declaration_of, implementation
+from compiled_engine.passes.framework.op_library import declaration_of, implementation
 
 _GETITEM = "operator.getitem"
 

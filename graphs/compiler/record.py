@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from compiled_engine.graphs.compiler.guards import GuardRecord
-from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.passes.framework.graph_inputs import source_of
 from compiled_engine.process.timeline import Span
 
 RECORD = "record.json"

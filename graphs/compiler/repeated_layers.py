@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from compiled_engine.graphs.compiler.traced_layers import Role, TracedLayers
-from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.passes.framework.graph_inputs import source_of
 
 Segments = dict[int, list[fx.Node]]
 # A traced layer's inputs from the previously traced one, in the order of their first use.

@@ -22,7 +22,7 @@ from compiled_engine.attention.inputs import (
     padding_of,
 )
 from compiled_engine.config import EngineConfig
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.registry import step_tensors
 
 FORWARD, LOGITS = "forward", "logits"

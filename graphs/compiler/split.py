@@ -16,8 +16,8 @@ from torch import fx
 from compiled_engine.attention.inputs import FORWARD_ARGUMENTS
 from compiled_engine.graphs.compiler.piece import piece_key, piece_to_json
 from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
-from compiled_engine.passes.graph_inputs import source_of
-from compiled_engine.passes.matching import arg
+from compiled_engine.passes.framework.graph_inputs import source_of
+from compiled_engine.passes.framework.matching import arg
 from compiled_engine.passes.registry import splitting_ops
 
 

@@ -14,8 +14,8 @@ import torch
 
 from compiled_engine.graphs.compiler.plan import Carried, Input, Plan
 from compiled_engine.parallel.stages import Stage
-from compiled_engine.passes.graph_inputs import Source
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.framework.graph_inputs import Source
+from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.registry import splitting_ops
 
 

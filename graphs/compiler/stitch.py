@@ -13,9 +13,9 @@ import torch
 
 from compiled_engine.attention.op import OnAttention, attend
 from compiled_engine.graphs.compiler.plan import Input, Plan, PlannedStep
-from compiled_engine.passes.graph_inputs import Source
-from compiled_engine.passes.graph_pass import SplittingOp
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.framework.graph_inputs import Source
+from compiled_engine.passes.framework.graph_pass import SplittingOp
+from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.registry import splitting_ops
 
 # Takes the arguments of its plan; of a step these are ForwardArguments.

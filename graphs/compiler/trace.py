@@ -24,12 +24,12 @@ from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers
 from compiled_engine.graphs.compiler.signature import Signature
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
-from compiled_engine.passes.graph_inputs import Source, source_of
-from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.lowering import lower
-from compiled_engine.passes.manager import PassReport
-from compiled_engine.passes.matching import arg, fake_mode_of
-from compiled_engine.passes.parameter import BUFFER, WEIGHT, Parameter
+from compiled_engine.passes.framework.graph_inputs import Source, source_of
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.manager import PassReport
+from compiled_engine.passes.framework.matching import arg, fake_mode_of
+from compiled_engine.passes.framework.parameter import BUFFER, WEIGHT, Parameter
+from compiled_engine.passes.layout.lowering import lower
 
 
 @dataclass(frozen=True)

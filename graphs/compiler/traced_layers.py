@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from compiled_engine.models.textbook.layer_stack import LayerStack
-from compiled_engine.passes.graph_inputs import Source, source_of
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.models.textbook.layers import LayerStack
+from compiled_engine.passes.framework.graph_inputs import Source, source_of
+from compiled_engine.passes.framework.parameter import Parameter
 
 
 class Role(NamedTuple):

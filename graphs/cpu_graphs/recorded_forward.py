@@ -14,10 +14,8 @@ import torch
 from compiled_engine.attention.inputs import AttentionInputs, ForwardArguments, addresses
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
 from compiled_engine.graphs.compiler.stitch import Forward
-from compiled_engine.graphs.cpu_graphs.arena import Arena
-from compiled_engine.graphs.cpu_graphs.call_list import CallList
-from compiled_engine.graphs.cpu_graphs.recorder import CannotRecord, recording
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.graphs.cpu_graphs.recorder import Arena, CallList, CannotRecord, recording
+from compiled_engine.passes.framework.graph_pass import CompileRange
 
 log = logging.getLogger("compiled_engine")
 

@@ -1,19 +1,119 @@
-"""Records what a forward calls while it runs."""
+"""A graph on a CPU: records the calls of a forward, with memory for their results, to run them again without Python."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compiled_engine.graphs.cpu_graphs.arena import Arena
-from compiled_engine.graphs.cpu_graphs.call_list import CallList
-from compiled_engine.kernels.cpp_library import CppFunction, recorder
+from compiled_engine.kernels import cpp_library
+from compiled_engine.kernels.cpp_library import CppFunction, load_library, recorder
+
+# Memory for what recorded calls compute: it stays, and tensors that are not needed at the same time share it.
+
+# Where tensors begin, in bytes.
+ALIGNMENT = 64
+
+
+class Arena:
+    """Blocks of memory, each with one tensor at a time. Blocks used by recorded calls are kept."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[torch.Tensor, StorageWeakRef | None]] = []
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Contiguous, of the shape and dtype of `tensor`."""
+        size = tensor.numel() * tensor.element_size()
+        free = [
+            (block.numel(), index)
+            for index, (block, user) in enumerate(self._blocks)
+            if block.numel() >= size and (user is None or user.expired())
+        ]
+        if free:
+            _, index = min(free)
+        else:
+            index = len(self._blocks)
+            self._blocks.append((torch.empty(-(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8), None))
+        block, _ = self._blocks[index]
+        given = _alias(block, tensor)
+        self._blocks[index] = block, StorageWeakRef(given.untyped_storage())
+        return given
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, if it is of the arena, without keeping others from it."""
+        of_tensor = (block for block, _ in self._blocks if block.data_ptr() == tensor.data_ptr())
+        return next((_alias(block, tensor) for block in of_tensor), tensor)
+
+
+def _alias(block: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The block's first bytes with the shape and dtype of `tensor`, and a storage of its own."""
+    size = tensor.numel() * tensor.element_size()
+    return torch.from_numpy(block[:size].numpy()).view(tensor.dtype).view(tensor.shape)
+
+
+# A graph on a CPU: the calls that a forward made, as a list that is run again without the Python that made them.
+
+SOURCE = Path(cpp_library.__file__).with_name("cpp_replay.cpp")
+
+
+class CallList:
+    """Calls in their order; those of C++ kernels that follow one another are made by one call of C++.
+
+    What they read and write is where it was when they were recorded.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[Callable[[], Any]] = []
+        self.num_kernels = self.num_others = 0
+
+    def add_kernel(self, function: CppFunction, arguments: tuple[Any, ...]) -> None:
+        last = self._runs[-1] if self._runs else None
+        if not isinstance(last, _KernelCalls):
+            last = _KernelCalls()
+            self._runs.append(last)
+        last.add(function.packed_entry, function.pack(arguments))
+        self.num_kernels += 1
+
+    def add(self, call: Callable[[], Any]) -> None:
+        self._runs.append(call)
+        self.num_others += 1
+
+    def replay(self) -> None:
+        for run in self._runs:
+            run()
+
+
+class _KernelCalls:
+    """Calls as cpp_replay.cpp reads them."""
+
+    def __init__(self) -> None:
+        self._arguments: list[ctypes.Array[ctypes.c_char]] = []  # what the entries point to
+        self._entries: list[int] = []
+        self._table: ctypes.Array[ctypes.c_uint64] = (ctypes.c_uint64 * 0)()
+
+    def add(self, entry: int, packed: bytes) -> None:
+        self._arguments.append(ctypes.create_string_buffer(packed, len(packed)))
+        self._entries += entry, ctypes.addressof(self._arguments[-1])
+        self._table = (ctypes.c_uint64 * len(self._entries))(*self._entries)
+
+    def __call__(self) -> None:
+        _replay()(self._table, len(self._arguments))
+
+
+@cache
+def _replay() -> Any:
+    function = load_library(SOURCE).replay
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
+    return function
+
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)

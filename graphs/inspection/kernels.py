@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
 from compiled_engine import passes
 from compiled_engine.graphs.compiler.direct_piece import op_named
-from compiled_engine.passes.op_library import declaration_of
+from compiled_engine.passes.framework.op_library import declaration_of
 
 _PASSES = Path(passes.__file__ or "").parent
 # How Inductor's output code makes a kernel from its source -> what the source is written in.
@@ -51,9 +56,8 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 def _own_source(name: str) -> str:
     """The files with the kernels of an op of ours, compiled_engine::<op>; the cache key has their digests."""
     namespace, _, op = name.partition("::")
-    files = [
-        path.read_text(encoding="utf-8") for path in sorted(_PASSES.glob(f"{op}*.py")) if namespace == "compiled_engine"
-    ]
+    found = sorted(_PASSES.rglob(f"{op}*.py")) if namespace == "compiled_engine" else []
+    files = [path.read_text(encoding="utf-8") for path in found]
     return "\n\n".join(text for text in files if "@triton.jit" in text)
 
 
@@ -106,3 +110,24 @@ def _path(expression: ast.expr) -> list[str]:
         head = _path(expression.value)
         return [*head, expression.attr] if head else []
     return []
+
+
+# The number of kernels that a decode step launches on the device, counted by torch's profiler.
+
+
+def kernels_per_decode_step(generate: Callable[[int], None], device: torch.device) -> int | None:
+    """Kernels of one decode step of one request; None without a GPU.
+
+    generate: produces the given number of tokens for a short prompt, one step per token.
+    """
+    if device.type != "cuda":
+        return None
+    return _kernels(lambda: generate(4)) - _kernels(lambda: generate(3))
+
+
+def _kernels(run: Callable[[], None]) -> int:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)

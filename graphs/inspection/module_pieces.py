@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.framework.parameter import Parameter
 
 # Parameter name -> the (range, piece key) of every step that takes it.
 ParameterUses = dict[str, list[tuple[str, str]]]

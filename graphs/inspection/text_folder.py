@@ -6,11 +6,20 @@ What differs from run to run (seconds) and from place to place (folders) is in f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import depyf
+from torch import nn
+
+from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.graphs.compiled_model import compile_model
 from compiled_engine.graphs.inspection.report import Report
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
 
 
 def write_text_folder(report: Report, folder: Path) -> None:
@@ -65,3 +74,20 @@ def _modules(module: dict[str, Any], depth: int = 0) -> list[str]:
     for child in module["children"]:
         lines += _modules(child, depth + 1)
     return lines
+
+
+# depyf's debug folder of a model: decompiled code, guards, the graphs of all stages.
+
+
+def write_depyf_folder(
+    config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], folder: Path, progress: Progress
+) -> None:
+    """Compile the model again in this process, without the cache, under depyf, which writes into `folder`.
+
+    Raises what `compile_model` raises.
+    """
+    here = replace(config, compile=replace(config.compile, cache_dir=None, workers=0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*You are trying to debug `torch.compile`", category=UserWarning)
+        with depyf.prepare_debug(str(folder)):
+            compile_model(here, make_model, progress, Timeline())

@@ -1,14 +1,16 @@
-"""A configuration's model: the textbook's or transformers' code, or of the latter the tensors alone."""
+"""A configuration's model, textbook or transformers' code, and the slices of its parameters that a rank has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.models.foreign.description import skeleton
 from compiled_engine.models.foreign.find_description import find_description
+from compiled_engine.models.foreign.weights import mark_packed
 from compiled_engine.models.textbook import architectures
+from compiled_engine.parallel.shards import Shard, compare_shapes
 
 
 def build_model(config: ModelConfig) -> Any:
@@ -30,3 +32,20 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
     if config.transformers is None:
         return architectures.build_model(config)
     return skeleton(find_description(config.transformers.config, config.dtype, cache_dir))
+
+
+# The slice of each parameter that a rank of this configuration holds.
+
+
+def shards_of(config: EngineConfig) -> dict[str, Shard]:
+    """Shards by parameter name, tied ones under each name; empty for one rank. Raises what compare_shapes raises."""
+    if config.parallel.tensor_parallel_size == 1:
+        return {}
+    return compare_shapes(_tensors(config.model, config), _tensors(config.local_model, config))
+
+
+def _tensors(model: ModelConfig, config: EngineConfig) -> Any:
+    tensors = build_tensors(model, config.compile.cache_dir)
+    if model.transformers is not None:
+        mark_packed(tensors, model)
+    return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,10 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.match_tensors import match_tensors
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.parameters import Weights
-from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
 from compiled_engine.models.foreign.placement import Placement
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.framework.parameter import BUFFER, Parameter
 from compiled_engine.process.progress import Progress
 
 # Functions that write the values of encoded tensors of a checkpoint to a tensor on the device.
@@ -129,3 +129,30 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
         advance(1)
     if plain:
         copy_to_device(plain, plain[0][1].device, advance)
+
+
+# Random weights, for running a model's shape without its checkpoint.
+
+STANDARD_DEVIATION = 0.02
+
+
+def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
+    """Fill a tensor in place with normal values of small deviation, around 1 for norms and around 0 otherwise.
+
+    The values of a tensor depend on the seed, its name and the kind of device, not on its place or the number of ranks:
+    a divided tensor is generated completely, one tensor at a time.
+    """
+    for batch in weights.batches():
+        for leaf, target in batch:
+            if leaf.role == BUFFER:
+                continue
+            digest = hashlib.sha256(f"{seed} {leaf.name}".encode()).digest()
+            generator = torch.Generator(target.device)
+            generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            mean = 1.0 if leaf.name.endswith("norm.weight") else 0.0
+            if leaf.shard is None:
+                target.normal_(mean, STANDARD_DEVIATION, generator=generator)
+            else:
+                whole = torch.empty(leaf.shard.whole, dtype=target.dtype, device=target.device)
+                whole.normal_(mean, STANDARD_DEVIATION, generator=generator)
+                target.copy_(leaf.shard.of(whole, rank, num_ranks))

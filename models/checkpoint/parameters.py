@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compiled_engine.parallel.shards import Shard
-from compiled_engine.passes.parameter import BUFFER, KEPT, WEIGHT, Parameter, compute
+from compiled_engine.passes.framework.parameter import BUFFER, KEPT, WEIGHT, Parameter, compute
 
 GIB = 2**30
 # Most bytes at a time of tensors that are on the device only until others are made of them.

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, is_lfs_pointer
+from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

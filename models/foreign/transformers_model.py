@@ -17,7 +17,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.models.foreign.attention_interface import NAME
 from compiled_engine.models.foreign.compat import causal_lm_name, fill_buffers, supported_version
 from compiled_engine.models.foreign.description import (
     Description,
@@ -25,10 +24,9 @@ from compiled_engine.models.foreign.description import (
     TensorDescription,
     UnknownArchitectureError,
 )
-from compiled_engine.models.foreign.experts_interface import NAME as EXPERTS_NAME
-from compiled_engine.models.foreign.experts_interface import experts_by_columns
+from compiled_engine.models.foreign.interfaces import NAME, Step, experts_by_columns
+from compiled_engine.models.foreign.interfaces import NAME as EXPERTS_NAME
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
-from compiled_engine.models.foreign.step import Step
 
 
 class CausalLM:

@@ -5,14 +5,43 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from compiled_engine.config import TransformersModel
+from compiled_engine.config import ModelConfig, TransformersModel
 from compiled_engine.models.foreign.description import description_file, read_file, write_file
 from compiled_engine.models.foreign.placement import WeightPlan
+
+# Sections of packed parameters of transformers' models, for division among ranks.
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def mark_packed(model: nn.Module, config: ModelConfig) -> None:
+    """Give modules with packed parameters the attribute `packed`, like textbook modules.
+
+    Linears named qkv_proj have the rows of q, k and v; modules named gate_up_proj those of gate and up, also for every
+    expert. That a family's forward splits them like this is verified by equal log-probabilities.
+    """
+    for path, module in model.named_modules():
+        packed: dict[str, Any] = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            if path.endswith(".qkv_proj"):
+                layer = _LAYER.search(path)
+                heads = config.heads_of(int(layer[1]) if layer else 0)
+                rows = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
+                packed[name] = tuple(count * heads.head_dim for count in rows)
+            elif path.endswith(".gate_up_proj") or name == "gate_up_proj":
+                half = parameter.shape[1 if parameter.dim() == 3 else 0] // 2
+                packed[name] = half, half
+        if packed:
+            module.packed = packed  # type: ignore[assignment]
+
 
 log = logging.getLogger("compiled_engine")
 

@@ -12,7 +12,7 @@ from torch import nn
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.textbook import layers, llama
-from compiled_engine.models.textbook.layer_stack import LayerStack
+from compiled_engine.models.textbook.layers import LayerStack
 from compiled_engine.models.textbook.rope import RotaryEmbedding
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attention
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.textbook.layer_stack import LayerStack
-from compiled_engine.models.textbook.layers import RMSNorm, SwiGLU, rotate
+from compiled_engine.models.textbook.layers import LayerStack, RMSNorm, SwiGLU, rotate
 from compiled_engine.models.textbook.rope import RotaryEmbedding
 
 

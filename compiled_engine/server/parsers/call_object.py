@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from compiled_engine.server.parsers.json_value import JsonValue
+from compiled_engine.server.parsers.marker_search import JsonValue
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece
 
 ARGUMENTS = ("arguments", "parameters")

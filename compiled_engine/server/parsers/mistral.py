@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from compiled_engine.server.parsers.call_object import WHITESPACE, CallObject
-from compiled_engine.server.parsers.json_value import JsonValue
-from compiled_engine.server.parsers.marker_search import MarkerSearch
+from compiled_engine.server.parsers.marker_search import JsonValue, MarkerSearch
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece
 
 MARKER = "[TOOL_CALLS]"

@@ -1,0 +1,178 @@
+"""The form of an answer as one grammar: reasoning, calls of tools, a requested form, or text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from compiled_engine.grammars.text import WHITESPACE, grammar_text
+from compiled_engine.sampling.structured_outputs import StructuredOutputs
+from compiled_engine.server.chat_format import ChatFormat
+from compiled_engine.server.chat_messages import Tool
+from compiled_engine.server.errors import bad_request, shortened, shown
+from compiled_engine.server.long_work import LongWork
+from compiled_engine.server.parsers.call_grammars import CallableTool, quoted
+from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
+from compiled_engine.server.parsers.registry import begins_inside
+
+# `response_format`, and `structured_outputs`: the form that a request asks its answer to have.
+
+TYPES = ("text", "json_object", "json_schema")
+
+
+async def asked_form(
+    checks: LongWork,
+    response_format: dict[str, Any] | None,
+    given: dict[str, Any] | None,
+    name: str = "response_format",
+) -> StructuredOutputs | None:
+    """What one of the two fields asks for; None for any text. name: what the first is called.
+
+    Raises ApiError 400 for both at once, and for what is no form or cannot be compiled.
+    """
+    values = _of_format(response_format, name)
+    if given is None:
+        return None if values is None else await _checked(checks, name, values)
+    if values is not None:
+        raise bad_request("structured_outputs", f"structured_outputs must be absent where {name} is not of type 'text'")
+    return await _checked(checks, "structured_outputs", given)
+
+
+def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+    """As fields of StructuredOutputs. The Responses API has the schema beside the type, the others below it."""
+    kind = "text" if response_format is None else response_format.get("type")
+    if kind not in TYPES:
+        raise bad_request(name, f"{name}.type must be one of {', '.join(map(repr, TYPES))}, got {shown(kind)}")
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    described = response_format if "schema" in response_format else response_format.get("json_schema")
+    if not isinstance(described, dict):
+        raise bad_request(name, f"{name}.json_schema must be an object with a schema, got {shown(described)}")
+    strict, schema = described.get("strict"), described.get("schema")
+    if not isinstance(strict, bool | None):
+        raise bad_request(name, f"{name}.json_schema.strict must be a boolean, got {shown(strict)}")
+    if schema is None:
+        return {"json_object": True}
+    if not isinstance(schema, dict):
+        raise bad_request(name, f"{name}.json_schema.schema must be a JSON schema, an object, got {shown(schema)}")
+    return {"json": schema}
+
+
+async def _checked(checks: LongWork, name: str, values: Mapping[str, Any]) -> StructuredOutputs:
+    def check() -> StructuredOutputs:
+        form = StructuredOutputs.of("structured_outputs", values)
+        assert form is not None
+        grammar_text(form)
+        return form
+
+    try:
+        return await checks.run(name, len(msgspec.json.encode(values)), check)
+    except (TypeError, ValueError) as error:
+        text = str(error).removeprefix("structured_outputs: ").replace("structured_outputs", name)
+        raise bad_request(name, shortened(f"{name}: {text}")) from error
+
+
+ANSWER = "answer"
+ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Which tools an answer may call. required: it has to call one. several: it may make more than one call."""
+
+    tools: Sequence[Tool]
+    required: bool
+    several: bool
+
+    @property
+    def follows_schemas(self) -> bool:
+        """Whether some call has to follow its schema."""
+        return self.required or any(tool.function.strict for tool in self.tools)
+
+
+async def answer_form(
+    checks: LongWork, chat: ChatFormat, prompt: str, use: ToolUse | None, asked: StructuredOutputs | None
+) -> StructuredOutputs | None:
+    """None where any text will do. prompt: as rendered, which tells whether reasoning comes first.
+
+    Raises ApiError 400 naming the tool whose schema is not supported.
+    """
+    if asked is None and (use is None or not use.follows_schemas):
+        return None
+    tools: list[CallableTool] = []
+    if use is not None:
+        tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), lambda: _callable(use))
+    reasoning = _reasoning(chat, prompt)
+    if not tools and not reasoning:
+        return asked
+    grammars = [] if asked is None else _named_answer(asked)
+    rules = [f"start: {reasoning.before if reasoning else ''}body", *_body(chat, use, tools, has_answer=bool(grammars))]
+    if reasoning:
+        rules.append(reasoning.rules)
+    whole = {"grammars": [{"lark_grammar": "\n".join(rules)}, *grammars]}
+    return StructuredOutputs(grammar=json.dumps(whole, ensure_ascii=False))
+
+
+def _body(chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], *, has_answer: bool) -> list[str]:
+    """The rule `body`, what comes after any reasoning, and those that it needs."""
+    if use is None or not tools:
+        return [f"body: @{ANSWER}"]
+    assert chat.tools is not None
+    found = chat.tools.grammar(tools, chat.guard.literal, chat.template, use.several)
+    if use.required:
+        return ["body: calls", found.calls, found.shared]
+    if has_answer:
+        return [f"body: calls | @{ANSWER}", found.calls, found.shared]
+    return ["body: free", found.free, found.calls, found.shared]
+
+
+def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
+    """Its grammars, the first of which gets the name by which others refer to it."""
+    first, *others = json.loads(grammar_text(asked))["grammars"]
+    return [{**first, "name": ANSWER}, *others]
+
+
+def _callable(use: ToolUse) -> list[CallableTool]:
+    """A schema that is not supported is an error where the tool is strict; elsewhere its arguments are any object."""
+    found: list[CallableTool] = []
+    for index, tool in enumerate(use.tools):
+        schema = tool.function.parameters or ANY_ARGUMENTS
+        if not (use.required or tool.function.strict):
+            schema = ANY_ARGUMENTS
+        try:
+            grammar_text(StructuredOutputs(json=schema))
+        except (TypeError, ValueError) as error:
+            if tool.function.strict:
+                name = f"tools[{index}].function.parameters"
+                raise bad_request(name, shortened(f"{name}: {error}")) from error
+            schema = ANY_ARGUMENTS
+        bounded = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        found.append(CallableTool(tool.function.name, json.dumps(bounded, ensure_ascii=False)))
+    return found
+
+
+@dataclass(frozen=True)
+class _ReasoningRules:
+    """before: what stands before an answer in a rule. rules: those that it needs."""
+
+    before: str
+    rules: str
+
+
+def _reasoning(chat: ChatFormat, prompt: str) -> _ReasoningRules | None:
+    """None if none comes."""
+    inside = None if chat.reasoning is None else begins_inside(chat.reasoning, prompt)
+    if inside is None:
+        return None
+    opening, closing = chat.guard.literal(OPENING), chat.guard.literal(CLOSING)
+    # A special token is in no text, so it ends one; any other text has to be looked for.
+    thought = f"thought[suffix={closing}]: /(?s:.*)/" if closing == quoted(CLOSING) else f"thought: THOUGHT? {closing}"
+    rules = [thought, "GAP: /\\s{1,8}/", *(["THOUGHT: /(?s:.+)/"] if closing != quoted(CLOSING) else [])]
+    before = "thought GAP? " if inside else f"({opening} thought GAP?)? "
+    return _ReasoningRules(before, "\n".join(rules))

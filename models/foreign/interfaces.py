@@ -1,0 +1,115 @@
+"""Our attention and experts as functions of transformers' interfaces, and the arguments of a step on the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.op import attention_or_value
+
+# The arguments of a step on their way to attention, past code that does not know of them.
+
+
+class Step:
+    """All attention modules of a model share this object; the model's forward fills it in, except the windows, which
+    are constant.
+
+    Keyword arguments would be simpler, but not all families pass them to their attention.
+    """
+
+    def __init__(self, sliding_windows: Sequence[int | None]) -> None:
+        self.sliding_windows = tuple(sliding_windows)
+        self.inputs: AttentionInputs | None = None
+        self.kv_caches: list[torch.Tensor] = []
+
+
+# Experts as a function of transformers' `ExpertsInterface`, as the textbook writes them, which a pass makes one op.
+
+NAME = "compiled_engine"
+
+
+class UnknownExpertsError(ValueError):
+    """Experts that are more than gated MLPs; the message names the difference."""
+
+
+def all_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute [T, D] from tokens [T, D] with experts and weights [T, X]; `module` has the experts' parameters.
+
+    Every expert computes every token; see models/textbook/experts.py. Raises UnknownExpertsError.
+    """
+    _require_known(module)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if not module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    num_experts = gate_up.shape[0]
+    none_TE = top_k_weights.new_zeros((top_k_weights.shape[0], num_experts))
+    weights_TE = none_TE.scatter(-1, top_k_index, top_k_weights).to(hidden_states.dtype)
+    gate_up_ETI = torch.bmm(hidden_states.expand(num_experts, -1, -1), gate_up)
+    if module.has_bias:
+        gate_up_ETI = gate_up_ETI + module.gate_up_proj_bias.unsqueeze(1)
+    y_ETD = torch.bmm(module._apply_gate(gate_up_ETI), down)
+    if module.has_bias:
+        y_ETD = y_ETD + module.down_proj_bias.unsqueeze(1)
+    return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
+
+
+def experts_by_columns(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """(module, name) of weights [E, in, out]: the kernels want [E, out, in] in memory, whatever the shape is."""
+    for module in model.modules():
+        if getattr(module, "is_transposed", False) and hasattr(module, "gate_up_proj"):
+            yield from ((module, name) for name in ("gate_up_proj", "down_proj"))
+
+
+def _require_known(module: Any) -> None:
+    own_gate = type(module)._apply_gate.__module__ != ExpertsInterface.__module__
+    clamped = hasattr(module, "alpha") and hasattr(module, "limit")
+    has = [
+        *(["a norm behind each"] if getattr(module, "has_post_expert_norm", False) else []),
+        *(["a gate of their own"] if own_gate and not clamped else []),
+        *([] if getattr(module, "has_gate", True) else ["no gate"]),
+    ]
+    if has:
+        raise UnknownExpertsError(f"the experts have {', '.join(has)}; allowed: act(gate) * up, and GPT-OSS's gate")
+
+
+ExpertsInterface.register(NAME, all_experts)
+
+
+# transformers makes masks for known implementations; for this one it makes none.
+NAME = "compiled_engine"
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """[1, heads, T, d] in, [1, T, heads, d] out; `module` has `step` and the number of its layer, `layer_idx`.
+
+    What the other arguments may be was checked when the model was observed; the window is that of the mask, which
+    is not made here.
+    """
+    q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    step: Any = module.step
+    window = step.sliding_windows[module.layer_idx]
+    cache = step.kv_caches[module.layer_idx]
+    out_THd = attention_or_value(q_THd, k_TKd, v_TKd, cache, step.inputs, scale, window, softcap, s_aux)
+    return out_THd.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, attend)

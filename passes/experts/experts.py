@@ -1,0 +1,144 @@
+"""A mixture of experts becomes one op, from the router's logits to the weighted sum of the chosen experts' outputs.
+
+For any router other than the two of the op, the op begins after it: with the chosen experts and their weights.
+
+Why: in the textbook every expert computes every token, since a graph's shapes must not depend on values. The op only
+computes and reads the chosen experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.experts.experts_gate import Gate
+from compiled_engine.passes.experts.experts_gate_match import match_gate
+from compiled_engine.passes.experts.experts_op import experts
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import (
+    arg,
+    aten,
+    emit,
+    emit_named,
+    factors,
+    is_call,
+    only_user,
+    rewrite_calls,
+    through_cast,
+    user_through_cast,
+)
+from compiled_engine.passes.linear.linears import ExpertsLinear, experts_linear_of
+
+
+class Experts(GraphPass):
+    name = "experts"
+    kernel_token_counts = (1, 64, 1024)
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each router: weights that are scattered to the places of a top-k choice."""
+        scatters = graph.find_nodes(op="call_function", target=aten.scatter.src)
+        indices = [arg(scatter, 2) for scatter in scatters]
+        return sum(1 for i in indices if is_call(i, operator.getitem) and is_call(arg(i, 0), aten.topk.default))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return rewrite_calls(graph, aten.scatter.src, _rewrite)
+
+
+class _Routing(NamedTuple):
+    """Logits of the router, experts of a token, and whether their weights add up to 1; or, where the experts are chosen
+    in a way that the op does not know, their weights instead of logits, and which they are."""
+
+    logits: fx.Node
+    top_k: int
+    renormalise: bool
+    chosen: fx.Node | None = None
+
+
+def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | None:
+    """scatter: of the weights of a token's experts into a matrix of all of them, or of anything else."""
+    zeros, dim, chosen, weights = scatter.args
+    is_matrix = scatter.meta["val"].dim() == 2 and dim in (-1, 1)
+    if not is_matrix or not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default):
+        return None
+    found = _weighted_sum(scatter)
+    if isinstance(found, str):
+        return found
+    total, x, gate_up, gate, down = found
+    routing = _known_routing(through_cast(weights), chosen)
+    if routing is None or routing.logits.meta["val"].dtype != x.meta["val"].dtype:
+        routing = _Routing(arg(scatter, 3), arg(scatter, 2).meta["val"].shape[1], False, arg(scatter, 2))
+    with graph.inserting_before(total):
+        matrices = [
+            emit(graph, aten.transpose.int, product.weight, 1, 2) if product.transposed else product.weight
+            for product in (gate_up, down)
+        ]
+        arguments = {
+            **{"x_TD": x, "logits_TE": routing.logits, "gate_up_END": matrices[0], "down_EDI": matrices[1]},
+            **{"gate_up_bias_EN": gate_up.bias, "down_bias_ED": down.bias},
+            **{"top_k": routing.top_k, "renormalise": routing.renormalise, "chosen_TX": routing.chosen},
+            **{"activation": gate.activation, "alpha": gate.alpha, "limit": gate.limit},
+            "interleaved": gate.interleaved,
+        }
+        fused = emit_named(graph, experts, arguments)
+    total.replace_all_uses_with(fused)
+    return [Replacement(total.name, fused)]
+
+
+def _known_routing(weights: Any, chosen: Any) -> _Routing | None:
+    """Softmax of the logits and then the choice of the largest, or the choice and then softmax of what is chosen."""
+    topk: Any = arg(chosen, 0) if is_call(chosen, operator.getitem) and chosen.args[1] == 1 else None
+    if not is_call(topk, aten.topk.default) or len(topk.args) != 2 or topk.kwargs or only_user(chosen) is None:
+        return None
+    values = next((user for user in topk.users if is_call(user, operator.getitem) and user.args[1] == 0), None)
+    if is_call(weights, aten._softmax.default):
+        of_chosen = through_cast(arg(weights, 0)) is values and _is_of_rows(weights)
+        return _Routing(through_cast(arg(topk, 0)), arg(topk, 1), True) if of_chosen else None
+    softmax = arg(topk, 0)
+    if not is_call(softmax, aten._softmax.default) or not _is_of_rows(softmax):
+        return None
+    shares = _is_share(weights, values)
+    if softmax.meta["val"].dtype != torch.float32 or not (shares or weights is values):
+        return None
+    return _Routing(through_cast(arg(softmax, 0)), arg(topk, 1), shares)
+
+
+def _is_of_rows(softmax: fx.Node) -> bool:
+    return softmax.args[1] in (-1, 1) and softmax.meta["val"].dim() == 2
+
+
+def _is_share(value: Any, weights: fx.Node | None) -> bool:
+    """Return whether the node is weights / their sum in each row."""
+    if not is_call(value, aten.div.Tensor) or value.args[0] is not weights:
+        return False
+    total = value.args[1]
+    return is_call(total, aten.sum.dim_IntList) and total.args[0] is weights and total.args[1:] == ([-1], True)
+
+
+def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, ExpertsLinear, Gate, ExpertsLinear] | str:
+    """(sum, x, first product, gate, second product) of the experts whose weights are scattered, or the reason for no
+    match.
+    """
+    transposed: Any = user_through_cast(scatter)
+    column: Any = None if transposed is None else only_user(transposed)
+    weighted: Any = None if column is None else only_user(column)
+    total: Any = None if weighted is None else only_user(weighted)
+    if not (is_call(transposed, aten.t.default) and is_call(column, aten.unsqueeze.default)):
+        return "the weights are not made a column for each expert"
+    if not (is_call(total, aten.sum.dim_IntList) and total.args[1:] == ([0],) and not total.kwargs):
+        return "what is weighted is not summed over the experts"
+    down = next((experts_linear_of(y) for y, weight in factors(weighted) if weight is column), None)
+    if down is None:
+        return "what is weighted is not a product with a parameter of each expert"
+    found = match_gate(down.x)
+    if isinstance(found, str):
+        return found
+    gated, gate = found
+    gate_up = experts_linear_of(gated)
+    if gate_up is None:
+        return "gate and up are not a product with a parameter of each expert"
+    if not is_call(gate_up.x, aten.expand.default) or arg(gate_up.x, 0).meta["val"].dim() != 2:
+        return "the experts do not all get the same tokens"
+    return total, arg(gate_up.x, 0), gate_up, gate, down

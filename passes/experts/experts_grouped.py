@@ -1,0 +1,133 @@
+"""Triton kernels: products of tokens that were sorted by expert, a tile of one expert's tokens a program; their sum.
+
+S counts pairs of a token and one of its experts, in the order of experts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.experts.experts_gate import gate_of_experts
+from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
+
+
+@quick_launches
+@triton.jit
+def grouped_kernel(
+    x_ptr: tl.tensor,
+    w_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sorted_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    K: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (rows, block): the tokens of a block times ROWS rows of its expert's weight.
+
+    GATED: x are the tokens, out is what the gate makes, in the order of experts. Else x is in that order, and out in
+    that of the pairs, each times its weight. w: [E, NUM_ROWS, K]; bias: [E, NUM_ROWS] or None.
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.load(blocks_ptr + 4 * tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    first = tl.load(blocks_ptr + 4 * tl.program_id(1) + 1)
+    count = tl.load(blocks_ptr + 4 * tl.program_id(1) + 2)
+    # The tensor cores want 64 rows on the left: tokens where there are as many, else rows of the weight.
+    ROWS_FIRST: tl.constexpr = TOKENS < 64
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    NUM_OUTPUTS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
+    # Past the end, the last token again.
+    place_T = first + tl.minimum(tl.arange(0, TOKENS), count - 1)
+    mask_T = tl.arange(0, TOKENS) < count
+    pair_T = tl.load(sorted_ptr + place_T)
+    x_row_T = pair_T // TOP_K if GATED else place_T
+    x_row_ptr_T = x_ptr + x_row_T.to(tl.int64) * x_stride
+    if GATED and INTERLEAVED:
+        row_N = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), NUM_ROWS - 1)
+    else:
+        row_N = weight_rows(tl.program_id(0) * OUTPUTS, NUM_OUTPUTS, ROWS, GATED)
+    w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
+    k_K = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        column_K = k + k_K
+        if K % BLOCK_K == 0:
+            w_NK = tl.load(w_row_ptr_N[:, None] + column_K[None, :])
+            x_TK = tl.load(x_row_ptr_T[:, None] + column_K[None, :])
+        else:
+            w_NK = tl.load(w_row_ptr_N[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
+            x_TK = tl.load(x_row_ptr_T[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
+        if ROWS_FIRST:
+            acc = tl.dot(w_NK, tl.trans(x_TK), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x_TK, tl.trans(w_NK), acc, input_precision="ieee")
+    y_TN = tl.trans(acc) if ROWS_FIRST else acc
+    if bias_ptr is not None:
+        y_TN += tl.load(bias_ptr + expert * NUM_ROWS + row_N).to(tl.float32)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    y_TN = y_TN.to(dtype).to(tl.float32)
+    output_M = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    mask_TM = mask_T[:, None] & (output_M < NUM_OUTPUTS)[None, :]
+    if GATED:
+        gate_TM, up_TM = tl.split(tl.reshape(y_TN, [TOKENS, OUTPUTS, 2]))
+        y_TM = gate_of_experts(gate_TM, up_TM, ACTIVATION, ALPHA, LIMIT, dtype)
+        out_row_T = place_T
+    else:
+        y_TM = y_TN * tl.load(weights_ptr + pair_T).to(dtype).to(tl.float32)[:, None]
+        out_row_T = pair_T
+    out_ptrs_TM = out_ptr + out_row_T.to(tl.int64)[:, None] * NUM_OUTPUTS + output_M[None, :]
+    tl.store(out_ptrs_TM, y_TM.to(dtype), mask=mask_TM)
+
+
+@quick_launches
+@triton.jit
+def combine_kernel(
+    y_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token, columns): the sum of what its experts left, plus the residual; counts are 0 again."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        e_E = tl.arange(0, BLOCK_E)
+        tl.store(counts_ptr + e_E, tl.zeros([BLOCK_E], tl.int32), mask=e_E < NUM_EXPERTS)
+    column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_D = column_D < HIDDEN_SIZE
+    sum_D = tl.zeros([BLOCK_D], tl.float32)
+    for x in tl.static_range(TOP_K):
+        sum_D += tl.load(y_ptr + (token * TOP_K + x) * HIDDEN_SIZE + column_D, mask=mask_D, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if residual_ptr is not None:
+        residual_D = tl.load(residual_ptr + token * HIDDEN_SIZE + column_D, mask=mask_D, other=0.0)
+        sum_D = sum_D.to(dtype).to(tl.float32) + residual_D.to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN_SIZE + column_D, sum_D.to(dtype), mask=mask_D)

@@ -1,0 +1,155 @@
+"""Triton kernels: the experts of a single token, products of matrix and vector at memory bandwidth."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.experts.experts_gate import gate_of_experts
+from compiled_engine.passes.experts.experts_routing import chosen_experts
+from compiled_engine.passes.linear.small_batch_linear_gemv import rows_of
+from compiled_engine.passes.linear.small_batch_linear_tiles import _ask_into_l2 as ask_into_l2
+
+
+@quick_launches
+@triton.jit
+def one_token_route_kernel(
+    logits_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program, best of one warp: the token's experts and their weights."""
+    BLOCK_X: tl.constexpr = triton.next_power_of_2(TOP_K)
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert_X, weight_X = chosen_experts(logits_ptr, NUM_EXPERTS, BLOCK_E, TOP_K, BLOCK_X, RENORMALISE)
+    x_X = tl.arange(0, BLOCK_X)
+    tl.store(chosen_ptr + x_X, expert_X, mask=x_X < TOP_K)
+    tl.store(weights_ptr + x_X, weight_X, mask=x_X < TOP_K)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["eps"])
+def one_token_gate_up_kernel(
+    x_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    eps: tl.tensor,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH]."""
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        # Not earlier: the next kernel reads the chosen experts before it waits for this one.
+        gdc_launch_dependents()
+    slot = tl.program_id(1)
+    expert = tl.load(chosen_ptr + slot).to(tl.int64)
+    # Each output's rows of gate and up are adjacent, or WIDTH apart.
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    APART: tl.constexpr = 1 if INTERLEAVED else WIDTH
+    row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    gate_ptr = gate_up_ptr + expert * (2 * WIDTH * K)
+    up_ptr = gate_ptr + APART * K
+    gate_acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    up_acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    squares_K = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(0, K, BLOCK_K):
+        gate_NK = rows_of(gate_ptr, STEP * row_N, k, STEP * WIDTH, K, BLOCK_K)
+        up_NK = rows_of(up_ptr, STEP * row_N, k, STEP * WIDTH, K, BLOCK_K)
+        column_K = k + tl.arange(0, BLOCK_K)
+        x_K = tl.load(x_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares_K += x_K * x_K
+            norm_weight_K = tl.load(norm_weight_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
+            if OFFSET != 0:
+                norm_weight_K += OFFSET
+            x_K *= norm_weight_K
+        gate_acc_NK += gate_NK.to(tl.float32) * x_K[None, :]
+        up_acc_NK += up_NK.to(tl.float32) * x_K[None, :]
+    gate_N = tl.sum(gate_acc_NK, 1)
+    up_N = tl.sum(up_acc_NK, 1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares_K, 0) / K + eps)
+        gate_N *= scale
+        up_N *= scale
+    mask_N = row_N < WIDTH
+    if bias_ptr is not None:
+        bias_ptrs_N = bias_ptr + expert * (2 * WIDTH) + STEP * row_N
+        gate_N += tl.load(bias_ptrs_N, mask=mask_N, other=0.0).to(tl.float32)
+        up_N += tl.load(bias_ptrs_N + APART, mask=mask_N, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    gate_N = gate_N.to(dtype).to(tl.float32)
+    up_N = up_N.to(dtype).to(tl.float32)
+    hidden_N = gate_of_experts(gate_N, up_N, ACTIVATION, ALPHA, LIMIT, dtype)
+    tl.store(hidden_ptr + slot * WIDTH + row_N, hidden_N.to(dtype), mask=mask_N)
+
+
+@quick_launches
+@triton.jit
+def one_token_down_kernel(
+    hidden_ptr: tl.tensor,
+    down_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program: ROWS outputs, of all the token's experts, weighted and summed; plus the residual, if there is one."""
+    SIZE: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        if WIDTH * SIZE % 16 == 0:
+            first = tl.program_id(0) * ROWS
+            num_bytes = tl.minimum(ROWS, HIDDEN_SIZE - first) * (WIDTH * SIZE)
+            for slot in tl.static_range(TOP_K):
+                row = tl.load(chosen_ptr + slot).to(tl.int64) * HIDDEN_SIZE + first
+                ask_into_l2(down_ptr + row * WIDTH, num_bytes)
+        gdc_wait()
+    row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask_N = row_N < HIDDEN_SIZE
+    acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    bias_N = tl.zeros([ROWS], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        expert = tl.load(chosen_ptr + slot).to(tl.int64)
+        weight = tl.load(weights_ptr + slot)
+        expert_ptr = down_ptr + expert * (HIDDEN_SIZE * WIDTH)
+        if bias_ptr is not None:
+            bias_N += weight * tl.load(bias_ptr + expert * HIDDEN_SIZE + row_N, mask=mask_N, other=0.0).to(tl.float32)
+        for k in tl.static_range(0, WIDTH, BLOCK_K):
+            down_NK = rows_of(expert_ptr, row_N, k, HIDDEN_SIZE, WIDTH, BLOCK_K)
+            column_K = k + tl.arange(0, BLOCK_K)
+            hidden_K = tl.load(hidden_ptr + slot * WIDTH + column_K, mask=column_K < WIDTH, other=0.0)
+            acc_NK += down_NK.to(tl.float32) * (hidden_K.to(tl.float32) * weight)[None, :]
+    y_N = tl.sum(acc_NK, 1) + bias_N
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if residual_ptr is not None:
+        y_N = y_N.to(dtype).to(tl.float32) + tl.load(residual_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row_N, y_N.to(dtype), mask=mask_N)

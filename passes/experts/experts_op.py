@@ -1,0 +1,349 @@
+"""The op of a mixture of experts, from the router's logits to the weighted sum: reference and launch of kernels.
+
+A single token has kernels of its own. With more, tokens are sorted by their experts on the device, and each program
+takes a tile of tokens of one expert, so each expert that is touched is read once. All grids follow from shapes alone:
+nothing waits for the device, and every launch can be captured. Sorted tiles: Gale et al. 2022 (MegaBlocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
+from compiled_engine.passes.experts.experts_gate import Gate
+from compiled_engine.passes.experts.experts_grouped import combine_kernel, grouped_kernel
+from compiled_engine.passes.experts.experts_one_token import (
+    one_token_down_kernel,
+    one_token_gate_up_kernel,
+    one_token_route_kernel,
+)
+from compiled_engine.passes.experts.experts_routing import place_kernel, route_kernel
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.norm import rms_norm
+
+# Tiles of the experts' kernels, chosen only by shapes and dtype.
+
+# Up to these numbers of tokens, tiles are those of a few, or of some tokens.
+FEW_TOKENS, SOME_TOKENS = 64, 1024
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """Tokens and rows of the weight of a program, and how it is compiled."""
+
+    tokens: int
+    rows: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
+    """Choose tiles by the tokens of the step, divided among many experts, and the sizes that a program iterates
+    over.
+    """
+    if dtype == torch.float32:
+        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
+    if num_tokens <= FEW_TOKENS:
+        if hidden_size % 128 or width % 128:
+            return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
+        return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=4, num_stages=4)
+    if num_tokens <= SOME_TOKENS:
+        return GroupedTiles(tokens=64, rows=64, block_k=64, num_warps=4, num_stages=4)
+    return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
+@dataclass(frozen=True)
+class OneTokenTiles:
+    """Outputs and columns of a program, and its warps."""
+
+    rows: int
+    block_k: int
+    num_warps: int
+
+
+def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
+    """Tiles for the first or second product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880."""
+    if not gate_up:
+        rows, block_k, num_warps = 2, 512, 2
+    elif k % 1024 == 0:
+        rows, block_k, num_warps = 4, 1024, 8
+    else:  # smaller blocks leave less of the last one empty
+        rows, block_k, num_warps = 8, 256, 8
+    return OneTokenTiles(rows, min(block_k, next_power_of_2(k)), num_warps)
+
+
+# Pairs of token and expert that a program places.
+PLACED = 128
+
+
+def reference(
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
+    gate_up_END: torch.Tensor,
+    down_EDI: torch.Tensor,
+    gate_up_bias_EN: torch.Tensor | None,
+    down_bias_ED: torch.Tensor | None,
+    top_k: int,
+    renormalise: bool,
+    activation: str = "silu",
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    interleaved: bool = False,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+    residual_TD: torch.Tensor | None = None,
+    chosen_TX: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, D]: for each token the sum of its top_k experts' outputs times their probabilities, plus the residual.
+
+    logits_TE: of the router, before the softmax. renormalise: the probabilities of the chosen ones add up to 1.
+    gate_up_END: for each expert the rows of gate and up, in the order of `interleaved`; activation, alpha, limit:
+    see `Gate`. norm_weight_D: x is normed first, see rms_norm. Steps whose argument is None are left out. chosen_TX:
+    the experts of each token, whose weights [T, top_k] then replace logits. It reads the chosen experts on the host.
+    """
+    if norm_weight_D is not None:
+        x_TD = rms_norm.reference(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
+    gate = Gate(activation, alpha, limit, interleaved)
+    weights_TX = logits_TE
+    if chosen_TX is None:
+        weights_TX, chosen_TX = logits_TE.float().softmax(-1).topk(top_k, dim=-1)
+    if renormalise:
+        weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
+    weights_TX = weights_TX.to(x_TD.dtype)
+    out_TD = torch.zeros_like(x_TD, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for expert in chosen_TX.unique().tolist():
+        token_P, slot_P = torch.where(chosen_TX == expert)
+        bias_N, bias_D = (None if bias is None else bias[expert] for bias in (gate_up_bias_EN, down_bias_ED))
+        hidden_PI = gate(torch.nn.functional.linear(x_TD[token_P], gate_up_END[expert], bias_N))
+        y_PD = torch.nn.functional.linear(hidden_PI, down_EDI[expert], bias_D)
+        out_TD.index_add_(0, token_P, (y_PD * weights_TX[token_P, slot_P, None]).float())
+    out = out_TD.to(x_TD.dtype)
+    return out if residual_TD is None else residual_TD + out
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The experts' weights and biases, and what kernels know of routing and gate when they are compiled."""
+
+    gate_up_END: torch.Tensor
+    down_EDI: torch.Tensor
+    gate_up_bias_EN: torch.Tensor | None
+    down_bias_ED: torch.Tensor | None
+    route: dict[str, Any]
+    gate: dict[str, Any]
+
+
+def launch(
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
+    gate_up_END: torch.Tensor,
+    down_EDI: torch.Tensor,
+    gate_up_bias_EN: torch.Tensor | None,
+    down_bias_ED: torch.Tensor | None,
+    top_k: int,
+    renormalise: bool,
+    activation: str = "silu",
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    interleaved: bool = False,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+    residual_TD: torch.Tensor | None = None,
+    chosen_TX: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernels behind `reference`; weights and biases contiguous."""
+    x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
+    chosen_TX = None if chosen_TX is None else chosen_TX.contiguous()
+    residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    num_experts = gate_up_END.shape[0]
+    route = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "BLOCK_E": next_power_of_2(num_experts)}
+    gate = {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "INTERLEAVED": interleaved}
+    weights = _Weights(gate_up_END, down_EDI, gate_up_bias_EN, down_bias_ED, route | {"RENORMALISE": renormalise}, gate)
+    if x_TD.shape[0] == 1:
+        return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
+    if norm_weight_D is not None:
+        x_TD = rms_norm.launch(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
+    return _grouped(x_TD, logits_TE, weights, residual_TD, chosen_TX)
+
+
+def _one_token(
+    x_1D: torch.Tensor,
+    logits_1E: torch.Tensor,
+    weights: _Weights,
+    norm: tuple[torch.Tensor | None, float, float],
+    residual_1D: torch.Tensor | None,
+    chosen_X: torch.Tensor | None,
+) -> torch.Tensor:
+    hidden_size, width, top_k = x_1D.shape[1], weights.down_EDI.shape[2], weights.route["TOP_K"]
+    norm_weight_D, eps, norm_offset = norm
+    options = dependent_launch(x_1D.device)
+    hidden_XI = x_1D.new_empty((top_k, width))
+    weights_X = logits_1E
+    if chosen_X is None:
+        chosen_X = torch.empty(top_k, dtype=torch.int32, device=x_1D.device)
+        weights_X = torch.empty(top_k, dtype=torch.float32, device=x_1D.device)
+        one_token_route_kernel[(1,)](logits_1E, chosen_X, weights_X, num_warps=1, **weights.route, **options)
+    tiles = one_token_tiles(hidden_size, gate_up=True)
+    one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
+        x_1D,
+        weights.gate_up_END,
+        weights.gate_up_bias_EN,
+        norm_weight_D,
+        hidden_XI,
+        chosen_X,
+        eps,
+        K=hidden_size,
+        WIDTH=width,
+        NORM=norm_weight_D is not None,
+        OFFSET=norm_offset,
+        ROWS=tiles.rows,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        **weights.gate,
+        **options,
+    )
+    out_1D = torch.empty_like(x_1D, memory_format=torch.contiguous_format)
+    tiles = one_token_tiles(width, gate_up=False)
+    one_token_down_kernel[(cdiv(hidden_size, tiles.rows),)](
+        hidden_XI,
+        weights.down_EDI,
+        weights.down_bias_ED,
+        chosen_X,
+        weights_X,
+        residual_1D,
+        out_1D,
+        HIDDEN_SIZE=hidden_size,
+        WIDTH=width,
+        TOP_K=top_k,
+        ROWS=tiles.rows,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        **options,
+    )
+    return out_1D
+
+
+def _grouped(
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
+    weights: _Weights,
+    residual_TD: torch.Tensor | None,
+    given_TX: torch.Tensor | None,
+) -> torch.Tensor:
+    num_tokens, hidden_size = x_TD.shape
+    route, width = weights.route, weights.down_EDI.shape[2]
+    num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
+    tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
+    num_pairs = num_tokens * top_k
+    # An expert's last tile may be part of one.
+    num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
+    device, options = x_TD.device, dependent_launch(x_TD.device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    counts_E = _counts(device, stream, num_experts)
+    chosen_S, rank_S, sorted_S = torch.empty((3, num_pairs), dtype=torch.int32, device=device)
+    weights_S = torch.empty(num_pairs, dtype=torch.float32, device=device)
+    blocks_B4 = torch.empty((num_blocks, 4), dtype=torch.int32, device=device)
+    # Before the first kernel: if memory ran out later, counts would stay that the last one clears.
+    hidden_SI, y_SD = x_TD.new_empty((num_pairs, width)), x_TD.new_empty((num_pairs, hidden_size))
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    route_kernel[(num_tokens,)](
+        logits_TE,
+        given_TX,
+        chosen_S,
+        weights_S,
+        rank_S,
+        counts_E,
+        logits_TE.stride(0),
+        BLOCK_X=next_power_of_2(top_k),
+        num_warps=1,
+        **route,
+        **options,
+    )
+    place_kernel[(cdiv(max(num_pairs, num_blocks), PLACED),)](
+        chosen_S,
+        rank_S,
+        counts_E,
+        sorted_S,
+        blocks_B4,
+        num_pairs,
+        num_blocks,
+        NUM_EXPERTS=num_experts,
+        BLOCK_E=block_e,
+        TOKENS=tiles.tokens,
+        PLACED=PLACED,
+        **options,
+    )
+    shared: dict[str, Any] = {
+        "TOP_K": top_k,
+        "TOKENS": tiles.tokens,
+        "ROWS": tiles.rows,
+        "BLOCK_K": tiles.block_k,
+        "NUM_STAGES": tiles.num_stages,
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
+        **weights.gate,
+        **options,
+    }
+    products = (
+        (x_TD, weights.gate_up_END, weights.gate_up_bias_EN, hidden_SI, hidden_size, 2 * width, True),
+        (hidden_SI, weights.down_EDI, weights.down_bias_ED, y_SD, width, hidden_size, False),
+    )
+    for left, right, bias, out, k, num_rows, gated in products:
+        grouped_kernel[(cdiv(num_rows, tiles.rows), num_blocks)](
+            left,
+            right,
+            bias,
+            out,
+            sorted_S,
+            blocks_B4,
+            weights_S,
+            left.stride(0),
+            K=k,
+            NUM_ROWS=num_rows,
+            GATED=gated,
+            **shared,
+        )
+    block_d = min(next_power_of_2(hidden_size), 1024)
+    combine_kernel[(num_tokens, cdiv(hidden_size, block_d))](
+        y_SD,
+        residual_TD,
+        out_TD,
+        counts_E,
+        HIDDEN_SIZE=hidden_size,
+        TOP_K=top_k,
+        NUM_EXPERTS=num_experts,
+        BLOCK_E=block_e,
+        BLOCK_D=block_d,
+        **options,
+    )
+    return out_TD
+
+
+@cache
+def _counts(device: torch.device, stream: int, num_experts: int) -> torch.Tensor:
+    """Pairs of each expert, zero between launches; one set for each stream, on which launches follow one another."""
+    return torch.zeros(num_experts, dtype=torch.int32, device=device)
+
+
+def _fake(x_TD: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+
+
+experts = define_op(
+    "experts(Tensor x_TD, Tensor logits_TE, Tensor gate_up_END, Tensor down_EDI, Tensor? gate_up_bias_EN, "
+    'Tensor? down_bias_ED, int top_k, bool renormalise, str activation="silu", float alpha=0.0, float limit=0.0, '
+    "bool interleaved=False, Tensor? norm_weight_D=None, float eps=0.0, float norm_offset=0.0, bool norm_wide=False, "
+    "Tensor? residual_TD=None, Tensor? chosen_TX=None) -> Tensor",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+)

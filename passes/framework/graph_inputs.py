@@ -1,0 +1,79 @@
+"""The meaning of a traced graph's placeholders, shared by trace, passes and the stitcher.
+
+Each placeholder's `meta["source"]` is a `Source` or a `Parameter`; each node's `meta["val"]` is its fake value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.framework.parameter import Parameter
+
+
+@dataclass(frozen=True)
+class Source:
+    """The run-time source of a graph input that is no parameter.
+
+    kind "argument": the forward argument `name`, see StepTensor;
+    "size": the length of dimension `dim` of that argument;
+    "received", only in a stage: value `name` (received.0, ...) from the previous stage.
+    """
+
+    kind: str
+    name: str
+    dim: int = 0
+
+    @property
+    def element(self) -> int | None:
+        """The source's index in a list: 3 for kv_caches.3; None for any other source."""
+        number = self.name.partition(".")[2]
+        return int(number) if self.kind != "parameter" and number.isdecimal() else None
+
+    @property
+    def expression(self) -> str:
+        """The source in Python, where the forward's arguments have their names."""
+        head, _, rest = self.name.partition(".")
+        return self.name if self.element is None else f"{head}[{rest}]"
+
+
+def source_of(placeholder: fx.Node) -> Source | Parameter:
+    found: Source | Parameter = placeholder.meta["source"]
+    return found
+
+
+def is_parameter(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder" and source_of(node).kind == "parameter"
+
+
+def parameter_of(placeholder: fx.Node) -> Parameter:
+    """The description of a placeholder for which `is_parameter` holds."""
+    found = source_of(placeholder)
+    assert isinstance(found, Parameter)
+    return found
+
+
+def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
+    """Put the shards, by name, into the descriptions of the graph's parameters."""
+    for node in graph.find_nodes(op="placeholder"):
+        if is_parameter(node):
+            node.meta["source"] = parameter_of(node).divided(shards)
+
+
+def shards_in(graph: fx.Graph) -> dict[str, Shard]:
+    """Return the shards that `describe_shards` has put there, by name."""
+    parameters = [parameter_of(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node)]
+    return {leaf.name: leaf.shard for p in parameters for leaf in p.leaves() if leaf.shard is not None}
+
+
+def argument(graph: fx.Graph, name: str) -> fx.Node:
+    """The input of a forward argument, such as a pass's step tensor. Raises LookupError if the graph has none of this
+    name.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if source_of(node).kind == "argument" and source_of(node).name == name:
+            return node
+    raise LookupError(f"the graph has no argument {name}")

@@ -1,0 +1,165 @@
+"""Runs the passes over a graph in their order, and reports what each did or why it did nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass
+from compiled_engine.passes.framework.graph_text import graph_diff, graph_text
+from compiled_engine.passes.framework.profile import DeviceProfile
+from compiled_engine.passes.framework.verifier import copy_of, verify_rewrites
+
+
+class ContractError(RuntimeError):
+    """An enabled pass matched less often than it must."""
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """The report of one pass on one graph.
+
+    `applied` False: it was not run, for `reason`. `contract`: required matches. `diff`: the graph's text before and
+    after. `verified`: number of rewrites whose results were compared and equal.
+    """
+
+    name: str
+    enabled: bool
+    applied: bool
+    reason: str = ""
+    matches: int = 0
+    contract: int = 0
+    near_misses: tuple[str, ...] = ()
+    seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+    diff: str = ""
+    verified: int = 0
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> PassReport:
+        return PassReport(**data | {"near_misses": tuple(data["near_misses"])})
+
+
+def run_passes(
+    graph: fx.Graph,
+    passes: Sequence[GraphPass],
+    enabled: Collection[str],
+    compile_range: CompileRange,
+    device: torch.device,
+    *,
+    profile: DeviceProfile | None = None,
+    strict: bool = False,
+    verify: bool = False,
+) -> tuple[PassReport, ...]:
+    """Run the enabled passes, in the order of `passes`, where they apply and pay; rewrites `graph` in place.
+
+    Returns a report for each known pass. `profile`: what was measured on the device; without one every pass that
+    applies runs. Raises ContractError when a required pass, in strict mode any pass, matched less often than its
+    contract, and VerificationError in verify mode when a rewrite computes something else.
+    """
+    reports = []
+    text = graph_text(graph)
+    reasons = [_why_not(graph_pass, enabled, compile_range, device, profile) for graph_pass in passes]
+    contracts = [
+        graph_pass.contract(graph, compile_range) if reason is None else 0
+        for graph_pass, reason in zip(passes, reasons, strict=True)
+    ]
+    for graph_pass, reason, contract in zip(passes, reasons, contracts, strict=True):
+        if reason is not None:
+            reports.append(PassReport(graph_pass.name, graph_pass.name in enabled, False, reason))
+            continue
+        report, text = _run(graph_pass, graph, text, contract, compile_range, device, verify)
+        reports.append(report)
+        if strict or graph_pass.required:
+            require_contracts(compile_range, (report,))
+    return tuple(reports)
+
+
+def require_contracts(compile_range: CompileRange, reports: Sequence[PassReport]) -> None:
+    """Raise ContractError for an applied pass that matched less often than its contract."""
+    for report in reports:
+        if report.matches < report.contract:
+            raise ContractError(
+                f"pass {report.name} matched {report.matches} times over {compile_range.name} tokens, its contract is "
+                f"{report.contract}; near misses: {'; '.join(report.near_misses) or 'none'}"
+            )
+
+
+def _why_not(
+    graph_pass: GraphPass,
+    enabled: Collection[str],
+    compile_range: CompileRange,
+    device: torch.device,
+    profile: DeviceProfile | None,
+) -> str | None:
+    if graph_pass.name not in enabled:
+        return "disabled"
+    missing = [name for name in graph_pass.requires if name not in enabled]
+    if missing:
+        return f"needs {', '.join(missing)}, which is disabled"
+    reason = graph_pass.applicable(compile_range, device.type)
+    return reason or (profile.why_not(graph_pass.name, compile_range) if profile else None)
+
+
+def _run(
+    graph_pass: GraphPass,
+    graph: fx.Graph,
+    text: list[str],
+    contract: int,
+    compile_range: CompileRange,
+    device: torch.device,
+    verify: bool,
+) -> tuple[PassReport, list[str]]:
+    """text: of the graph. Returns the report, and the text of what the graph is now."""
+    before = copy_of(graph) if verify else None
+    start = time.perf_counter()
+    result = graph_pass.run(graph)
+    graph.lint()
+    seconds = time.perf_counter() - start
+    verified = 0
+    if before is not None:
+        own = graph_pass.verify(graph, result, compile_range, device)
+        if own is None:
+            own = verify_rewrites(graph_pass.name, before, graph, result, compile_range, device)
+        verified = own
+    after = graph_text(graph)
+    report = PassReport(
+        name=graph_pass.name,
+        enabled=True,
+        applied=True,
+        matches=result.matches,
+        contract=contract,
+        near_misses=result.near_misses,
+        seconds=seconds,
+        nodes_before=len(text),
+        nodes_after=len(after),
+        diff=graph_diff(text, after),
+        verified=verified,
+    )
+    return report, after
+
+
+def pass_uuid(graph_pass: GraphPass) -> str:
+    """Digest of the source of the module that defines a pass: part of the cache key.
+
+    A pass without a source file (in a notebook) has a `uuid` of its own.
+    """
+    if graph_pass.uuid is not None:
+        return graph_pass.uuid
+    try:
+        source = inspect.getsource(sys.modules[type(graph_pass).__module__])
+    except (OSError, TypeError) as error:
+        raise ValueError(
+            f"pass {graph_pass.name} has no source file to digest for the cache key: give it a `uuid` that changes "
+            "when the pass does"
+        ) from error
+    return hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -1,0 +1,136 @@
+"""Reading and writing FX graphs: what every pass does with them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from compiled_engine.passes.framework.graph_pass import PassResult, Replacement
+
+aten = torch.ops.aten
+# Activations of gates.
+ACTIVATIONS = (aten.silu.default, aten.gelu.default)
+
+
+def rewrite_calls(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    rewrite: Callable[[fx.Graph, fx.Node], Sequence[Replacement] | str | None],
+) -> PassResult:
+    """Rewrite the patterns that contain a call of `target`, then erase unused nodes.
+
+    rewrite: called for each. It inserts the fused op and returns the replacements, or the reason why a candidate did
+    not match, or None for any other call.
+    """
+    matches, near_misses = 0, []
+    replacements: list[Replacement] = []
+    for node in graph.find_nodes(op="call_function", target=target):
+        found = rewrite(graph, node)
+        if isinstance(found, str):
+            near_misses.append(f"{node.name}: {found}")
+        elif found is not None:
+            matches += 1
+            replacements += found
+    graph.eliminate_dead_code()
+    return PassResult(matches, tuple(near_misses), tuple(replacements))
+
+
+def arg(node: fx.Node, index: int) -> Any:
+    """A call's argument; FX declares it as a union too wide to work with."""
+    return node.args[index]
+
+
+def named(call: fx.Node) -> dict[str, Any]:
+    """A call's arguments by the names in its op's schema, with defaults where the call leaves them out."""
+    op: Any = call.target
+    names = [argument.name for argument in op._schema.arguments]
+    return _defaults(op) | dict(zip(names, call.args, strict=False)) | call.kwargs
+
+
+def change(call: fx.Node, **arguments: Any) -> None:
+    """Give a call other arguments, by the names in its op's schema."""
+    call.args, call.kwargs = _in_order(call.target, named(call) | arguments), {}
+
+
+def _defaults(op: Any) -> dict[str, Any]:
+    return {each.name: each.default_value for each in op._schema.arguments if each.has_default_value()}
+
+
+def _in_order(op: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Positional arguments of a call. Raises KeyError for a missing one."""
+    return tuple(arguments[each.name] for each in op._schema.arguments)
+
+
+def fake_mode_of(value: Any) -> FakeTensorMode:
+    """The mode of the first fake tensor in a value or nested sequence of values."""
+    return next(leaf.fake_mode for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor))
+
+
+def is_call(node: object, *targets: Callable[..., Any]) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def through_cast(node: Any) -> Any:
+    """The value before a dtype conversion, or the node itself: fp32 graphs have no casts where bf16 ones do."""
+    return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def user_through_cast(node: fx.Node) -> fx.Node | None:
+    """The only user, looking through a dtype conversion."""
+    user = only_user(node)
+    if user is not None and is_call(user, aten._to_copy.default):
+        return only_user(user)
+    return user
+
+
+def other_factor(product: fx.Node, factor: object) -> Any:
+    """The other operand of a multiplication that `factor` (possibly through a cast) is one of."""
+    left, right = arg(product, 0), arg(product, 1)
+    return right if through_cast(left) is factor or left is factor else left
+
+
+def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
+    """Both orders of a product's operands; an empty list for other nodes."""
+    if not is_call(product, aten.mul.Tensor) or not all(isinstance(a, fx.Node) for a in product.args):
+        return []
+    left, right = product.args
+    return [(left, right), (right, left)]
+
+
+def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A call at the graph's insertion point, with its fake value computed."""
+    node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda argument: argument.meta["val"])
+    with fake_mode_of(values):
+        node.meta["val"] = target(*values)
+    return node
+
+
+def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
+    """`emit` with arguments by the names in the op's schema, with defaults for missing ones. Names that the op does not
+    have are ignored, so that an op may take the arguments of another.
+    """
+    return emit(graph, op, *_in_order(op, _defaults(op) | dict(arguments)))
+
+
+def emit_item(graph: fx.Graph, sequence: fx.Node, index: int) -> fx.Node:
+    node = graph.call_function(operator.getitem, (sequence, index))
+    node.meta["val"] = sequence.meta["val"][index]
+    return node
+
+
+def always_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Return whether two sizes are equal for every value that they may have."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a quarter of a second
+
+    return statically_known_true(a == b)

@@ -1,0 +1,78 @@
+"""The measured profile of a device: gains of passes, and tiles of kernels. Shipped as JSON files.
+
+`compiled-engine tune` writes them. A device without a profile uses the defaults: every applicable pass is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.passes.framework.graph_pass import CompileRange
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+# A linear: tokens (most of a bucket), rows and columns of its weight, and whether it ends in silu * up.
+LinearKey = tuple[int, int, int, bool]
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """The profile of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, the
+    smallest over all measured shapes; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles.
+    hopper_tiles, product_tiles: fields of HopperTiles and of ProductTiles, where these kernels are the fastest.
+    """
+
+    device: str
+    gains_us: dict[str, dict[int, float]]
+    noise_us: float
+    tiles: dict[LinearKey, dict[str, int]]
+    hopper_tiles: dict[LinearKey, dict[str, int]] = field(default_factory=dict)
+    product_tiles: dict[LinearKey, dict[str, Any]] = field(default_factory=dict)
+
+    def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
+        """Return None if the pass is faster or was not measured, otherwise the measured loss."""
+        measured = {
+            tokens: gain for tokens, gain in self.gains_us.get(pass_name, {}).items() if tokens in compile_range
+        }
+        if not measured or max(measured.values()) > self.noise_us:
+            return None
+        tokens, gain = min(measured.items(), key=lambda item: item[1])
+        if gain >= -self.noise_us:
+            return None
+        return f"it does not pay on {self.device}: {-gain:.1f} microseconds lost a step of {tokens} tokens"
+
+
+def profile_path(device_name: str) -> Path:
+    """The file of a device's profile: nvidia_h200.json for an NVIDIA H200."""
+    return PROFILES / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
+
+
+def profile_of(device: torch.device) -> DeviceProfile | None:
+    """The profile of a GPU; None for one without, and for a CPU, where every pass that applies is run."""
+    return load_profile(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+@cache
+def load_profile(device_name: str) -> DeviceProfile | None:
+    """The profile of a device, None if it was never measured."""
+    path = profile_path(device_name)
+    return parse_profile(path.read_text()) if path.exists() else None
+
+
+def parse_profile(text: str) -> DeviceProfile:
+    """A profile from its JSON."""
+    data: dict[str, Any] = json.loads(text)
+    gains = {name: {int(tokens): gain for tokens, gain in by.items()} for name, by in data["gains_us"].items()}
+    tiles, hopper_tiles, product_tiles = (
+        {(row["tokens"], row["num_rows"], row["k"], row["silu_mul"]): row["tiles"] for row in data.get(name, ())}
+        for name in ("linears", "hopper_linears", "hopper_products")
+    )
+    return DeviceProfile(data["device"], gains, data["noise_us"], tiles, hopper_tiles, product_tiles)

@@ -1,0 +1,87 @@
+"""Random values for a graph's inputs: a valid batch, a filled cache, and weights of ordinary size.
+
+A pass's step tensor contains padding, with which the pass changes no token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.inputs import padding_of, step_of
+from compiled_engine.passes.framework.graph_inputs import Source, source_of
+from compiled_engine.passes.framework.parameter import Parameter, compute
+
+MOST_CONTEXT = 24
+
+
+class RandomInputs:
+    """One batch; the same name always has the same value, so both sides of a rewrite see the same numbers."""
+
+    def __init__(self, graph: fx.Graph, num_tokens: int, device: torch.device, scale: float):
+        """Decodes first, then one prompt with the tokens that are left; the first token is written nowhere.
+
+        scale: of embeddings, matrices and biases. A small one makes hidden states in which an eps counts.
+        """
+        self._scale = scale
+        self._generator = torch.Generator(device="cpu").manual_seed(num_tokens)
+        self._device = device
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._arguments: dict[str, torch.Tensor] = {}
+        placeholders = {source_of(node).name: node for node in graph.find_nodes(op="placeholder")}
+        caches = {name: node.meta["val"] for name, node in placeholders.items() if name.startswith("kv_caches.")}
+        block_size = next(iter(caches.values())).shape[2] if caches else 16
+        self._fill_batch(num_tokens, int(block_size))
+        num_blocks = int(self._arguments["attention_inputs.block_table_RB"].max()) + 2
+        for name, fake in caches.items():
+            self._arguments[name] = self._normal((num_blocks, *fake.shape[1:]), fake.dtype)
+        sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
+        asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
+        self._arguments |= padding_of(asked, sizes, device)
+        for name, node in placeholders.items():  # rows of a callable's own, such as hidden states
+            if source_of(node).kind == "argument" and name not in self._arguments:
+                fake = node.meta["val"]
+                self._arguments[name] = self._normal((num_tokens, *fake.shape[1:]), fake.dtype)
+
+    def of(self, placeholder: fx.Node) -> Any:
+        """The value of a graph input."""
+        source = source_of(placeholder)
+        if isinstance(source, Source):
+            value = self._arguments[source.name]
+            return value.shape[source.dim] if source.kind == "size" else value
+        return compute(source, self.parameter) if source.make else self.parameter(source)
+
+    def parameter(self, parameter: Parameter) -> torch.Tensor:
+        """With scale 1, products with matrices keep the size of values; the weights of norms are around 1."""
+        name, shape = parameter.name, parameter.shape
+        if name not in self._parameters:
+            value = self._normal(shape, torch.float32)
+            if len(shape) > 1:
+                value *= self._scale if "embed" in name else self._scale / shape[-1] ** 0.5
+            else:
+                value = self._scale * value if name.endswith("bias") else 1 + 0.2 * value
+            self._parameters[name] = value.to(parameter.torch_dtype)
+        return self._parameters[name]
+
+    def _normal(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+        sizes = tuple(int(size) for size in shape)
+        return torch.randn(sizes, generator=self._generator).to(self._device, dtype)
+
+    def _integers(self, high: int, count: int) -> torch.Tensor:
+        return torch.randint(high, (count,), generator=self._generator)
+
+    def _fill_batch(self, num_tokens: int, block_size: int) -> None:
+        num_requests = min(num_tokens, 3)
+        lens_R = [1] * (num_requests - 1) + [num_tokens - (num_requests - 1)]
+        computed_R = (self._integers(MOST_CONTEXT, num_requests) + 1).tolist()
+        spans = [range(start, start + count) for start, count in zip(computed_R, lens_R, strict=True)]
+        blocks_each = -(-max(span.stop for span in spans) // block_size)
+        # Block 0 belongs to no request, so that writes to a wrong slot are detected.
+        table_RB = torch.randperm(num_requests * blocks_each, generator=self._generator) + 1
+        table_RB = table_RB.view(num_requests, blocks_each)
+        ids_T = self._integers(8, num_tokens).tolist()
+        self._arguments = step_of(ids_T, spans, table_RB.tolist(), block_size, self._device)
+        if num_tokens > 1:
+            self._arguments["attention_inputs.slot_mapping_T"][0] = -1

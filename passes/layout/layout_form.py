@@ -1,0 +1,144 @@
+"""A value as a view of another: which of its dimensions are those of a core, in which order, and which are one long.
+
+`normalise_layout` follows values through a graph in this form, so that batches of one and transpositions cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.matching import always_equal
+
+Size = int | torch.SymInt
+
+
+@dataclass(frozen=True)
+class Form:
+    """A value as a view of `core` with `dims`: for each of its dimensions that of the core, None for size one.
+
+    Each dimension of the core occurs once.
+    """
+
+    core: fx.Node
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, value: fx.Node) -> Form:
+        """The value as it is."""
+        fake = value.meta["val"]
+        return cls(value, tuple(range(fake.dim())) if isinstance(fake, torch.Tensor) else ())
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The core's dimensions in the order of the value."""
+        return tuple(dim for dim in self.dims if dim is not None)
+
+    @property
+    def is_ordered(self) -> bool:
+        return self.order == tuple(range(len(self.order)))
+
+    @property
+    def is_core(self) -> bool:
+        return self.is_ordered and None not in self.dims
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    def sizes(self) -> tuple[Size, ...]:
+        """Sizes of the value's dimensions."""
+        shape = self.core.meta["val"].shape
+        return tuple(1 if dim is None else shape[dim] for dim in self.dims)
+
+
+def unsqueezed(form: Form, dim: int) -> Form:
+    dim %= form.rank + 1
+    return Form(form.core, (*form.dims[:dim], None, *form.dims[dim:]))
+
+
+def squeezed(form: Form, dim: int) -> Form | None:
+    """Remove a dimension; None if it is one of the core's."""
+    dim %= form.rank
+    return Form(form.core, (*form.dims[:dim], *form.dims[dim + 1 :])) if form.dims[dim] is None else None
+
+
+def permuted(form: Form, order: Sequence[int]) -> Form:
+    return Form(form.core, tuple(form.dims[dim] for dim in order))
+
+
+def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tuple[int | None, ...]] | None:
+    """Convert a reshape of the value to one of its core: the core's new sizes (None if unchanged) and the new dims.
+
+    None if dimensions would be merged that are not adjacent in the core.
+    """
+    new_of: dict[int, list[int]] = {}  # first core dimension of a group -> the value's new dimensions from it
+    merged: set[int] = set()
+    stays = True
+    groups = _groups(form.sizes(), wanted)
+    if groups is None:
+        return None
+    for old, new in groups:
+        cores = [form.dims[place] for place in old]
+        real = [core for core in cores if core is not None]
+        if not real:
+            if not all(_is_one(wanted[place]) for place in new):
+                return None
+            continue
+        # A leading one is a batch; a one from splitting a dimension is a single head.
+        places = [place for place in new if place or not _is_one(wanted[place])] or new[:1]
+        if real != list(range(real[0], real[0] + len(real))) or not places:
+            return None
+        stays &= len(real) == 1 and len(places) == 1
+        new_of[real[0]] = list(places)
+        merged.update(real[1:])
+    sizes: list[Size] = []
+    dims: list[int | None] = [None] * len(wanted)
+    for core in range(len(form.order)):
+        if core in merged:
+            continue
+        if core not in new_of:
+            return None
+        for place in new_of[core]:
+            dims[place] = len(sizes)
+            sizes.append(wanted[place])
+    return (None if stays else sizes), tuple(dims)
+
+
+def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]] | None:
+    """The fewest dimensions of each shape that hold the same elements, from the left; None if that is undetermined."""
+    groups = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
+        i, j = i + len(left), j + len(right)
+        while not always_equal(_product(old, left), _product(new, right)):
+            if i < len(old) and (j == len(new) or _is_less(_product(old, left), _product(new, right))):
+                left.append(i)
+                i += 1
+            elif j < len(new):
+                right.append(j)
+                j += 1
+            else:
+                return None
+        groups.append((left, right))
+    return groups
+
+
+def _product(shape: Sequence[Size], places: list[int]) -> Size:
+    result: Size = 1
+    for place in places:
+        result = result * shape[place]
+    return result
+
+
+def _is_less(left: Size, right: Size) -> bool:
+    """Return whether the left product must grow first: it is smaller, or lacks a symbolic size of the other."""
+    return left < right if isinstance(left, int) and isinstance(right, int) else isinstance(left, int)
+
+
+def _is_one(size: Size) -> bool:
+    return isinstance(size, int) and size == 1

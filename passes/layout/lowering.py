@@ -1,0 +1,137 @@
+"""Passes that make a graph of foreign code one like the textbook's, before any other; none can be switched off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.op import ATTENTION, ATTENTION_VALUE
+from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of, source_of
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.manager import PassReport, run_passes
+from compiled_engine.passes.framework.matching import (
+    arg,
+    aten,
+    emit_named,
+    factors,
+    fake_mode_of,
+    is_call,
+    named,
+    only_user,
+)
+from compiled_engine.passes.framework.parameter import Parameter, made
+from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
+from compiled_engine.passes.norm.norms import is_scaled_by_root
+
+# Arithmetic on a parameter alone is done when weights are loaded: Gemma's 1 + weight, a weight in another dtype.
+#
+# Why: textbook norms multiply by their weight; that others add one to it first is a matter of how they are stored. The
+# result is an input of the graph, a parameter that the loader makes of the one in the checkpoint.
+
+_STEPS = {aten.add.Tensor: "add", aten.mul.Tensor: "mul", aten._to_copy.default: "to"}
+
+
+class FoldParameters(GraphPass):
+    name = "fold_parameters"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return sum(map(_is_derivation, graph.nodes))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        replacements: list[Replacement] = []
+        derived: dict[Parameter, fx.Node] = {}
+        for node in list(graph.nodes):
+            if not _is_derivation(node):
+                continue
+            parameter = arg(node, 0)
+            step, value = _STEPS[node.target], node.meta["val"]  # type: ignore[index]
+            result = made(parameter_of(parameter), step, _operand(node), value)
+            if result not in derived:
+                with graph.inserting_after(parameter):
+                    derived[result] = graph.placeholder(f"derived_{node.name}")
+                derived[result].meta |= {"val": value, "source": result}
+            node.replace_all_uses_with(derived[result])
+            graph.erase_node(node)
+            replacements.append(Replacement(node.name, derived[result]))
+        for placeholder in graph.find_nodes(op="placeholder"):
+            if not placeholder.users and is_parameter(placeholder):
+                graph.erase_node(placeholder)
+        return PassResult(len(replacements), (), tuple(replacements))
+
+
+def _operand(node: fx.Node) -> float | str:
+    if len(node.args) > 1:
+        return float(arg(node, 1))
+    return str(node.kwargs["dtype"]).removeprefix("torch.")
+
+
+def _is_derivation(node: fx.Node) -> bool:
+    """Return whether the node is a constant plus or times a vector of parameters, or a cast of one.
+
+    A norm's operations on its weight are part of the norm.
+    """
+    last = node
+    while (user := only_user(last)) is not None and is_call(user, aten.add.Tensor, aten._to_copy.default):
+        last = user
+    if last is not node or only_user(node) is not None:
+        product = only_user(last)
+        if any(factor is last and is_scaled_by_root(other) for factor, other in factors(product)):
+            return False
+    if not is_call(node, aten.add.Tensor, aten.mul.Tensor, aten._to_copy.default):
+        return False
+    parameter = arg(node, 0)
+    constants = all(isinstance(other, int | float) for other in node.args[1:])
+    is_vector = is_parameter(parameter) and parameter.meta["val"].dim() <= 1
+    return constants and is_vector and not set(node.kwargs) - {"dtype"}
+
+
+# Attention of foreign code becomes the engine's op, which writes into a buffer that it is given.
+#
+# Why: a trace of foreign code is made functional, so it holds attention as a function of its arguments
+# (compiled_engine/attention/op.py). The cache that the op writes to is an input that nothing else reads.
+
+
+class ForeignAttention(GraphPass):
+    name = "foreign_attention"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each layer's cache: a model attends wherever it has one."""
+        inputs = graph.find_nodes(op="placeholder")
+        return sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        matches = graph.find_nodes(op="call_function", target=ATTENTION_VALUE)
+        for node in matches:
+            with graph.inserting_before(node):
+                out = _buffer_like(graph, arg(node, 0))
+                emit_named(graph, ATTENTION, named(node) | {"out_THd": out})
+            node.replace_all_uses_with(out)
+            graph.erase_node(node)
+        return PassResult(len(matches))
+
+
+def _buffer_like(graph: fx.Graph, query: fx.Node) -> fx.Node:
+    keywords: Any = {"pin_memory": False, "memory_format": torch.contiguous_format}
+    out = graph.call_function(aten.empty_like.default, (query,), keywords)
+    like = query.meta["val"]
+    with fake_mode_of(like):
+        out.meta["val"] = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return out
+
+
+# The placeholder of attention in a trace cannot be executed, so it cannot be compared.
+_FIRST: tuple[GraphPass, ...] = (ForeignAttention(),)
+_THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
+
+
+def lower(
+    graph: fx.Graph, compile_range: CompileRange, device: torch.device, *, strict: bool = False, verify: bool = False
+) -> tuple[PassReport, ...]:
+    """Rewrite a graph of foreign code in place. Raises what `run_passes` raises."""
+    reports: tuple[PassReport, ...] = ()
+    for passes, verified in ((_FIRST, False), (_THEN, verify)):
+        names = [graph_pass.name for graph_pass in passes]
+        reports += run_passes(graph, passes, names, compile_range, device, strict=strict, verify=verified)
+    return reports

@@ -1,0 +1,62 @@
+"""Ops that return their input unchanged are taken out: multiplications by one, casts to the same dtype, views of the
+same shape.
+
+Why: textbook code is general (a rope scaling factor that is 1, a cast that a dtype does not need), and what is left
+of that in the graph hides patterns from the passes that follow. Inductor would fuse most of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import always_equal, arg, aten, is_call
+
+_RESHAPES = (aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default)
+_COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+
+
+class NoOpElimination(GraphPass):
+    name = "no_op_elimination"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each multiplication by one; other no-ops are as many as the trace happens to have."""
+        products = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+        return sum(1 for product in products if product.args[1:] == (1.0,))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        replacements = []
+        for node in graph.nodes:
+            same = _input_that_it_equals(node)
+            if same is not None:
+                replacements.append(Replacement(node.name, same))
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+        return PassResult(len(replacements), (), tuple(replacements))
+
+
+def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
+    """The input whose value, shape, strides and dtype the node has, if it is a no-op."""
+    if is_call(node, aten.cat.default):
+        full = [part for part in arg(node, 0) if 0 not in part.meta["val"].shape]
+        return full[0] if len(full) == 1 and _alike(full[0].meta["val"], node.meta["val"]) else None
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    scaled = is_call(node, aten.mul.Tensor, aten.div.Tensor)
+    one = scaled and isinstance(node.args[1], int | float) and node.args[1] == 1
+    if not (one or is_call(node, *_RESHAPES, *_COPIES, aten._to_copy.default)):
+        return None
+    return source if _alike(source.meta["val"], node.meta["val"]) else None
+
+
+def _alike(before: object, after: object) -> bool:
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
+        return False
+    sizes = [(before.shape, after.shape), (before.stride(), after.stride())]
+    return (
+        before.dtype == after.dtype
+        and before.device == after.device
+        and all(len(a) == len(b) and all(map(always_equal, a, b)) for a, b in sizes)
+    )

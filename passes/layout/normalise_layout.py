@@ -1,0 +1,196 @@
+"""Convert the layout of foreign code to the textbook's: no batch of one, heads after tokens.
+
+Why: code of transformers computes [1, T, D] and attends with [1, H, T, d]; the other passes, and the kernels, use [T,
+D] and [T, H, d]. Each value is followed as a view of a core without dimensions of size one (layout_form.py); such views
+and transpositions then cost nothing. An unknown op gets the original value: correct, but not recognised by other
+passes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import always_equal, arg, aten, emit, emit_item, fake_mode_of, is_call
+from compiled_engine.passes.layout.layout_form import Form, Size, permuted, reshaped, squeezed, unsqueezed
+from compiled_engine.passes.layout.layout_ops import LayoutOps
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+
+
+class NormaliseLayout(GraphPass):
+    name = "normalise_layout"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each value with a batch of one in front."""
+        return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return _Normalisation(graph).run()
+
+
+class _Normalisation:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.forms: dict[fx.Node, Form] = {}
+        self.views: dict[tuple[Any, ...], fx.Node] = {}
+        self.ops = LayoutOps(graph, self.form, self.ordered, self._view)
+
+    def run(self) -> PassResult:
+        nodes = [node for node in self.graph.nodes if node.op in ("call_function", "output")]
+        self.last_input = self.graph.find_nodes(op="placeholder")[-1]
+        unknown: Counter[str] = Counter()
+        replacements = []
+        for node in nodes:
+            with self.graph.inserting_before(node):
+                form = self._follow(node)
+            if form is None:
+                if any(not self.form(value).is_core for value in node.all_input_nodes):
+                    unknown[str(node.target)] += node.op == "call_function"
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
+                continue
+            self.forms[node] = form
+            if form.is_core and form.core is not node and isinstance(node.meta["val"], torch.Tensor):
+                replacements.append(Replacement(node.name, form.core))
+        followed = sum(1 for node in self.forms if _has_batch(node))
+        self.graph.eliminate_dead_code()
+        misses = tuple(f"{count} x {target}: gets values as they were" for target, count in unknown.items())
+        return PassResult(followed, misses, tuple(replacements))
+
+    def form(self, value: fx.Node) -> Form:
+        return self.forms.get(value) or Form.of(value)
+
+    def ordered(self, form: Form) -> Form:
+        """The same value with a core whose dimensions are in the order of the value's."""
+        if form.is_ordered:
+            return form
+        core = self._view(aten.permute.default, form.core, list(form.order))
+        places = iter(range(len(form.order)))
+        return Form(core, tuple(None if dim is None else next(places) for dim in form.dims))
+
+    def _view(self, target: Any, core: fx.Node, *arguments: Any) -> fx.Node:
+        """A view of a core, made once, right behind it."""
+        key = (target, core, str(arguments))
+        if key not in self.views:
+            with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
+                self.views[key] = emit(self.graph, target, core, *arguments)
+        return self.views[key]
+
+    def _whole(self, value: fx.Node) -> fx.Node:
+        """The value as it was."""
+        if value not in self.forms:
+            return value
+        form = self.ordered(self.forms[value])
+        core = form.core
+        for place, dim in enumerate(form.dims):
+            if dim is None:
+                core = self._view(aten.unsqueeze.default, core, place)
+        return core
+
+    def _follow(self, node: fx.Node) -> Form | None:
+        """The form of the node's value, with the ops that compute its core; None for an unknown op."""
+        target, args = node.target, node.args
+        if node.op == "output" or not args or not _are_tensors(node):
+            return None
+        if target is operator.getitem:
+            return self._item(node)
+        if not isinstance(args[0], fx.Node):
+            return self.ops.follow(node)
+        first = self.form(args[0])
+        if target is aten.unsqueeze.default:
+            return unsqueezed(first, args[1])  # type: ignore[arg-type]
+        if is_call(node, aten.squeeze.dim, aten.select.int):
+            return squeezed(first, args[1]) or self.ops.follow(node)  # type: ignore[arg-type]
+        if is_call(node, aten.transpose.int):
+            order = list(range(first.rank))
+            a, b = arg(node, 1) % first.rank, arg(node, 2) % first.rank
+            order[a], order[b] = b, a
+            return permuted(first, order)
+        if is_call(node, aten.permute.default):
+            return permuted(first, [dim % first.rank for dim in arg(node, 1)])
+        if is_call(node, *_COPIES):
+            return first
+        if is_call(node, aten.expand.default):
+            return self._expanded(node, first)
+        if is_call(node, *_RESHAPES):
+            return self._reshaped(node, first)
+        return self.ops.follow(node)
+
+    def _expanded(self, node: fx.Node, form: Form) -> Form | None:
+        """Dimensions of one that become longer become dimensions of the core."""
+        wanted = node.meta["val"].shape
+        if len(wanted) != form.rank:
+            return None
+        longer = [i for i, size in enumerate(wanted) if not always_equal(size, form.sizes()[i])]
+        if not longer:
+            return form
+        if any(form.dims[i] is not None or not isinstance(wanted[i], int) for i in longer):
+            return None
+        form = self.ordered(form)
+        core, dims = form.core, list(form.dims)
+        for i in longer:
+            place = len([dim for dim in dims[:i] if dim is not None])
+            core = emit(self.graph, aten.unsqueeze.default, core, place)
+            dims = [None if dim is None else dim + (dim >= place) for dim in dims]
+            dims[i] = place
+        sizes = [-1] * len(core.meta["val"].shape)
+        for i in longer:
+            sizes[dims[i]] = wanted[i]  # type: ignore[index]
+        return Form(emit(self.graph, aten.expand.default, core, sizes), tuple(dims))
+
+    def _item(self, node: fx.Node) -> Form | None:
+        several, index = node.args
+        form = self.forms.get(several)  # type: ignore[arg-type]
+        return Form(emit_item(self.graph, form.core, index), form.dims) if form else None  # type: ignore[arg-type]
+
+    def _reshaped(self, node: fx.Node, form: Form) -> Form | None:
+        wanted = node.meta["val"].shape
+        found = reshaped(form, wanted)
+        if found is None:
+            form = self.ordered(form)
+            found = reshaped(form, wanted)
+        if found is None:
+            return None
+        sizes, dims = found
+        if sizes is None:
+            return Form(form.core, dims)
+        # A size that is not known is given as a value of the graph, or as -1 where it is the only one.
+        given = {str(size): argument for size, argument in zip(wanted, node.args[1], strict=True)}  # type: ignore[arg-type]
+        arguments = [size if isinstance(size, int) else given.get(str(size)) for size in sizes]
+        if None in arguments or arguments.count(-1) > 1:
+            return None
+        target = aten.view.default if _is_a_view(form.core.meta["val"], sizes) else aten.reshape.default
+        return Form(emit(self.graph, target, form.core, arguments), dims)
+
+
+def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
+    """Return whether a tensor of these strides has a view of these sizes."""
+    try:
+        with fake_mode_of(fake):
+            fake.view(sizes)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _are_tensors(node: fx.Node) -> bool:
+    """Return whether the node's inputs and results are tensors, or lists of them."""
+    made = node.meta.get("val")
+    return isinstance(made, torch.Tensor) or (
+        isinstance(made, list | tuple) and all(isinstance(item, torch.Tensor) for item in made)
+    )
+
+
+def _has_batch(node: fx.Node) -> bool:
+    """Return whether the value is a tensor with a first dimension of one, followed by others."""
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor) and value.dim() > 1 and isinstance(value.shape[0], int) and value.shape[0] == 1
+    )

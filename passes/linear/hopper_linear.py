@@ -1,0 +1,145 @@
+"""Linears of up to 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS, cdiv, computing_registers
+from compiled_engine.passes.framework.profile import DeviceProfile, load_profile
+
+# Conditions of both Hopper kernels of linears on the device and their tokens.
+
+
+def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | None:
+    """The device's profile, if it is a Hopper and the dtype has two bytes; otherwise None."""
+    if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    return load_profile(torch.cuda.get_device_name(device))
+
+
+def rows_for_boxes(x_TK: torch.Tensor) -> torch.Tensor:
+    """The same rows where boxes of them can be copied: each is dense and begins at a multiple of 16 bytes."""
+    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
+        return x_TK.clone(memory_format=torch.contiguous_format)
+    return x_TK
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# A launch takes the tiles measured for the smallest of these not below its number of tokens. Beyond, the library is
+# faster: its multiprocessors share tokens, which each of these programs reads itself.
+TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """A program takes `groups` (1 to 3) times 64 / `parts` rows of the weight, with gate and up half of them each, and
+    up to `tokens` tokens, in `stages` stages of shared memory, each of `products` times `parts` (1, 2, or 4 unless gate
+    and up are there) times 64 columns. registers: of a thread, fewer than there are where the kernels before and after
+    it are to run beside it; 0: all."""
+
+    groups: int
+    tokens: int
+    stages: int
+    registers: int = 0
+    parts: int = 1
+    products: int = 1
+
+    def computing_registers(self) -> int:
+        """Registers of a computing thread."""
+        return computing_registers(self.groups, LINEAR_COPYING, self.registers or MOST)
+
+
+@cache
+def hopper_tiles(
+    num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
+) -> HopperTiles | None:
+    """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
+    kernel is faster, or nothing was measured.
+    """
+    profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
+    if profile is None:
+        return None
+    bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
+    measured = profile.hopper_tiles.get((bucket, num_rows, k, gated))
+    return None if measured is None else HopperTiles(**measured)
+
+
+def hopper_linear(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    gated: bool,
+    activation: str,
+    tiles: HopperTiles,
+    residual_TM: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """linear(x), or with `gated` activation(gate) * up of its halves, plus the residual: [T, N] or [T, N / 2].
+
+    The weight and the residual are contiguous, K is a multiple of 8, with several parts or products of 64 times
+    their number, and N of 8 or, with `gated`, of 16; T is at most that of the tiles.
+
+    Raises ValueError for gate and up in four parts, of which a program would have too few rows each.
+    """
+    if gated and tiles.parts > 2:
+        raise ValueError(f"parts is {tiles.parts}; allowed for gate and up: 1 or 2")
+    # Gluon takes a while to import, and only a Hopper needs it.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from compiled_engine.kernels import hopper_linear_kernel as ring
+    from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
+
+    num_tokens, k = x_TK.shape
+    x_TK = rows_for_boxes(x_TK)
+    num_rows = weight_NK.shape[0]
+    outputs = num_rows // 2 if gated else num_rows
+    out_TM = x_TK.new_empty((num_tokens, outputs))
+    rows, step, block = ring.ROWS.value, ring.STEP.value, ring.BLOCK.value
+    parts, boxes = tiles.parts, tiles.parts * tiles.products
+    if gated:
+        weight = TensorDescriptor(
+            weight_NK,
+            [boxes, outputs // block, 2, block, k],
+            [step, block * k, outputs * k, k, 1],
+            [boxes, ring.BLOCKS.value // parts, 2, block, step],
+            ring.BLOCKS_SHARED.value,
+        )
+    else:
+        weight = TensorDescriptor(
+            weight_NK, [boxes, num_rows, k], [step, k, 1], [boxes, rows // parts, step], ring.PARTS_SHARED.value
+        )
+    x = TensorDescriptor(
+        x_TK,
+        [boxes, num_tokens, k],
+        [step, x_TK.stride(0), 1],
+        [boxes, tiles.tokens, step],
+        ring.PARTS_SHARED.value,
+    )
+    hopper_linear_kernel[(cdiv(num_rows, tiles.groups * (rows // parts)),)](
+        weight,
+        x,
+        out_TM,
+        bias_N,
+        residual_TM,
+        num_tokens,
+        outputs,
+        K=k,
+        GROUPS=tiles.groups,
+        TOKENS=tiles.tokens,
+        STAGES=tiles.stages,
+        PARTS=parts,
+        PRODUCTS=tiles.products,
+        GATED=gated,
+        ACTIVATION=activation,
+        REGISTERS=tiles.computing_registers(),
+        num_warps=WARPS,
+        maxnreg=tiles.registers or None,
+        launch_pdl=True,
+    )
+    return out_TM

@@ -1,0 +1,154 @@
+"""Linears of over 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
+from compiled_engine.passes.linear import hopper_linear
+from compiled_engine.passes.linear.hopper_linear import hopper_profile, multiprocessors, rows_for_boxes
+
+# A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
+# those for MANY.
+TOKEN_BUCKETS = (256, 288, 352, 384, 1024, 1152, 2048, 4096)
+MANY = 1 << 20
+
+
+# Registers of a thread for sums, by the groups of warps: with more ptxas spills them.
+MOST_SUMS = {2: 192, 3: 128}
+# Most columns of a product of the tensor cores, by the groups of warps.
+MOST_COLUMNS = {2: 256, 3: 128}
+# A part of 256 has two places of 128 tokens in shared memory; one of fewer than this after it takes the second away.
+LEAST_BESIDE_256 = 64
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """A tile is `groups` (2 or 3) times `rows` (64 or 128) rows of the weight, gate and up counted together, and as
+    many tokens as one to three `parts`, powers of two from 16 on, descending, the first 256 at most (128 with three
+    groups); after 256 the second is at least 64. A thread has registers for MOST_SUMS sums, which is
+    rows * tokens / 128. Columns pass in `stages` (2 or more) stages of 64. `together`: token tiles that take the same
+    rows one after another.
+
+    Raises ValueError for others.
+    """
+
+    groups: int
+    rows: int
+    parts: tuple[int, ...]
+    stages: int
+    together: int = 8
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("groups", tuple(MOST_SUMS)), ("rows", (64, 128))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {', '.join(map(str, allowed))}")
+        for name, least in (("stages", 2), ("together", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        most, of = MOST_COLUMNS[self.groups], f"of {self.groups} groups of {self.rows} rows"
+        known = all(16 <= part <= most and part & (part - 1) == 0 for part in self.parts)
+        if not (known and 1 <= len(self.parts) <= 3 and self.parts == tuple(sorted(self.parts, reverse=True))):
+            raise ValueError(
+                f"parts is {self.parts} {of}; allowed: one to three powers of two, 16 to {most}, descending"
+            )
+        if self.parts[0] == 256 and min(self.parts[:2]) < LEAST_BESIDE_256:
+            raise ValueError(f"parts is {self.parts}; allowed after 256: at least {LEAST_BESIDE_256}")
+        if self.rows * self.tokens // 128 > MOST_SUMS[self.groups]:
+            tokens = MOST_SUMS[self.groups] * 128 // self.rows
+            raise ValueError(f"parts is {self.parts} {of}; allowed: up to {tokens} tokens together")
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.parts)
+
+    def computing_registers(self) -> int:
+        """Registers of a computing thread."""
+        return computing_registers(self.groups, PRODUCT_COPYING)
+
+
+@cache
+def product_tiles(
+    num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
+) -> ProductTiles | None:
+    """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
+    kernel is faster, or nothing was measured.
+    """
+    profile = hopper_profile(dtype, device) if num_tokens > hopper_linear.TOKEN_BUCKETS[-1] else None
+    if profile is None:
+        return None
+    bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), MANY)
+    measured = profile.product_tiles.get((bucket, num_rows, k, gated))
+    return None if measured is None else ProductTiles(**measured | {"parts": tuple(measured["parts"])})
+
+
+def hopper_product(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, gated: bool, activation: str, tiles: ProductTiles
+) -> torch.Tensor:
+    """linear(x), or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
+
+    The weight is contiguous, K is a multiple of 8, and N of 8 or, with `gated`, of 16.
+    """
+    # Gluon takes a while to import, and only a Hopper needs it.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from compiled_engine.kernels import hopper_linear_kernel as ring
+    from compiled_engine.kernels.hopper_product_kernel import GATED_SHARED, chunk_of, hopper_product_kernel
+
+    num_tokens, k = x_TK.shape
+    x_TK = rows_for_boxes(x_TK)
+    num_rows = weight_NK.shape[0]
+    outputs, rows = (num_rows // 2, tiles.rows // 2) if gated else (num_rows, tiles.rows)
+    block, step, shared = ring.BLOCK.value, ring.STEP.value, ring.SHARED.value
+    out_TM = x_TK.new_empty((num_tokens, outputs))
+    if gated:
+        shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
+        weight = TensorDescriptor(weight_NK, shape, strides, [rows // block, 2, block, step], GATED_SHARED.value)
+    else:
+        weight = TensorDescriptor(weight_NK, [num_rows, k], [k, 1], [rows, step], shared)
+    parts = (*tiles.parts, 0, 0)[:3]
+    shape, strides = [num_tokens, k], [x_TK.stride(0), 1]
+    tokens = [TensorDescriptor(x_TK, shape, strides, [part, step], shared) if part else None for part in parts]
+    shape, strides, out_shared = [num_tokens, outputs], [outputs, 1], _out_shared(rows)
+    chunk = chunk_of(tiles.rows, gated)
+    results = [
+        TensorDescriptor(out_TM, shape, strides, [min(part, chunk), rows], out_shared) if part else None
+        for part in parts
+    ]
+    token_tiles, row_tiles = cdiv(num_tokens, tiles.tokens), cdiv(num_rows, tiles.groups * tiles.rows)
+    hopper_product_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
+        weight,
+        *tokens,
+        *results,
+        token_tiles,
+        row_tiles,
+        K=k,
+        GROUPS=tiles.groups,
+        ROWS=tiles.rows,
+        PART0=parts[0],
+        PART1=parts[1],
+        PART2=parts[2],
+        STAGES=tiles.stages,
+        GATED=gated,
+        ACTIVATION=activation,
+        TOGETHER=tiles.together,
+        REGISTERS=tiles.computing_registers(),
+        num_warps=WARPS,
+        launch_pdl=True,
+    )
+    return out_TM
+
+
+@cache
+def _out_shared(outputs: int) -> Any:
+    """Layout of results in shared memory, with this many side by side."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)

@@ -1,0 +1,156 @@
+"""Linears as values: `linear_of` is the only recogniser of x @ weight^T + bias.
+
+Declarations determine which ops are linears (op_library.py), so every pass recognises a quantised linear. A pass that
+only handles plain weights checks `format`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_inputs import is_parameter
+from compiled_engine.passes.framework.matching import arg, aten, emit, is_call, named
+from compiled_engine.passes.framework.op_library import PLAIN, declaration_of
+
+_TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A call that computes x @ weight^T + bias. weight: a parameter [N, K], stored in `format`; bias: one [N], or None.
+
+    operand: the weight as the call has it, maybe transposed.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    format: str
+    operand: fx.Node
+
+    @property
+    def is_plain(self) -> bool:
+        return self.format == PLAIN
+
+
+def linear_of(node: object) -> Linear | None:
+    """The linear that a call computes; None for anything else, see `why_no_linear`."""
+    found = _match(node)
+    return found if isinstance(found, Linear) else None
+
+
+def why_no_linear(node: object) -> str | None:
+    """Why a call of an op that is declared as a linear is none; None for a linear and for any other node."""
+    found = _match(node)
+    return found if isinstance(found, str) else None
+
+
+def _match(node: object) -> Linear | str | None:
+    if not isinstance(node, fx.Node) or (declared := declaration_of(node.target).linear) is None:
+        return None
+    arguments = named(node)
+    operand, bias = arguments[declared.weight], arguments[declared.bias] if declared.bias else None
+    weight: Any = _transposed(operand) if declared.transposed else operand
+    if not is_parameter(weight):
+        return "the matrix is not a transposed parameter"
+    if any(arguments.get(factor, 1) != 1 for factor in ("alpha", "beta")):
+        return "the product is scaled"
+    if bias is not None and not (is_parameter(bias) and bias.meta["val"].dim() == 1):
+        return "what is added is not a bias vector"
+    return Linear(node, arguments[declared.x], weight, bias, declared.format, operand)
+
+
+def _transposed(matrix: object) -> fx.Node | None:
+    """The operand of a transpose of a matrix, or of a matrix for each expert."""
+    rank = matrix.meta["val"].dim() if isinstance(matrix, fx.Node) and is_call(matrix, *_TRANSPOSES) else 0
+    if not isinstance(matrix, fx.Node) or rank < 2:
+        return None
+    *leading, before, last = range(rank)
+    if is_call(matrix, aten.transpose.int):
+        swaps = {arg(matrix, 1) % rank, arg(matrix, 2) % rank} == {before, last}
+    else:
+        swaps = is_call(matrix, aten.t.default) or [d % rank for d in arg(matrix, 1)] == [*leading, last, before]
+    return arg(matrix, 0) if swaps else None
+
+
+def emit_linear(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """A plain linear at the graph's insertion point."""
+    transposed = emit(graph, aten.t.default, weight)
+    if bias is None:
+        return emit(graph, aten.mm.default, x, transposed)
+    return emit(graph, aten.addmm.default, bias, x, transposed)
+
+
+@dataclass(frozen=True)
+class ExpertsLinear:
+    """x @ weight^T + bias for each expert. weight: a parameter [E, N, K], or [E, K, N] if `transposed`; bias: a
+    parameter [E, N], or None. operand: the weight as the batched product has it."""
+
+    x: fx.Node
+    weight: fx.Node
+    transposed: bool
+    bias: fx.Node | None
+    operand: fx.Node
+
+
+def experts_linear_of(value: Any) -> ExpertsLinear | None:
+    """The linear of each expert that a batched product computes, with the bias that is added to it."""
+    bias = None
+    if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:
+        for product, row in (value.args, value.args[::-1]):
+            if is_call(row, aten.unsqueeze.default) and row.args[1] == 1 and is_parameter(row.args[0]):
+                value, bias = product, row.args[0]
+                break
+    if not is_call(value, aten.bmm.default):
+        return None
+    x, matrix = value.args
+    if is_parameter(matrix):
+        return ExpertsLinear(x, matrix, True, bias, matrix)
+    weight = _transposed(matrix)
+    return ExpertsLinear(x, weight, False, bias, matrix) if weight is not None and is_parameter(weight) else None
+
+
+def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
+    """The linear, or the linear of each expert without its bias, that a call computes with rows of a weight."""
+    if not is_call(node, aten.bmm.default):
+        return linear_of(node)
+    found = experts_linear_of(node)
+    return None if found is None or found.transposed else found
+
+
+def multiplied_values(graph: fx.Graph) -> Counter[fx.Node]:
+    """Values of tokens, with the number of matrices of parameters [N, K] that each is multiplied with: the contracts'
+    count.
+
+    Any op counts that reads such a matrix and a value of tokens, whether `linear_of` knows the op or not. An op that
+    takes weight^T and reads a parameter as it is multiplies with a matrix [K, N], as GPT-2 does.
+    """
+    readers: dict[fx.Node, fx.Node] = {}
+    for parameter in filter(is_parameter, graph.find_nodes(op="placeholder")):
+        if parameter.meta["val"].dim() != 2:
+            continue
+        transposes = [user for user in parameter.users if _transposed(user) is parameter]
+        direct = [user for user in parameter.users if user not in transposes and not _takes_transpose(user)]
+        for reader in (*direct, *(user for matrix in transposes for user in matrix.users)):
+            values = [node for node in reader.all_input_nodes if _is_of_tokens(node)]
+            if values:
+                readers[reader] = values[0]
+    return Counter(readers.values())
+
+
+def _takes_transpose(call: fx.Node) -> bool:
+    linear = declaration_of(call.target).linear
+    return linear is not None and linear.transposed
+
+
+def _is_of_tokens(node: fx.Node) -> bool:
+    """Return whether the node is a value [T, K], not a matrix of parameters."""
+    value = node.meta.get("val")
+    is_matrix = isinstance(value, torch.Tensor) and value.dim() == 2 and value.is_floating_point()
+    return is_matrix and not is_parameter(node) and not is_parameter(_transposed(node))

@@ -1,0 +1,186 @@
+"""Norms as values: `norm_of` is the only recogniser of RMSNorm and LayerNorm, computed op by op or by one of ATen's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_inputs import is_parameter
+from compiled_engine.passes.framework.matching import arg, aten, factors, is_call, only_user, through_cast
+
+_NATIVE = aten.native_layer_norm.default
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm(x) * (offset + weight), or, if centred, LayerNorm(x) * weight + bias; over the last dimension of x.
+
+    wide: see rms_norm.reference. A weight and a bias are parameters; only a LayerNorm may be without.
+    """
+
+    x: fx.Node
+    weight: fx.Node | None
+    eps: float
+    offset: float = 0.0
+    wide: bool = False
+    bias: fx.Node | None = None
+    centred: bool = False
+
+    @property
+    def how(self) -> tuple[float, float, bool]:
+        """eps, offset and wide."""
+        return self.eps, self.offset, self.wide
+
+
+def norm_of(value: object) -> Norm | None:
+    """The norm that a value is; None for anything else, see `why_no_norm`."""
+    found = _match(value)
+    return found if isinstance(found, Norm) else None
+
+
+def why_no_norm(value: object) -> str | None:
+    """Why a value that looks like a norm is none that is known; None for a norm and for any other value."""
+    found = _match(value)
+    return found if isinstance(found, str) else None
+
+
+def _match(value: Any) -> Norm | str | None:
+    if is_call(value, operator.getitem) and is_call(value.args[0], _NATIVE) and value.args[1] == 0:
+        return _native(value.args[0])
+    product = through_cast(value)
+    for weight, scaled in factors(product):
+        for wide, rsqrt in factors(through_cast(scaled)):
+            if is_call(rsqrt, aten.rsqrt.default):
+                match = _layer_norm if is_deviation(wide) else _rms_norm
+                return match(value, product, weight, scaled, wide, rsqrt)
+    return None
+
+
+def _rms_norm(
+    value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, wide: fx.Node, rsqrt: fx.Node
+) -> Norm | str:
+    """value: product, rounded, which is weight * scaled, maybe rounded, which is wide * rsqrt."""
+    x = through_cast(wide)
+    size, dtype = x.meta["val"].shape[-1], x.meta["val"].dtype
+    eps, squared = _mean_of_squares(rsqrt)
+    if squared is not wide:
+        return "its norm is not over the mean of its squares plus a constant"
+    in_fp32 = scaled.meta["val"].dtype == product.meta["val"].dtype == torch.float32 != dtype
+    if wide.meta["val"].dtype != torch.float32 or not (in_fp32 or scaled.meta["val"].dtype == dtype):
+        return "its norm is not computed in fp32 and rounded before or after the weight"
+    if value.meta["val"].dtype != dtype:
+        return f"its norm is not rounded to the {dtype} of its input"
+    parameter, offset = _weight_and_offset(weight)
+    if offset and weight.meta["val"].dtype != torch.float32:
+        return "the weight of its norm plus a constant is rounded"
+    is_vector = is_parameter(parameter) and parameter.meta["val"].shape == (size,)
+    if not is_vector or parameter.meta["val"].dtype not in ((dtype, torch.float32) if in_fp32 else (dtype,)):
+        return "the weight of its norm is not a parameter of its dtype with an element for each of the last dimension"
+    # In a model of fp32 nothing is rounded; Gemma's norm is the same op there.
+    return Norm(x, parameter, eps, offset, in_fp32)
+
+
+def _layer_norm(
+    value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, deviation: fx.Node, rsqrt: fx.Node
+) -> Norm | str:
+    """LayerNorm without a bias that is computed in fp32, as Cohere's code does; arguments as of `_rms_norm`."""
+    wide: Any = deviation.args[0]
+    x, weight = through_cast(wide), through_cast(weight)
+    like = x.meta["val"]
+    eps, squared = _mean_of_squares(rsqrt)
+    if not (_is_from_mean(deviation, wide) and _is_from_mean(squared, wide)):
+        return "it is not over the deviation from the mean, its squares plus a constant"
+    if not is_parameter(weight):
+        return "no multiplication with a weight follows"
+    in_fp32 = wide.meta["val"].dtype == scaled.meta["val"].dtype == product.meta["val"].dtype == torch.float32
+    if not in_fp32 or value.meta["val"].dtype != like.dtype:
+        return "it is not computed in fp32 and rounded once"
+    if weight.meta["val"].shape != like.shape[-1:] or weight.meta["val"].dtype != like.dtype:
+        return "its weight is not a parameter of its dtype with an element for each of the last dimension"
+    return Norm(x, weight, eps, centred=True)
+
+
+def _native(norm: fx.Node) -> Norm | str:
+    x, shape, weight, bias, eps = (arg(norm, i) for i in range(5))
+    value = x.meta["val"]
+    if len(norm.users) != 1:
+        return "its mean or its deviation is read too"
+    if list(shape) != [value.shape[-1]]:
+        return "it is not over the last dimension"
+    for parameter in (weight, bias):
+        if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):
+            return "its weight or bias is not a parameter of its dtype"
+    return Norm(x, weight, eps, bias=bias, centred=True)
+
+
+def rounded(product: fx.Node) -> fx.Node:
+    """The value that a product is rounded to before anything reads it; the product itself if it is not."""
+    user = only_user(product)
+    return user if user is not None and through_cast(user) is product else product
+
+
+def _weight_and_offset(weight: fx.Node) -> tuple[fx.Node, float]:
+    """(w, c) of w + c, w maybe converted; c is 0 where nothing is added."""
+    if is_call(weight, aten.add.Tensor) and not weight.kwargs and isinstance(weight.args[1], int | float):
+        return through_cast(weight.args[0]), float(weight.args[1])
+    return through_cast(weight), 0.0
+
+
+def _mean_of_squares(rsqrt: fx.Node) -> tuple[float, Any]:
+    """(eps, y) of rsqrt(mean(y ** 2) + eps) over the last dimension; y is None for any other root."""
+    shifted: Any = arg(rsqrt, 0)
+    if not is_call(shifted, aten.add.Tensor) or shifted.kwargs or not isinstance(shifted.args[1], float):
+        return 0.0, None
+    squares = _averaged(shifted.args[0])
+    is_square = is_call(squares, aten.pow.Tensor_Scalar) and squares.args[1] == 2
+    return shifted.args[1], squares.args[0] if is_square else None
+
+
+def _averaged(mean: Any) -> Any:
+    """The value of which a value is the mean over the last dimension."""
+    is_mean = is_call(mean, aten.mean.dim) and not mean.kwargs and mean.args[1:] == ([-1], True)
+    return mean.args[0] if is_mean else None
+
+
+def _is_from_mean(value: Any, wide: fx.Node) -> bool:
+    """Return whether a value is wide - mean(wide)."""
+    return is_deviation(value) and not value.kwargs and value.args[0] is wide and _averaged(value.args[1]) is wide
+
+
+def is_deviation(value: Any) -> bool:
+    """Return whether a value is a difference, as scaled by a LayerNorm."""
+    return is_call(value, aten.sub.Tensor)
+
+
+def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
+    """The value scaled in each norm of whole tokens, before widening: the contracts' count.
+
+    Any reciprocal root of a value for each token counts, whether `norm_of` recognises the norm or not.
+    """
+    for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
+        if rsqrt.meta["val"].dim() == 2:
+            scaled = (other for user in rsqrt.users for other, root in factors(user) if root is rsqrt)
+            yield through_cast(next(scaled, None))
+
+
+def is_scaled_by_root(value: Any) -> bool:
+    """Return whether a value is another times a reciprocal root, as in a norm."""
+    return any(is_call(root, aten.rsqrt.default) for _, root in factors(through_cast(value)))
+
+
+def is_sum(value: Any) -> bool:
+    """Return whether a value is the sum of two of its shape."""
+    return is_call(value, aten.add.Tensor) and all(
+        isinstance(addend, fx.Node) and addend.meta["val"].shape == value.meta["val"].shape for addend in value.args
+    )
+
+
+def has_normed_addend(total: fx.Node) -> bool:
+    """Return whether an addend of a sum is a value scaled by a root, times a weight."""
+    addends = total.all_input_nodes
+    return any(is_scaled_by_root(factor) for addend in addends for factor, _ in factors(through_cast(addend)))

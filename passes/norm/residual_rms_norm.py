@@ -1,0 +1,190 @@
+"""Residual add and the RMSNorm that follows it become one kernel that returns both results; a norm of what is added
+(Gemma has one) is part of it.
+
+Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch; Inductor by itself finds
+the same fusion as two loops over the row, this kernel keeps the row in registers. With few tokens small_batch_linear
+takes both in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import (
+    aten,
+    emit,
+    emit_item,
+    is_call,
+    only_user,
+    other_factor,
+    rewrite_calls,
+    through_cast,
+    user_through_cast,
+)
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.norm import rms_norm
+from compiled_engine.passes.norm.norms import Norm, is_sum, norm_of, rounded, scaled_by_roots, why_no_norm
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["eps"])
+def residual_rms_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    inner_weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN_SIZE
+    # Weights come from far, and no kernel before this one writes them.
+    weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+    if inner_weight_ptr is not None:
+        inner_weight = tl.load(inner_weight_ptr + column, mask, other=0.0).to(tl.float32)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    start = tl.program_id(0).to(tl.int64) * HIDDEN_SIZE
+    x = tl.load(x_ptr + start + column, mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + start + column, mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = sum_ptr.dtype.element_ty
+    if inner_weight_ptr is not None:
+        x = rms_norm.normed(x, inner_weight, eps, HIDDEN_SIZE, OFFSET, WIDE, dtype).to(tl.float32)
+    total = (x + residual).to(dtype)
+    tl.store(sum_ptr + start + column, total, mask)
+    normed = rms_norm.normed(total.to(tl.float32), weight, eps, HIDDEN_SIZE, OFFSET, WIDE, dtype)
+    tl.store(normed_ptr + start + column, normed, mask)
+
+
+def reference(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+    inner_weight_D: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm(x + residual) * (offset + weight), x + residual), where x is normed first if it has a weight of its own.
+
+    offset, wide: of both norms, see rms_norm.
+    """
+    if inner_weight_D is not None:
+        x_TD = rms_norm.reference(x_TD, inner_weight_D, eps, offset, wide)
+    total_TD = x_TD + residual_TD
+    return rms_norm.reference(total_TD, weight_D, eps, offset, wide), total_TD
+
+
+def launch(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+    inner_weight_D: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel behind `reference`."""
+    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    hidden_size = x_TD.shape[-1]
+    block = next_power_of_2(hidden_size)
+    residual_rms_norm_kernel[(x_TD.shape[0],)](
+        x_TD,
+        residual_TD,
+        weight_D,
+        normed_TD,
+        total_TD,
+        inner_weight_D,
+        eps,
+        HIDDEN_SIZE=hidden_size,
+        BLOCK=block,
+        OFFSET=offset,
+        WIDE=wide,
+        num_warps=max(1, min(16, block // 512)),
+        **dependent_launch(x_TD.device),
+    )
+    return normed_TD, total_TD
+
+
+def _fake(x_TD: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(x_TD)
+
+
+residual_rms_norm = define_op(
+    "residual_rms_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps, float offset=0.0, "
+    "bool wide=False, Tensor? inner_weight_D=None) -> (Tensor, Tensor)",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+    reference=reference,
+)
+
+
+class ResidualRMSNorm(GraphPass):
+    name = "residual_rms_norm"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of a sum of whole tokens."""
+        return sum(map(is_sum, scaled_by_roots(graph)))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return rewrite_calls(graph, aten.rsqrt.default, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
+    """rsqrt: the root in a norm, or in anything else."""
+    scaled: Any = user_through_cast(rsqrt)
+    if not is_call(scaled, aten.mul.Tensor):
+        return None
+    total = through_cast(other_factor(scaled, rsqrt))
+    if not (is_call(total, aten.add.Tensor) and total.meta["val"].dim() == 2):
+        return None
+    product: Any = user_through_cast(scaled)
+    value: Any = None if product is None else rounded(product)
+    norm = norm_of(value)
+    if norm is None:
+        return why_no_norm(value) or "no multiplication with a weight follows"
+    left, right = total.args[:2]
+    if not all(isinstance(a, fx.Node) and a.meta["val"].shape == total.meta["val"].shape for a in (left, right)):
+        return "the addends differ in shape"
+    if total.kwargs or any(a.meta["val"].dtype != total.meta["val"].dtype for a in (left, right)):
+        return "the addends are scaled or differ in dtype"
+    right, left, inner_weight = _with_inner_norm(total, right, left, norm)
+    with graph.inserting_after(total):
+        fused = emit(graph, residual_rms_norm, right, left, norm.weight, *norm.how, inner_weight)
+    with graph.inserting_after(fused):
+        new_total = emit_item(graph, fused, 1)
+    with graph.inserting_after(fused):
+        normed = emit_item(graph, fused, 0)
+    replacements = [Replacement(total.name, new_total), Replacement(value.name, normed)]
+    value.replace_all_uses_with(normed)
+    total.replace_all_uses_with(new_total)
+    return replacements
+
+
+def _with_inner_norm(
+    total: fx.Node, x: fx.Node, residual: fx.Node, norm: Norm
+) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """(x, residual, weight): where one of the addends is a norm like that of the sum, x is what it norms."""
+    for normed, other in ((x, residual), (residual, x)):
+        inner = norm_of(normed)
+        if inner is not None and not inner.centred and only_user(normed) is total and inner.how == norm.how:
+            return inner.x, other, inner.weight
+    return x, residual, None

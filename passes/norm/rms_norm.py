@@ -1,0 +1,156 @@
+"""RMSNorm of a value that is not a residual sum becomes one kernel: a model's first norm, and what others have left.
+
+Why: it is one read and one write of the hidden state. Without the pass Inductor makes the same of it; with it no
+pointwise op is left in the first piece, which then needs no compiling.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import aten, emit, rewrite_calls
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.norm.norms import (
+    has_normed_addend,
+    is_deviation,
+    is_sum,
+    norm_of,
+    rounded,
+    scaled_by_roots,
+    why_no_norm,
+)
+
+
+@triton.jit
+def normed(
+    x_K: tl.tensor,
+    weight_K: tl.tensor,
+    eps: tl.tensor,
+    K: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """RMSNorm(x) * (weight + OFFSET) of a row in fp32, rounded to the dtype before the product unless WIDE."""
+    normed_K = x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) / K + eps)
+    if not WIDE:
+        normed_K = normed_K.to(dtype).to(tl.float32)
+    if OFFSET != 0:
+        weight_K += OFFSET
+    return (normed_K * weight_K).to(dtype)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["x_stride", "eps"])
+def rms_norm_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token): RMSNorm(x) * weight of one row, rounded where the model rounds."""
+    column_K = tl.arange(0, BLOCK_K)
+    mask_K = column_K < K
+    weight_K = tl.load(weight_ptr + column_K, mask=mask_K, other=0.0).to(tl.float32)
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    x_K = tl.load(x_ptr + token * x_stride + column_K, mask=mask_K, other=0.0).to(tl.float32)
+    tl.store(
+        out_ptr + token * K + column_K,
+        normed(x_K, weight_K, eps, K, OFFSET, WIDE, out_ptr.dtype.element_ty),
+        mask=mask_K,
+    )
+
+
+def reference(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
+) -> torch.Tensor:
+    """RMSNorm(x) * (offset + weight) over the last dimension of x, the norm in fp32 as the models compute it.
+
+    wide: the product with the weight is in fp32 too, and rounded after it (Gemma), else before it (Llama).
+    """
+    x_fp32 = x.float()
+    normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    if wide:
+        return (normed * (weight_D.float() + offset)).to(x.dtype)
+    return (weight_D + offset if offset else weight_D) * normed.to(x.dtype)
+
+
+def launch(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
+) -> torch.Tensor:
+    """The kernel behind `reference`; rows of consecutive elements."""
+    num_tokens, hidden_size = x_TD.shape
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    block = next_power_of_2(hidden_size)
+    rms_norm_kernel[(num_tokens,)](
+        x_TD,
+        weight_D,
+        out_TD,
+        x_TD.stride()[0],
+        eps,
+        K=hidden_size,
+        BLOCK_K=block,
+        OFFSET=offset,
+        WIDE=wide,
+        num_warps=max(1, min(8, block // 512)),
+        **dependent_launch(x_TD.device),
+    )
+    return out_TD
+
+
+def _fake(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
+) -> torch.Tensor:
+    return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+
+
+rms_norm = define_op(
+    "rms_norm(Tensor x_TD, Tensor weight_D, float eps, float offset=0.0, bool wide=False) -> Tensor",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+    reference=reference,
+)
+
+
+class RMSNorm(GraphPass):
+    name = "rms_norm"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of whole tokens that is neither of a sum, nor an addend of one, nor a LayerNorm."""
+        scaled = list(scaled_by_roots(graph))
+        sums = list(filter(is_sum, scaled))
+        inner = list(filter(has_normed_addend, sums))
+        return len(scaled) - sum(map(is_deviation, scaled)) - len(sums) - len(inner)
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return rewrite_calls(graph, aten.mul.Tensor, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, product: fx.Node) -> list[Replacement] | str | None:
+    value = rounded(product)
+    if value.meta["val"].dim() != 2:
+        return None
+    norm = norm_of(value)
+    if norm is None or norm.centred:
+        return why_no_norm(value)
+    with graph.inserting_before(value):
+        fused = emit(graph, rms_norm, norm.x, norm.weight, *norm.how)
+    value.replace_all_uses_with(fused)
+    return [Replacement(value.name, fused)]

@@ -1,0 +1,181 @@
+"""The sum over ranks, the residual add and the RMSNorm that follow a divided linear become one kernel.
+
+Why: at decode sizes each of the three takes little but its launch, and the synchronisation is most of the sum. Each
+rank writes its row into the others' memory, waits for theirs, and has the whole row in registers then; a few rows go
+as in tagged_sum. With more than two ranks large batches keep the two-step sum, which moves fewer bytes, and the fused
+norm. With few tokens small_batch_linear would take the norm in otherwise: this runs before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.parallel.group import TAGGED_SLOTS, PushBuffer, current_group
+from compiled_engine.parallel.push_kernels import exchange_flags, tagged_sum
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import arg, emit_named, is_call, named, only_user, rewrite_calls
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.norm import residual_rms_norm
+from compiled_engine.passes.norm.norms import has_normed_addend, is_sum, scaled_by_roots
+from compiled_engine.passes.parallel.tensor_parallel import all_reduce
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["eps", "rank", "num_ranks", "num_slots", "data_offset"])
+def all_reduce_residual_rms_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
+    epochs_ptr: tl.tensor,
+    rank: tl.tensor,
+    num_ranks: tl.tensor,
+    num_slots: tl.tensor,
+    data_offset: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token), which is the slot of a PushBuffer."""
+    slot = tl.program_id(0)
+    start = slot.to(tl.int64) * D
+    column_D = tl.arange(0, BLOCK_D)
+    inside_D = column_D < D
+    weight_D = tl.load(weight_ptr + column_D, inside_D, other=0.0).to(tl.float32)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    epoch = tl.load(epochs_ptr + slot) + 1
+    first_row = ((epoch & 1) * num_slots + slot).to(tl.int64) * num_ranks
+    x_D = tl.load(x_ptr + start + column_D, inside_D, other=0.0)
+    residual_D = tl.load(residual_ptr + start + column_D, inside_D, other=0.0).to(tl.float32)
+    for peer in range(num_ranks):
+        rows_ptr = (tl.load(addresses_ptr + peer) + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        row_ptr = tl.multiple_of(rows_ptr + (first_row + rank) * D, 16)
+        tl.store(row_ptr + column_D, x_D, column_D < tl.where(peer == rank, 0, D))
+    own_address = exchange_flags(addresses_ptr, slot, rank, num_ranks, epoch)
+    rows_ptr = (own_address + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty)) + first_row * D
+    reduced_D = tl.zeros((BLOCK_D,), tl.float32)
+    for peer in range(num_ranks):
+        row_ptr = tl.multiple_of(rows_ptr + peer * D, 16)
+        others_D = column_D < tl.where(peer == rank, 0, D)
+        row_D = tl.load(row_ptr + column_D, others_D, other=0.0, cache_modifier=".cg")
+        reduced_D += tl.where(peer == rank, x_D, row_D).to(tl.float32)  # in one order on all ranks
+    reduced_D = reduced_D.to(x_ptr.dtype.element_ty).to(tl.float32)
+    total_D = (reduced_D + residual_D).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + start + column_D, total_D, inside_D)
+    total_D = total_D.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total_D * total_D, 0) / D + eps)
+    normed_D = (total_D * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(normed_ptr + start + column_D, (normed_D * weight_D).to(normed_ptr.dtype.element_ty), inside_D)
+    tl.store(epochs_ptr + slot, epoch)
+
+
+def reference(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm(total) * weight, total), where total = the sum of x over the ranks + residual."""
+    return residual_rms_norm.reference(all_reduce(x_TD), residual_TD, weight_D, eps)
+
+
+def launch(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel behind `reference` where the rows fit into the group's memory for it, else one for each part."""
+    pushed = current_group().pushed
+    if pushed is not None and pushed.takes(x_TD):
+        return push(pushed, x_TD, residual_TD, weight_D, eps)
+    return residual_rms_norm.launch(current_group().all_reduce(x_TD), residual_TD, weight_D, eps)
+
+
+def push(
+    pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks launch it together, each with as many rows."""
+    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
+        return tagged_sum(pushed, x_TD, residual_TD, weight_D, eps)
+    normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    num_tokens, hidden_size = x_TD.shape
+    block = next_power_of_2(hidden_size)
+    all_reduce_residual_rms_norm_kernel[(num_tokens,)](
+        x_TD,
+        residual_TD,
+        weight_D,
+        normed_TD,
+        total_TD,
+        pushed.addresses,
+        pushed.epochs,
+        pushed.rank,
+        pushed.num_ranks,
+        pushed.num_slots,
+        pushed.data_offset,
+        eps,
+        D=hidden_size,
+        BLOCK_D=block,
+        num_warps=max(1, min(16, block // 512)),
+        **dependent_launch(x_TD.device),
+    )
+    return normed_TD, total_TD
+
+
+def _fake(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(x_TD)
+
+
+all_reduce_residual_rms_norm = define_op(
+    "all_reduce_residual_rms_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps) -> (Tensor, Tensor)",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+    reference=reference,
+)
+
+
+class AllReduceResidualRMSNorm(GraphPass):
+    name = "all_reduce_residual_rms_norm"
+    requires = ("tensor_parallel", "residual_rms_norm")
+    kernel_token_counts = (TAGGED_SLOTS,)
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of a sum of whole tokens, unless an addend is normed first."""
+        sums = filter(is_sum, scaled_by_roots(graph))
+        return sum(1 for total in sums if not has_normed_addend(total))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        graph.eliminate_dead_code()
+        return rewrite_calls(graph, torch.ops.compiled_engine.residual_rms_norm.default, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
+    arguments = named(norm)
+    x, residual = arguments["x_TD"], arguments["residual_TD"]
+    if not is_call(x, all_reduce):
+        x, residual = residual, x
+    if not is_call(x, all_reduce):
+        return None
+    if only_user(x) is not norm:
+        return "something else reads the sum"
+    if arguments["inner_weight_D"] is not None:
+        return None  # a norm of the sum comes first
+    if arguments["offset"] or arguments["wide"]:
+        return "the norm has an offset"
+    with graph.inserting_before(norm):
+        arguments |= {"x_TD": arg(x, 0), "residual_TD": residual}
+        fused = emit_named(graph, all_reduce_residual_rms_norm, arguments)
+    items: list[Any] = list(norm.users)
+    norm.replace_all_uses_with(fused)
+    return [Replacement(item.name, item) for item in items]

@@ -1,0 +1,156 @@
+"""Executes every rank's share of a graph and compares it with the graph of the undivided model.
+
+The undivided graph is run once on random inputs. Then each call of the divided graph is made for each rank, on its
+slices of the values recorded there, and must give its slice of what was recorded; a sum over the ranks must give the
+whole. Every call starts from recorded numbers, so errors do not add up. Slices follow from the shapes of both graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.parallel.group import StandIn, in_group
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.framework.graph_inputs import is_parameter, source_of
+from compiled_engine.passes.framework.graph_pass import CompileRange, PassResult
+from compiled_engine.passes.framework.matching import aten, is_call
+from compiled_engine.passes.framework.random_inputs import RandomInputs
+from compiled_engine.passes.framework.verifier import (
+    MOST_TOKENS,
+    Values,
+    VerificationError,
+    difference,
+    mutated,
+    run_call,
+    run_whole,
+)
+from compiled_engine.passes.linear.linears import ExpertsLinear, Linear, product_of
+
+
+@torch.no_grad()
+def verify_ranks(
+    whole: fx.Graph,
+    divided: fx.Graph,
+    result: PassResult,
+    shards: Mapping[str, Shard],
+    num_ranks: int,
+    compile_range: CompileRange,
+    device: torch.device,
+) -> int:
+    """Raises VerificationError naming the value, the number of tokens and how far off it is.
+
+    Returns how many sums over ranks were compared.
+    """
+    originals = {node.name: node for node in whole.nodes}
+    sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
+    products = packed_products(divided, shards)
+    packed = {node: shards[source_of(product.weight).name] for node, product in products.items()}
+    computed = partial_values(sums) | {product.operand for product in products.values()}
+    for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
+        inputs = RandomInputs(whole, num_tokens, device, 1.0)
+        recorded, _ = run_whole(whole, inputs)
+        ranks = [
+            _Rank(rank, num_ranks, shards, recorded, originals, {s.name: o for s, o in sums.items()}, computed, packed)
+            for rank in range(num_ranks)
+        ]
+        for node in divided.nodes:
+            if node in sums:
+                part = node.all_input_nodes[0]
+                found = torch.stack([rank.compute(part).float() for rank in ranks]).sum(0)
+                _compare(node, num_tokens, recorded[sums[node]], found)
+            elif _is_comparable(node) and node not in computed:
+                for rank in ranks:
+                    _compare(node, num_tokens, rank.slice(node), rank.compute(node))
+    return len(sums)
+
+
+class _Rank:
+    """One rank's view of the recorded values.
+
+    sums: by name, the original of each sum over the ranks. computed: values that are not slices of recorded ones.
+    packed: the shards of the weights in packed_products.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        shards: Mapping[str, Shard],
+        recorded: Values,
+        originals: Mapping[str, fx.Node],
+        sums: Mapping[str, fx.Node],
+        computed: set[fx.Node],
+        packed: Mapping[fx.Node, Shard],
+    ):
+        self._rank, self._num_ranks, self._shards = rank, num_ranks, shards
+        self._recorded, self._originals, self._sums = recorded, originals, sums
+        self._computed, self._packed = computed, packed
+
+    def slice(self, node: fx.Node) -> Any:
+        """The rank's slice of a recorded value, or its part of a sum."""
+        if node in self._computed:
+            return self.compute(node)
+        value = self._recorded[self._sums.get(node.name) or self._originals[node.name]]
+        if is_parameter(node):
+            name = source_of(node).name
+            return self._shards[name].of(value, self._rank, self._num_ranks) if name in self._shards else value
+        if node in self._packed:
+            shard = self._packed[node]
+            return replace(shard, whole=tuple(value.shape), dim=value.dim() - 1).of(value, self._rank, self._num_ranks)
+        return self._part(value, node.meta.get("val"))
+
+    def _part(self, value: Any, local: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._part(item, like) for item, like in zip(value, local, strict=True)]
+        if not isinstance(value, torch.Tensor):
+            return value
+        for dim, size in enumerate(local.shape):
+            if isinstance(size, int) and value.shape[dim] != size:
+                parts = value.shape[dim] // size
+                value = value.narrow(dim, self._rank * parts // self._num_ranks * size, size)
+        return value
+
+    def compute(self, node: fx.Node) -> Any:
+        with in_group(StandIn(self._num_ranks, self._rank)):
+            return run_call(node, {argument: self.slice(argument) for argument in node.all_input_nodes})
+
+
+def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
+    """Values between a product with a divided input and the sum over ranks: each rank has a part of the sum."""
+    found: set[fx.Node] = set()
+    for node in sums:
+        before = node.all_input_nodes[:1]
+        while before:
+            found.add(before[0])
+            is_end = product_of(before[0]) is not None
+            inner = before[0].all_input_nodes
+            before = [] if is_end else [n for n in inner if is_call(n, aten.bmm.default, aten.mul.Tensor)]
+    return found
+
+
+def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Node, Linear | ExpertsLinear]:
+    """Products whose last dimension has several sections, each divided by itself."""
+    found = {}
+    for node in graph.nodes:
+        product = product_of(node)
+        shard = None if product is None else shards.get(source_of(product.weight).name)
+        if product is not None and shard is not None and len(shard.sections) > 1 and not shard.divides_input:
+            found[node] = product
+    return found
+
+
+def _is_comparable(node: fx.Node) -> bool:
+    """Return whether a call's value is one tensor that depends only on its arguments."""
+    is_call = node.op == "call_function" and not mutated(node) and isinstance(node.meta.get("val"), torch.Tensor)
+    return is_call and not any(mutated(user) and node in mutated(user).values() for user in node.users)
+
+
+def _compare(node: fx.Node, num_tokens: int, expected: torch.Tensor, found: torch.Tensor) -> None:
+    problem = difference(expected, expected.float(), found.to(expected.dtype))
+    if problem is not None:
+        raise VerificationError(f"pass tensor_parallel, {num_tokens} tokens: {node.name} {problem}")

@@ -1,0 +1,81 @@
+"""In long prefills each rank normalises a share of the tokens, instead of every rank all of them.
+
+Why: a sum over ranks is a reduce-scatter and an all-gather anyway, as far as bytes go. Between the two each rank has
+its own rows of the sum; the residual add and the norm there read and write a rank's share of what they do after it
+(Korthikanti et al., 2022, arXiv:2205.05198). The residual stays divided from one norm to the next, so it has the shape
+of all rows, of which only a rank's own are valid. Norms whose sum has other readers are not changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import arg, emit_named, is_call, named, only_user
+from compiled_engine.passes.norm.norms import is_sum, scaled_by_roots
+from compiled_engine.passes.parallel.sequence_parallel_op import LEAST_TOKENS, sequence_parallel_norm
+from compiled_engine.passes.parallel.tensor_parallel import all_reduce
+
+_SUMMED = torch.ops.compiled_engine.all_reduce_residual_rms_norm.default
+_NORM = torch.ops.compiled_engine.residual_rms_norm.default
+
+
+class SequenceParallel(GraphPass):
+    """Runs only with `sequence_parallel=True`."""
+
+    name = "sequence_parallel"
+    requires = ("tensor_parallel", "residual_rms_norm")
+    kernel_token_counts = (LEAST_TOKENS - 1,)
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        if compile_range.small:
+            return f"{compile_range.name} tokens are few: whole rows are exchanged at once"
+        return None
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of a sum of whole tokens."""
+        return sum(map(is_sum, scaled_by_roots(graph)))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        graph.eliminate_dead_code()
+        found = {node: parts for node in graph.nodes if (parts := _parts(node)) is not None}
+        near_misses = []
+        while undivided := [norm for norm in found if not _only_residuals(norm, found)]:
+            for norm in undivided:
+                del found[norm]
+                near_misses.append(f"{norm.name}: something else reads the sum with the residual")
+        replacements: list[Replacement] = []
+        for norm, (x, residual) in found.items():
+            with graph.inserting_before(norm):
+                arguments = named(norm) | {"x_TD": x, "residual_TD": residual}
+                divided = emit_named(graph, sequence_parallel_norm, arguments)
+            items: list[Any] = list(norm.users)
+            norm.replace_all_uses_with(divided)
+            replacements += [Replacement(item.name, item) for item in items]
+        graph.eliminate_dead_code()
+        return PassResult(len(found), tuple(near_misses), tuple(replacements))
+
+
+def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The partial sum of ranks and the residual, if the norm is of their sum."""
+    if is_call(norm, _SUMMED):
+        return arg(norm, 0), arg(norm, 1)
+    if not is_call(norm, _NORM):
+        return None
+    x, residual = arg(norm, 0), arg(norm, 1)
+    if not is_call(x, all_reduce) and named(norm)["inner_weight_D"] is not None:
+        return None  # x is what is normed first
+    if not is_call(x, all_reduce):
+        x, residual = residual, x
+    return (arg(x, 0), residual) if is_call(x, all_reduce) and only_user(x) is norm else None
+
+
+def _only_residuals(norm: fx.Node, found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> bool:
+    """Return whether the sum with the residual is only the residual of other norms that will be divided."""
+    totals = [item for item in norm.users if is_call(item, operator.getitem) and item.args[1] == 1]
+    readers = [(total, user) for total in totals for user in total.users]
+    return all(user in found and found[user][1] is total and found[user][0] is not total for total, user in readers)

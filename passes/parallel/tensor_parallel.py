@@ -1,0 +1,122 @@
+"""Turn a model of one rank's shape into that rank's share of a model that several ranks compute together.
+
+Why: a model that does not fit on one device, or needs the bandwidth of several. The model file is traced in the shape
+of one rank; this pass inserts the collectives: a sum over the ranks after each linear whose input is divided among them
+(attention's output, the second linear of the MLP, and experts once they are added up) and after the embedding, whose
+vocabulary is divided. Everything between two of them is computed by each rank separately. The logits stay divided, also
+for sampling. The rank is not in the graph: all ranks run the same code.
+
+It changes the meaning of the graph, so it runs first and cannot be disabled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.parallel.group import current_group
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.parallel.vocabulary import embedding_part
+from compiled_engine.passes.framework.graph_inputs import is_parameter, source_of
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import arg, aten, emit, is_call, only_user
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.linear.linears import product_of
+
+
+def _all_reduce(x_TD: torch.Tensor) -> torch.Tensor:
+    return current_group().all_reduce(x_TD)
+
+
+def _embedding(weight_VD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    return embedding_part(weight_VD, ids_T, current_group().rank)
+
+
+all_reduce = define_op(
+    "all_reduce(Tensor x_TD) -> Tensor",
+    cpu=_all_reduce,
+    cuda=_all_reduce,
+    fake=lambda x_TD: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+)
+vocabulary_part = define_op(
+    "vocabulary_part(Tensor weight_VD, Tensor ids_T) -> Tensor",
+    cpu=_embedding,
+    cuda=_embedding,
+    fake=lambda weight_VD, ids_T: weight_VD.new_empty((*ids_T.shape, weight_VD.shape[1])),
+)
+
+
+class TensorParallel(GraphPass):
+    """shards: of all parameters of the model, as `parallel.shards` finds them.
+
+    whole: the graph of the undivided model, with which `verify` compares; None if it is not to be called.
+    """
+
+    name = "tensor_parallel"
+    required = True  # a sum that is left out is a wrong result
+
+    def __init__(self, shards: Mapping[str, Shard], num_ranks: int, whole: fx.Graph | None = None):
+        self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """A sum for each product whose input is divided, two a layer; one for the embedding if its vocabulary is and
+        token ids are looked up in it."""
+        divided_inputs = sum(shard.divides_input for shard in self._shards.values())
+        looks_up = any(source_of(node).name == "input_ids_T" for node in graph.find_nodes(op="placeholder"))
+        return divided_inputs + any(looks_up and s.dim == 0 and "embed" in name for name, s in self._shards.items())
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        replacements = []
+        for node in list(graph.nodes):
+            part = self._part(graph, node)
+            if part is not None:
+                replaces_node = not node.users
+                replacements.append(Replacement((node if replaces_node else part).name, _summed(graph, part)))
+                if replaces_node:
+                    graph.erase_node(node)
+        return PassResult(len(replacements), replacements=tuple(replacements))
+
+    def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+        """The node that holds this rank's part of a sum, if `node` is one."""
+        product = product_of(node)
+        shard = None if product is None else self._shard(product.weight)
+        if shard is not None and shard.divides_input:
+            return _sum_of_experts(node) if is_call(node, aten.bmm.default) else node
+        shard = self._shard(arg(node, 0)) if is_call(node, aten.embedding.default) else None
+        if shard is not None and shard.dim == 0:
+            with graph.inserting_before(node):
+                part = emit(graph, vocabulary_part, arg(node, 0), arg(node, 1))
+            node.replace_all_uses_with(part)
+            return part
+        return None
+
+    def _shard(self, parameter: Any) -> Shard | None:
+        return self._shards.get(source_of(parameter).name) if is_parameter(parameter) else None
+
+    def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
+        """Compare all ranks with the undivided model; see verify_ranks. Returns how many sums were compared."""
+        from compiled_engine.passes.parallel.rank_verifier import verify_ranks
+
+        assert self._whole is not None
+        return verify_ranks(self._whole, graph, result, self._shards, self._num_ranks, compile_range, device)
+
+
+def _sum_of_experts(product: fx.Node) -> fx.Node | None:
+    """The sum over the experts of their second products, times weights: what ranks have parts of."""
+    weighted = only_user(product)
+    total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
+    is_sum = total is not None and is_call(total, aten.sum.dim_IntList) and list(arg(total, 1)) == [0]
+    return total if is_sum else None
+
+
+def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The sum over the ranks, in node's place for all that read it."""
+    users = list(node.users)
+    with graph.inserting_after(node):
+        new = emit(graph, all_reduce, node)
+    for user in users:
+        user.replace_input_with(node, new)
+    return new

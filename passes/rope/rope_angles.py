@@ -1,0 +1,209 @@
+"""cos and sin of every rotary angle become one kernel, from the positions.
+
+Why: the textbook's outer product, doubling, cos, sin and casts are half a dozen small kernels in front of the first
+layer. They are computed once a step, so this saves microseconds, not more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.framework.graph_inputs import is_parameter
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import (
+    arg,
+    aten,
+    emit,
+    emit_item,
+    factors,
+    is_call,
+    only_user,
+    rewrite_calls,
+)
+from compiled_engine.passes.framework.op_library import define_op
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["scale"])
+def rope_angles_kernel(
+    positions_ptr: tl.tensor,
+    inv_freq_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    scale: tl.tensor,
+    NUM_PAIRS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token): its position times each frequency, in the layout of the rotation, see `reference`."""
+    pair = tl.arange(0, BLOCK)
+    mask = pair < NUM_PAIRS
+    frequency = tl.load(inv_freq_ptr + pair, mask=mask, other=0.0)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    angle = tl.load(positions_ptr + token).to(tl.float32) * frequency
+    cos = (tl.cos(angle) * scale).to(cos_ptr.dtype.element_ty)
+    sin = (tl.sin(angle) * scale).to(cos_ptr.dtype.element_ty)
+    if LAYOUT == "once":
+        row = token * NUM_PAIRS + pair
+    elif LAYOUT == "halves":
+        row = token * (2 * NUM_PAIRS) + pair
+    else:
+        row = token * (2 * NUM_PAIRS) + 2 * pair
+    tl.store(cos_ptr + row, cos, mask=mask)
+    tl.store(sin_ptr + row, sin, mask=mask)
+    if LAYOUT != "once":
+        AGAIN: tl.constexpr = NUM_PAIRS if LAYOUT == "halves" else 1
+        tl.store(cos_ptr + row + AGAIN, cos, mask=mask)
+        tl.store(sin_ptr + row + AGAIN, sin, mask=mask)
+
+
+def reference(
+    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), each [T, 1, 2 p] in `dtype`, of positions times inverse frequencies, times the scale.
+
+    layout: all frequencies twice ("halves"), each twice in a row ("pairs"), or [T, 1, p] of each once ("once").
+    """
+    angles_Tp = positions_T[:, None].float() * inv_freq_p
+    if layout == "halves":
+        angles_Tp = torch.cat((angles_Tp, angles_Tp), dim=-1)
+    elif layout == "pairs":
+        angles_Tp = angles_Tp.repeat_interleave(2, dim=-1)
+    angles_T1d = angles_Tp.unsqueeze(1)
+    return (angles_T1d.cos() * scale).to(dtype), (angles_T1d.sin() * scale).to(dtype)
+
+
+def launch(
+    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel behind `reference`; contiguous inputs."""
+    num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[0]
+    cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype, layout)
+    rope_angles_kernel[(num_tokens,)](
+        positions_T.contiguous(),
+        inv_freq_p,
+        cos_T1d,
+        sin_T1d,
+        scale,
+        NUM_PAIRS=num_pairs,
+        LAYOUT=layout,
+        BLOCK=next_power_of_2(num_pairs),
+        num_warps=1,
+        **dependent_launch(positions_T.device),
+    )
+    return cos_T1d, sin_T1d
+
+
+def _fake(
+    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (positions_T.shape[0], 1, inv_freq_p.shape[0] * (1 if layout == "once" else 2))
+    return inv_freq_p.new_empty(shape, dtype=dtype), inv_freq_p.new_empty(shape, dtype=dtype)
+
+
+rope_angles = define_op(
+    "rope_angles(Tensor positions_T, Tensor inv_freq_p, float scale, ScalarType dtype, "
+    'str layout="halves") -> (Tensor, Tensor)',
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+    reference=reference,
+)
+
+
+class RopeAngles(GraphPass):
+    name = "rope_angles"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each cosine."""
+        return len(graph.find_nodes(op="call_function", target=aten.cos.default))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return rewrite_calls(graph, aten.cos.default, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
+    angles = arg(cos, 0)
+    sines = [user for user in angles.users if is_call(user, aten.sin.default)]
+    if len(sines) != 1 or len(angles.users) != 2:
+        return "no sin of the same angles beside it"
+    with_heads = is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1
+    of_pairs = _of_pairs(angles.args[0] if with_heads else angles)
+    if isinstance(of_pairs, str):
+        return of_pairs
+    first, layout = of_pairs
+    found = [(rows, frequencies) for column, frequencies in factors(first) if (rows := _column_of(column)) is not None]
+    if not found:
+        return "the angles are not positions times frequencies"
+    positions, inv_freq = found[0]
+    if not is_parameter(inv_freq) or inv_freq.meta["val"].dtype != torch.float32 or inv_freq.meta["val"].dim() != 1:
+        return "the frequencies are not a vector of fp32"
+    (cos_value, cos_scale), (sin_value, sin_scale) = _scaled(cos), _scaled(sines[0])
+    if cos_scale != sin_scale or cos_value.meta["val"].dtype != sin_value.meta["val"].dtype:
+        return "cos and sin are scaled or rounded differently"
+    if not with_heads:
+        heads = [only_user(cos_value), only_user(sin_value)]
+        with_heads = all(is_call(user, aten.unsqueeze.default) and user.args[1] == 1 for user in heads)  # type: ignore[union-attr]
+        if with_heads:
+            cos_value, sin_value = (user for user in heads if user is not None)
+    with graph.inserting_before(cos):
+        # The first layout is left unsaid, as the op has it.
+        how = cos_scale, cos_value.meta["val"].dtype, *([] if layout == "halves" else [layout])
+        both = emit(graph, rope_angles, positions, inv_freq, *how)
+        new = [emit_item(graph, both, index) for index in range(2)]
+        if not with_heads:
+            new = [emit(graph, aten.squeeze.dim, value, 1) for value in new]
+    cos_value.replace_all_uses_with(new[0])
+    sin_value.replace_all_uses_with(new[1])
+    return [Replacement(cos_value.name, new[0]), Replacement(sin_value.name, new[1])]
+
+
+def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
+    """(an angle for each pair, layout) of a rotation's angles, or why they are not known."""
+    if is_call(angles, aten.mul.Tensor):
+        return angles, "once"
+    if is_call(angles, aten.view.default, aten.reshape.default):
+        repeated: Any = angles.args[0].args[0] if is_call(angles.args[0], aten.clone.default) else angles.args[0]
+        column: Any = repeated.args[0] if is_call(repeated, aten.expand.default) else None
+        if is_call(column, aten.unsqueeze.default) and column.args[1] in (2, -1) and repeated.meta["val"].shape[2] == 2:
+            return column.args[0], "pairs"
+    if not is_call(angles, aten.cat.default) or angles.args[1:] not in ((-1,), (1,)) or len(angles.args[0]) != 2:
+        return "the angles are not two equal halves"
+    first, second = angles.args[0]
+    if first is not second or not is_call(first, aten.mul.Tensor):
+        return "the two halves of the angles differ"
+    return first, "halves"
+
+
+def _column_of(column: Any) -> fx.Node | None:
+    """The positions of which the value is a column of fp32: a cast and a dimension behind, in either order."""
+    steps: list[object] = []
+    while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
+        steps.append(column.target)
+        if is_call(column, aten.unsqueeze.default) and column.args[1] not in (1, -1):
+            return None
+        column = column.args[0]
+    both = {aten._to_copy.default, aten.unsqueeze.default} == set(steps)
+    return column if both and column.meta["val"].dim() == 1 else None
+
+
+def _scaled(value: fx.Node) -> tuple[fx.Node, float]:
+    """The value after a multiplication with a constant and a cast, if they follow, and the constant."""
+    scale = 1.0
+    user = only_user(value)
+    if user is not None and is_call(user, aten.mul.Tensor) and isinstance(user.args[1], float):
+        value, scale = user, user.args[1]
+        user = only_user(value)
+    return (user, scale) if user is not None and is_call(user, aten._to_copy.default) else (value, scale)

@@ -1,0 +1,107 @@
+"""rope_kv_write and the attention after it become one op, which backends with a kernel for both run as one.
+
+Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run; with
+many, keys are not read while the first runs. Any other batch uses separate kernels: the choice is made when the op is
+called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.backend import get_backend
+from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of, without_inputs
+from compiled_engine.attention.op import ROTATION, SCORING_AND_INPUTS, attend
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement, SplittingOp
+from compiled_engine.passes.framework.matching import emit_named, is_call, named, only_user, rewrite_calls
+from compiled_engine.passes.rope import rope_kv_write
+from compiled_engine.passes.rope.rope_match import rotary_attentions
+
+# The op's arguments after the tensors that it writes: first those of the rotation.
+OF_ROTATION = len(Rotation._fields)
+
+
+def rope_attend(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    *others: Any,
+) -> None:
+    """Compute rope_kv_write and attend, in one kernel if the backend has one for the batch.
+
+    others: the fields of Rotation, of Scoring and of AttentionInputs. The compiled forward calls this directly.
+    """
+    rotation, inputs = Rotation(*others[:OF_ROTATION]), inputs_of(others)
+    scoring = Scoring(*without_inputs(others)[OF_ROTATION:])
+    backend = get_backend(inputs.backend)
+    if not backend.attend_unrotated(q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd, inputs, scoring):
+        in_two(attend, q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *others)
+
+
+def in_two(
+    attention: Callable[..., None],
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    *others: Any,
+) -> None:
+    """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
+    slot_mapping_T = inputs_of(others).slot_mapping_T
+    rotated_THd = rope_kv_write.rope_kv_write(
+        q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, *others[:OF_ROTATION]
+    )
+    attention(rotated_THd, kv_cache_N2PKd, out_THd, *others[OF_ROTATION:])
+
+
+rope_attend_op = torch.library.custom_op(
+    "compiled_engine::rope_attend",
+    rope_attend,
+    mutates_args=("kv_cache_N2PKd", "out_THd"),
+    schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, "
+    f"{ROTATION}, {SCORING_AND_INPUTS}) -> ()",
+)
+rope_attend_op.register_fake(lambda *arguments: None)
+
+FUSED = torch.ops.compiled_engine.rope_attend.default
+
+
+class RopeAttend(GraphPass):
+    name = "rope_attend"
+    requires = ("rope_kv_write",)
+    splitting_ops = (
+        SplittingOp("compiled_engine::rope_attend", rope_attend, True, lambda attention: partial(in_two, attention)),
+    )
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return rotary_attentions(graph)
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return rewrite_calls(graph, rope_kv_write.ATTEND, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, attend_call: fx.Node) -> list[Replacement] | str | None:
+    attended = named(attend_call)
+    rotated = attended["q_THd"]
+    if not is_call(rotated, rope_kv_write.FUSED):
+        return None
+    written = named(rotated)
+    if only_user(rotated) is not attend_call:
+        return "the rotated q is used elsewhere too"
+    if written["kv_cache_N2PKd"] is not attended["kv_cache_N2PKd"]:
+        return "the cache that is written is not the one that is read"
+    if written["slot_mapping_T"] is not attended["slot_mapping_T"]:
+        return "the slots that are written are not those of the batch"
+    with graph.inserting_before(attend_call):
+        fused = emit_named(graph, FUSED, attended | written)
+    graph.erase_node(attend_call)
+    graph.erase_node(rotated)
+    return [Replacement(attend_call.name, fused)]

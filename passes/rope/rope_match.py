@@ -1,0 +1,246 @@
+"""Finds out how a query or key was rotated: which part of its heads, in which pairs, by which angles."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.op import ATTENTION
+from compiled_engine.passes.framework.matching import always_equal, arg, aten, factors, is_call, through_cast
+from compiled_engine.passes.norm.norms import Norm, norm_of, why_no_norm
+
+# Ops allowed between an angle and a query that it rotates: arithmetic of rotations, and views.
+_ROTATING = (
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default, aten.stack.default, aten.select.int),
+    *(aten.slice.Tensor, aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten._to_copy.default),
+    *(aten.clone.default, aten.expand.default, aten.alias.default, aten.permute.default, aten.transpose.int),
+)
+
+
+class RopeForm(NamedTuple):
+    """The kind of rotation of heads; the last fields of Rotation.
+
+    rotary_dim: number of rotated elements at the beginning of a head; 0 for all. interleaved: pairs are neighbours, not
+    elements half a head apart. wide: products and sum are in fp32 and rounded once, not each. norm_last: a norm, if
+    any, follows the rotation.
+    """
+
+    rotary_dim: int = 0
+    interleaved: bool = False
+    wide: bool = False
+    norm_last: bool = False
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """The parts of a rotated value; without a norm, norm_weight is None. how: eps, offset and wide of the norm.
+
+    cos, sin: one for each element that is rotated, or one for each pair. scale: [T, 1, 1], factor of the rotated value,
+    or None.
+    """
+
+    x: fx.Node
+    norm_weight: fx.Node | None
+    how: tuple[float, float, bool]
+    cos: fx.Node
+    sin: fx.Node
+    form: RopeForm
+    scale: fx.Node | None = None
+
+
+class _Turn(NamedTuple):
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    interleaved: bool
+
+
+def match_rotation(value: fx.Node) -> Rotated | str:
+    """The parts of a value that is a rotation, possibly normed or scaled afterwards, or the reason for no match."""
+    for product, scale in factors(value):
+        if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
+            found = _match_turn(product)
+            if isinstance(found, Rotated) and found.norm_weight is None:
+                return replace(found, scale=scale)
+            return "a product follows the rotation"
+    norm = _rms_norm(value)
+    found = _match_turn(norm.x if isinstance(norm, Norm) else value)
+    if not isinstance(norm, Norm) or isinstance(found, str):
+        return found
+    if found.norm_weight is not None:
+        return "norms precede and follow the rotation"
+    return replace(found, norm_weight=norm.weight, how=norm.how, form=found.form._replace(norm_last=True))
+
+
+def _rms_norm(value: fx.Node) -> Norm | str | None:
+    """The RMSNorm that a value is; why it is another norm; None for anything else, LayerNorm included."""
+    norm = norm_of(value)
+    return why_no_norm(value) if norm is None or norm.centred else norm
+
+
+def _match_turn(value: fx.Node) -> Rotated | str:
+    whole, rotary_dim = _whole_and_rest(value)
+    turned: Any = through_cast(whole)
+    wide = turned is not whole
+    if wide and turned.meta["val"].dtype != torch.float32:
+        return "a cast follows the rotation"
+    turns = [*_as_sum(turned), *_as_halves(turned)]
+    if not turns:
+        rotation = is_call(turned, aten.add.Tensor) and not turned.kwargs
+        return "it is not x * cos + (-second half, first half) * sin of one x" if rotation else "it is not rotated"
+    x: Any
+    x, cos, sin, interleaved = turns[0]
+    if x.meta["val"].dtype != whole.meta["val"].dtype:
+        return "a cast follows the rotation"
+    if rotary_dim:
+        part, x = x, arg(x, 0) if is_call(x, aten.slice.Tensor) else x
+        if not _is_slice(part, x, 0, rotary_dim) or not _is_slice(arg(value, 0)[1], x, rotary_dim, None):
+            return "what is not rotated is not the rest of each head"
+    if interleaved:
+        cos, sin = _of_pairs(cos), _of_pairs(sin)
+    form = RopeForm(rotary_dim, interleaved, wide)
+    normed = _rms_norm(x)
+    if isinstance(normed, str):
+        return normed
+    if normed is None:
+        return Rotated(x, None, (0.0, 0.0, False), cos, sin, form)
+    return Rotated(normed.x, normed.weight, normed.how, cos, sin, form)
+
+
+def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
+    """(rotated part, its size) of a part and the rest of each head side by side; (value, 0) for anything else."""
+    if is_call(value, aten.cat.default) and len(value.args) == 2 and len(arg(value, 0)) == 2:
+        part, rest = arg(value, 0)
+        if is_last(arg(value, 1), value) and is_call(rest, aten.slice.Tensor):
+            return part, part.meta["val"].shape[-1]
+    return value, 0
+
+
+def _as_sum(value: Any) -> Iterator[_Turn]:
+    """x * cos + turned(x) * sin, where turned(x) is (-second half, first half) or (-second, first) of each pair."""
+    if not is_call(value, aten.add.Tensor) or value.kwargs:
+        return
+    for straight, turned in (value.args, value.args[::-1]):
+        for turned_x, sin in factors(turned):
+            for x, cos in factors(straight):
+                for interleaved in (False, True):
+                    source = _turned_from(_before_widening(turned_x), interleaved)
+                    if source is not None and _before_widening(source) is _before_widening(x):
+                        yield _Turn(_before_widening(x), cos, sin, interleaved)
+
+
+def _before_widening(value: fx.Node) -> fx.Node:
+    """The value computed in fp32, with or without a cast, before or after its elements are swapped."""
+    return through_cast(value) if value.meta["val"].dtype == torch.float32 else value
+
+
+def _as_halves(value: Any) -> Iterator[_Turn]:
+    """(first * cos - second * sin, second * cos + first * sin), where cos and sin are those of pairs."""
+    if not is_call(value, aten.cat.default) or len(value.args) != 2 or len(arg(value, 0)) != 2:
+        return
+    difference, total = arg(value, 0)
+    is_pair = is_call(difference, aten.sub.Tensor) and is_call(total, aten.add.Tensor)
+    if not is_pair or difference.kwargs or total.kwargs or not is_last(arg(value, 1), value):
+        return
+    for first, cos in factors(difference.args[0]):
+        for second, sin in factors(difference.args[1]):
+            x = half_of(first, 0)
+            wanted = [{second, cos}, {first, sin}]
+            found = [set(product.all_input_nodes) for product in total.args if is_call(product, aten.mul.Tensor)]
+            if x is not None and half_of(second, 1) is x and found in (wanted, wanted[::-1]):
+                yield _Turn(_before_widening(x), cos, sin, False)
+
+
+def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
+    """The x of which the node is what the sine is multiplied with."""
+    if interleaved:
+        node = node.args[0] if is_call(node, aten.view.default, aten.reshape.default) else None
+    target = aten.stack.default if interleaved else aten.cat.default
+    if not is_call(node, target) or len(node.args) != 2 or len(arg(node, 0)) != 2:
+        return None
+    (negated, first), dim = node.args
+    if not is_call(negated, aten.neg.default) or not is_last(dim, node):
+        return None
+    piece = every_second if interleaved else half_of
+    x = piece(first, 0)
+    return x if x is not None and piece(arg(negated, 0), 1) is x else None
+
+
+def half_of(node: Any, index: int) -> fx.Node | None:
+    """The x, if the node is the first (index 0) or second half of its last dimension, by chunk or slices."""
+    if is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
+        x, size, *dim = node.args[0].args
+        if node.args[1] == index and dim and is_last(dim[0], x) and 2 * size == x.meta["val"].shape[-1]:
+            return x
+    if is_call(node, aten.slice.Tensor) and len(node.args) == 4:
+        x, dim, start, end = node.args
+        size = x.meta["val"].shape[-1]
+        if is_last(dim, x) and (start, min(end, size)) == ((0, size // 2), (size // 2, size))[index]:
+            return x
+    return None
+
+
+def every_second(node: Any, index: int) -> fx.Node | None:
+    """The x, if the node is every second element of its last dimension, from the first (index 0) or second on."""
+    if not is_call(node, aten.slice.Tensor) or len(node.args) != 5:
+        return None
+    x, dim, start, end, step = node.args
+    return x if is_last(dim, x) and (start, step) == (index, 2) and end >= x.meta["val"].shape[-1] else None
+
+
+def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
+    """Return whether the node is x[..., start:end]."""
+    if not is_call(node, aten.slice.Tensor) or len(node.args) != 4 or node.args[0] is not x:
+        return False
+    size = x.meta["val"].shape[-1]
+    return is_last(node.args[1], x) and (node.args[2], min(node.args[3], size)) == (start, size if end is None else end)
+
+
+def _of_pairs(angles: Any) -> fx.Node:
+    """The [T, 1, r / 2] of which the value repeats each element, or else the value."""
+    view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
+    clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
+    expand: Any = clone.args[0] if is_call(clone, aten.clone.default) else None
+    column: Any = expand.args[0] if is_call(expand, aten.expand.default) else None
+    if not (is_call(column, aten.unsqueeze.default) and column.args[1] == 2 and column.args[0].meta["val"].dim() == 2):
+        return angles
+    pairs: Any = column.args[0]
+    if expand.meta["val"].shape[2] != 2 or not always_equal(pairs.meta["val"].stride(-1), 1):
+        return angles
+    known = (user for user in pairs.users if is_call(user, aten.unsqueeze.default) and user.args[1] == 1)
+    found: fx.Node | None = next(known, None)
+    if found is not None:
+        return found
+    graph = pairs.graph
+    with graph.inserting_after(pairs):
+        found = graph.call_function(aten.unsqueeze.default, (pairs, 1))
+    found.meta["val"] = pairs.meta["val"].unsqueeze(1)
+    return found
+
+
+def is_last(dim: int, x: fx.Node) -> bool:
+    return dim in (-1, x.meta["val"].dim() - 1)
+
+
+def rotary_attentions(graph: fx.Graph) -> int:
+    """Calls of attention with a query made from cosines without a linear in between: the contracts' count."""
+    return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
+
+
+def _is_made_with_cosines(query: Any) -> bool:
+    pending, seen = [query], set()
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if is_call(node, aten.cos.default):
+            return True
+        if is_call(node, *_ROTATING):
+            pending += node.all_input_nodes
+    return False
