@@ -224,7 +224,7 @@ class CompileConfig:
 
     `ranges`: token counts (first, last), ascending, that are separate compile ranges, which return the logits of every
     token. `strict`: a pass below its contract is an error. `verify`: each rewrite is executed and compared.
-    `workers`: processes that compile pieces; 0 compiles them in this one.
+    `workers`: processes that compile pieces; 0 compiles them in this one. `plugins`: modules that register passes.
     """
 
     enabled: bool
@@ -234,6 +234,7 @@ class CompileConfig:
     verify: bool
     workers: int
     cache_dir: Path | None
+    plugins: tuple[str, ...] = ()
 
 
 class GraphMode(Enum):

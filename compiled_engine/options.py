@@ -136,6 +136,13 @@ class EngineOptions:
         None, TEXTS, "run these FX passes", "in their own order", flag="--pass", default_is="all"
     )
     disable_passes: tuple[str, ...] = declare((), TEXTS, "leave out these FX passes", flag="--disable-pass")
+    plugins: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "import these modules in each process of the engine, so that what they register is there",
+        "[passes](passes.md) of the user's own",
+        flag="--plugin",
+    )
     strict_passes: bool = declare(False, SWITCH, "fail if a pass matches less often than it must")
     verify_passes: bool = declare(
         False, SWITCH, "execute every rewrite on random inputs, before and after, and compare both with an fp32 oracle"

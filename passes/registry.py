@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from importlib import import_module
 
 from compiled_engine.attention.inputs import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.attention.op import ATTENTION_OPS
@@ -52,6 +53,28 @@ _registered: list[GraphPass] = list(DEFAULT_PASSES)
 def registered_passes() -> tuple[GraphPass, ...]:
     """All passes in the order in which they run."""
     return tuple(_registered)
+
+
+def load_plugins(modules: Sequence[str]) -> None:
+    """Import modules that call register_pass. Raises ValueError for one that cannot be imported."""
+    for name in modules:
+        try:
+            import_module(name)
+        except Exception as error:
+            raise ValueError(
+                f"plugins has {name!r}, which cannot be imported ({type(error).__name__}: {error}); "
+                "allowed: modules on Python's path"
+            ) from error
+
+
+def check_registered(names: Collection[str]) -> None:
+    """Raise ValueError for a pass that is enabled and that this process does not have."""
+    known = [graph_pass.name for graph_pass in _registered]
+    if missing := [name for name in names if name not in known]:
+        raise ValueError(
+            f"passes has {missing[0]!r}, which was registered in another process than this one; "
+            "allowed: with plugins=('the module that registers it',)"
+        )
 
 
 def passes_of_ranks() -> frozenset[str]:

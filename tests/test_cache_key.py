@@ -113,6 +113,7 @@ PERTURBED: dict[str, Any] = {
     "compile.verify": True,
     "compile.workers": 3,
     "compile.cache_dir": None,
+    "compile.plugins": ("my_passes",),
     "graph.mode": GraphMode.FULL_DECODE_ONLY,
     "graph.decode_sizes": (1, 2),
     "graph.short_decodes": ((1, 64), (2, 64)),

@@ -14,6 +14,7 @@ from compiled_engine.kernels.compile_ahead import triton_digests
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
+from compiled_engine.passes.registry import check_registered, load_plugins
 from compiled_engine.process.begin_gpu import cuda_context
 from compiled_engine.process.in_background import import_apart
 from compiled_engine.process.profiling import StepClock
@@ -75,6 +76,8 @@ class InProcessExecutor:
         link: StageLink | None = None,
     ):
         """group, link: the ranks that this one is of, see Runner."""
+        load_plugins(config.compile.plugins)
+        check_registered(config.compile.passes)
         self._device = config.device
         if config.device.type == "cuda":  # while the model is compiled, or found and its weights are read
             cuda_context(config.device.index or 0)

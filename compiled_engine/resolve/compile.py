@@ -9,10 +9,11 @@ import torch
 
 from compiled_engine.config import CompileConfig, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
-from compiled_engine.passes.registry import passes_of_ranks, registered_passes
+from compiled_engine.passes.registry import load_plugins, passes_of_ranks, registered_passes
 from compiled_engine.resolve.folders import resolve_cache_dir
 
 COMPILE_OPTIONS = (
@@ -54,6 +55,7 @@ def resolve_compile(
     reasons: dict[str, str],
 ) -> CompileConfig:
     """enabled: what `mode` came to. Raises ValueError or TypeError naming the field."""
+    load_plugins(options.plugins)
     defaults = EngineOptions()
     if not enabled:
         for name in COMPILE_OPTIONS:
@@ -85,6 +87,7 @@ def resolve_compile(
         verify=options.verify_passes,
         workers=_workers(options, reasons),
         cache_dir=resolve_cache_dir(options),
+        plugins=options.plugins,
     )
 
 

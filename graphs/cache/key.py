@@ -92,6 +92,7 @@ OTHER_FIELDS = (
     "compile.verify",
     "compile.workers",
     "compile.cache_dir",
+    "compile.plugins",  # their passes are factors
     "graph.mode",
     "graph.decode_sizes",
     "graph.token_sizes",
