@@ -9,7 +9,6 @@ import torch
 
 from compiled_engine.config import CompileConfig, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel

@@ -1,4 +1,4 @@
-"""Device memory of CUDA graphs: predicted from a few captures before the KV cache is sized, and kept for later starts."""
+"""Device memory of CUDA graphs: predicted from a few captures before the KV cache is sized, kept for later starts."""
 
 from __future__ import annotations
 
