@@ -123,7 +123,7 @@ def test_a_node_that_cannot_run_it_says_why() -> None:
     elsewhere = replace(config, model=replace(config.model, path=Path("/nowhere")))
     frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
     start = Start(elsewhere, frontend, (), 1, progress=False, origin_s=0.0, spans=())
-    actor = ReplicaActor("cpu", 0, [])
+    actor = ReplicaActor("cpu", [])
     try:
         wrong = actor.start(encode(start), 0.0, own_environment("cpu") | {"python": "2.7"})
     finally:
@@ -154,7 +154,7 @@ def test_a_cluster_that_nobody_named_is_not_joined(monkeypatch: pytest.MonkeyPat
     for address in ("", "10.0.0.1:6379"):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConnectionError, match="no cluster"):
-            RayCluster(config, 0)
+            RayCluster(config)
     (own, its_own), (given, its_given) = asked
     assert own == ("local",)
     folder = Path(its_own["_temp_dir"]).stat()
