@@ -11,7 +11,15 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape, RopeConfig, flat_fields
+from compiled_engine.config import (
+    EngineConfig,
+    ExpertsConfig,
+    GraphMode,
+    HeadShape,
+    RopeConfig,
+    TransformersModel,
+    flat_fields,
+)
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
@@ -286,6 +294,15 @@ def test_what_divides_a_model_counts_where_it_is_divided(base: EngineConfig) -> 
     for name in ("parallel/connect.py", "parallel/group.py", "models/checkpoint/loader.py"):
         assert name in files
         assert name not in alone
+
+
+def test_what_reads_the_code_of_transformers_counts_where_it_is_run(base: EngineConfig) -> None:
+    foreign = with_value(base, "model.transformers", TransformersModel("5.0.0", "{}"))
+    newer = with_value(base, "model.transformers", TransformersModel("5.0.1", "{}"))
+    alone, files = cache_factors(base)["source"], cache_factors(foreign)["source"]
+    assert "models/foreign/transformers_model.py" in files
+    assert "models/foreign/transformers_model.py" not in alone
+    assert cache_factors(newer) != cache_factors(foreign)
 
 
 def test_the_order_of_passes_counts(base: EngineConfig) -> None:

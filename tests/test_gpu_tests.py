@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_cut_and_said(
     assert counts["alone"] == {"passed": 1, "skipped": 0, "failed": [], "not_run": 0, "cut": None}
     assert "3 passed, 2 failed, 1 skipped in " in capsys.readouterr().out
 
-    assert run_all([slow, quick], result, gpu_tests.FAREWELL_S + 15, [], FACTS) == 1
+    assert run_all([slow, quick], result, gpu_tests.FAREWELL_S + 6, [], FACTS) == 1
     stages = json.loads(result.read_text())["stages"]
     kernels = stages["kernels"]
     assert kernels["cut"] == "the time was over"
@@ -101,7 +101,7 @@ def test_an_interrupted_run_has_a_result_too(folder: Path) -> None:
     process = subprocess.Popen(command, cwd=gpu_tests.TESTS, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "begins\n"
-    time.sleep(5)
+    time.sleep(2)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1

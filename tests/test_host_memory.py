@@ -64,13 +64,13 @@ def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = SMALL | {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_blocks": 256, "block_size": 4}
     with LLM(str(tmp_path), load_format="dummy", **options) as llm:
-        serve(llm, 300, 0)  # the prefix cache fills, among others
+        serve(llm, 250, 0)  # the prefix cache fills, among others
         tracemalloc.start()
         try:
             kept = []
             # What was there before is not traced, and what takes its place is: it grows less each time.
             for seed in range(1, 6):
-                serve(llm, 400, seed)
+                serve(llm, 250, seed)
                 gc.collect()
                 kept.append((tracemalloc.get_traced_memory()[0], len(gc.get_objects())))
         finally:

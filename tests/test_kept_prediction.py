@@ -139,6 +139,32 @@ def test_other_factors_are_another_prediction(
     assert found == [*range(1001, 1009), 1008, 1009, 1009]
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS"),
+        *("TRITON_ALWAYS_COMPILE", "NVIDIA_TF32_OVERRIDE"),
+    ],
+)
+def test_what_sets_up_cuda_is_a_factor(
+    variable: str, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs()
+    monkeypatch.delenv(variable, raising=False)
+    found = [predicted_bytes(config, lookup_in(tmp_path), graphs)]
+    for value in ("1", "2", "1"):
+        monkeypatch.setenv(variable, value)
+        found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
+    assert found == [1001, 1002, 1003, 1002]
+
+
+def test_where_kernels_are_kept_is_none(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs()
+    for folder in ("/one", "/another"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", folder)
+        assert predicted_bytes(config, lookup_in(tmp_path), graphs) == 1001
+
+
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another number": lambda kept: kept | {"bytes": 1},
     "no number": lambda kept: kept | {"bytes": "1001"},

@@ -219,6 +219,17 @@ def test_only_first_admissions_that_look_count_for_the_hit_rate() -> None:
     assert (cache.prefix_queries, cache.prefix_hits) == (20, 8)
 
 
+def test_of_a_request_that_goes_on_its_prompt_alone_counts() -> None:
+    """What another core has generated for it may be cached too."""
+    cache = make_cache()
+    run_once(cache, range(16))
+    begun = EngineRequest("r", tuple(range(6)), SamplingParams(), output_token_ids=tuple(range(6, 15)))
+    request = Request.of(begun, order=(0, 0), max_total_tokens=1000, vocab_size=11)
+    assert cache.admit(request, reserve=0)
+    assert (request.num_computed_tokens, request.num_cached_tokens) == (12, 6)
+    assert (cache.prefix_queries, cache.prefix_hits) == (16 + 6, 6)
+
+
 def test_nothing_is_shared_when_prefix_caching_is_off() -> None:
     cache = make_cache(enable_prefix_caching=False)
     run_once(cache, range(12))

@@ -40,6 +40,15 @@ def test_who_comes_while_more_run_is_admitted_at_once() -> None:
     engine.run()
 
 
+def test_a_step_has_no_more_requests_than_a_lane_takes() -> None:
+    """However many wait: the others come when the lane's turn is next and somebody has ended."""
+    engine = pipeline()
+    for number in range(20):
+        engine.add(f"r{number}", [number], params=outputs_of(6))
+    assert [len(new_ids(step)) for step in rounds(engine, 6)] == [4, 4, 0, 0, 0, 0]
+    engine.run()
+
+
 def test_where_a_lane_is_full_the_newest_prompts_wait() -> None:
     """Several prompts are under way where log-probabilities bound their chunks."""
     requests: Any = [SimpleNamespace(lane=lane) for lane in (0, None, 1, None, 0, None)]

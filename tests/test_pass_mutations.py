@@ -47,7 +47,6 @@ from pass_cases import (
     CPU,
     DTYPES,
     DYNAMIC,
-    FAMILIES,
     GEMMA2,
     GLM4,
     GLM4_MOE,
@@ -201,10 +200,12 @@ class Broken(GraphPass):
 
 
 def cases() -> Iterator[Any]:
-    for mutation in MUTATIONS:
+    """Each mutation in one type, by turns; the other type is a product's."""
+    for number, mutation in enumerate(MUTATIONS):
         for dtype in mutation.dtypes:
             name = f"{mutation.broken}: {mutation.what}, {str(dtype).removeprefix('torch.')}"
-            yield pytest.param(mutation, dtype, id=name)
+            is_other = dtype != mutation.dtypes[number % len(mutation.dtypes)]
+            yield pytest.param(mutation, dtype, id=name, marks=pytest.mark.product(one_in=10) if is_other else ())
 
 
 @pytest.mark.parametrize(("mutation", "dtype"), list(cases()))
@@ -217,16 +218,6 @@ def test_a_broken_rewrite_is_caught(mutation: Mutation, dtype: torch.dtype) -> N
 
 # Applied where there are several ranks: tests/test_sequence_parallel.py breaks them there.
 OF_RANKS = {"all_reduce_residual_rms_norm", "sequence_parallel"}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_the_unbroken_passes_are_not(family: Family, dtype: torch.dtype) -> None:
-    for compile_range in RANGES:
-        reports = run_all(family, dtype, compile_range)
-        assert all((report.verified > 0) == (report.matches > 0) for report in reports)
-        elsewhere = OF_RANKS | {"gated_linear"}
-        assert all(report.applied for report in reports if compile_range is SMALL and report.name not in elsewhere)
 
 
 @dataclass(frozen=True)

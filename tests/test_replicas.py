@@ -420,6 +420,36 @@ def test_who_went_on_elsewhere_is_counted() -> None:
     engine.close()
 
 
+def test_who_waits_for_room_is_among_those_who_wait() -> None:
+    """Besides those that replicas have and do not run yet."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    filled(cores, engine)
+
+    def answer(core: FakeCore) -> None:
+        assert core.connection.wait_readable(20)
+        (question,) = core.connection.receive()
+        assert isinstance(question, Control)
+        core.say(Answered(question.number, FIGURES | {"waiting": 3}))
+
+    for core in cores:
+        threading.Thread(target=answer, args=(core,), daemon=True).start()
+    found = engine.call(ControlCall("metrics"))
+    assert (found["waiting"], found["requests_queued"]) == (2 * 3 + 4, 4)
+    engine.close()
+
+
+def test_times_are_told_by_our_clock() -> None:
+    core = FakeCore()
+    there = Replica(0, "replica 0 of 1", core, Connection(core.socket, decode_to_api), 256, clock_ahead_s=5.0)
+    engine = Replicas(config(), [there])
+    engine.add(EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=9, seed=1)))
+    core.say(Stepped(StepOutputs(others=[EngineOutput("a", (7,), scheduled_time=100.0)])))
+    (output,) = engine.step().others
+    assert output.scheduled_time == 105.0
+    engine.close()
+
+
 def test_who_has_never_answered_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
     cores = [FakeCore(), FakeCore()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import stitch
-from compiled_engine.graphs.compiler.trace import trace, without_storage
+from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.layers import rotate
@@ -44,11 +45,15 @@ def count(module: fx.GraphModule, target: Callable[..., object]) -> int:
     return len(module.graph.find_nodes(op="call_function", target=target))
 
 
+@cache
+def trace_of(architecture: str, dtype: torch.dtype, num_layers: int, **changes: Any) -> TracedGraph:
+    config = tiny_config(architecture, num_layers, num_heads=6, rms_norm_eps=3e-4, dtype=dtype, **changes)
+    return trace(without_storage(build_model(config.model), CPU), forward_signature(config))
+
+
 def traced_model(architecture: str, dtype: torch.dtype, num_layers: int = 3, **changes: Any) -> fx.GraphModule:
     """The graph of a small model that returns hidden states."""
-    config = tiny_config(architecture, num_layers, num_heads=6, rms_norm_eps=3e-4, dtype=dtype, **changes)
-    model = without_storage(build_model(config.model), CPU)
-    return trace(model, forward_signature(config)).for_range(CompileRange(1, 256))
+    return trace_of(architecture, dtype, num_layers, **changes).for_range(CompileRange(1, 256))
 
 
 def run(module: fx.GraphModule, num_tokens: int = 7) -> list[torch.Tensor]:
@@ -329,6 +334,17 @@ def twice(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     return torch.add(x * cos, torch.cat((-second, first), dim=-1) * sin, alpha=2)
 
 
+def halves_with(**alphas: float) -> Rotation:
+    """As in_halves, with a multiple of what is subtracted or added."""
+
+    def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        difference = torch.sub(first * cos, second * sin, alpha=alphas.get("difference", 1))
+        return torch.cat((difference, torch.add(second * cos, first * sin, alpha=alphas.get("total", 1))), dim=-1)
+
+    return rotation
+
+
 def narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
@@ -352,6 +368,10 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"rotate_q": turned("another x")}, "q: it is not x \\* cos"),
         ({"rotate_q": turned("other parts")}, "q: it is not x \\* cos"),
         ({"rotate_q": twice}, "q: it is not rotated"),
+        *(
+            ({"rotate_q": rotation, "rotate_k": rotation, "cos": (7, 1, 8), "sin": (7, 1, 8)}, "q: it is not rotated")
+            for rotation in (halves_with(difference=2), halves_with(total=2))
+        ),
         ({"rotate_k": lambda x, cos, sin: x}, "k: it is not rotated"),
         (
             {"rotate_q": overlapping, "rotate_k": overlapping, "cos": (7, 1, 8), "sin": (7, 1, 8)},

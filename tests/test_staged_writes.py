@@ -129,6 +129,17 @@ def test_the_last_write_to_a_place_counts_and_what_is_discarded_does_not() -> No
     assert values.tensor.tolist() == [0] * 5
 
 
+def test_what_is_forgotten_is_a_rows_alone() -> None:
+    writes = StagedWrites(CPU)
+    one, other = writes.field(2, 2), writes.field(2, 2)
+    for field in (one, other):
+        for row in range(2):
+            field.stage(row, np.array([5, 6], np.int32))
+    one.forget(1)
+    writes.apply()
+    assert (one.tensor.tolist(), other.tensor.tolist()) == ([[5, 6], [0, 0]], [[5, 6], [5, 6]])
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_a_longer_row_ends_as_it_did(lengths: list[int]) -> None:
     writes = StagedWrites(CPU)

@@ -32,7 +32,7 @@ from compiled_engine.runner.kv_cache import block_bytes
 ROOMS = tuple(
     str(Path(compiled_engine.__file__).parent / room) for room in ("core", "rows", "runner", "sampling", "scheduling")
 )
-NUM_STEPS = 200
+NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48
 # Of these rooms' functions, in a steady step of one request; and for each request more, whose blocks fill up.
