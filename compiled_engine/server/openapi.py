@@ -316,10 +316,10 @@ def _format(kind: str, **further: Any) -> dict[str, Any]:
     return {"type": "object", "required": ["type", *further], "properties": {"type": {"const": kind}, **further}}
 
 
-TEXT = {"anyOf": [_format("text"), NULL]}
+TEXT_FORMAT = {"anyOf": [_format("text"), NULL]}
 STRICT = {"type": ["boolean", "null"]}
 DESCRIBED = {"type": "object", "properties": {"schema": {"anyOf": [SCHEMA, NULL]}, "strict": STRICT}}
-FORMATS = {"anyOf": [*TEXT["anyOf"], _format("json_object"), _format("json_schema", json_schema=DESCRIBED)]}
+FORMATS = {"anyOf": [*TEXT_FORMAT["anyOf"], _format("json_object"), _format("json_schema", json_schema=DESCRIBED)]}
 
 
 def bound_forms(request: dict[str, Any]) -> None:
@@ -328,7 +328,7 @@ def bound_forms(request: dict[str, Any]) -> None:
     fields["structured_outputs"] = STRUCTURED
     if "response_format" in fields:
         fields["response_format"] = FORMATS
-        one = [{"properties": {"structured_outputs": NULL}}, {"properties": {"response_format": TEXT}}]
+        one = [{"properties": {"structured_outputs": NULL}}, {"properties": {"response_format": TEXT_FORMAT}}]
         request.setdefault("allOf", []).append({"anyOf": one})
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 PATH = "/debug/inspect"
 # The page has its style and its script in it, and loads nothing.
-POLICY = (
+REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
@@ -82,7 +82,7 @@ def _response(config: EngineConfig, metrics: Mapping[str, Any], as_json: bool) -
     report = report_of_engine(config, metrics)
     if as_json:
         return Response(json.dumps(report.data), headers={"content-type": "application/json"})
-    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": POLICY}
+    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": REPORT_POLICY}
     return Response(render_html(report), headers={**headers, "x-content-type-options": "nosniff"})
 
 

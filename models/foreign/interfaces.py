@@ -84,7 +84,6 @@ ExpertsInterface.register(NAME, all_experts)
 
 
 # transformers makes masks for known implementations; for this one it makes none.
-NAME = "compiled_engine"
 
 
 def attend(

@@ -25,7 +25,6 @@ from compiled_engine.models.foreign.description import (
     UnknownArchitectureError,
 )
 from compiled_engine.models.foreign.interfaces import NAME, Step, experts_by_columns
-from compiled_engine.models.foreign.interfaces import NAME as EXPERTS_NAME
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
 
 
@@ -151,7 +150,7 @@ def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
                 config,
                 dtype=dtype,
                 attn_implementation=NAME,
-                experts_implementation=EXPERTS_NAME,
+                experts_implementation=NAME,
                 trust_remote_code=False,
             )
     except KeyError as error:  # a table of its own of classes by implementation

@@ -113,7 +113,7 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
             total.replace_all_uses_with(new[total])
     for node, result in changed_experts.items():
         with graph.inserting_before(node):
-            new[result] = emit(graph, node.target, *node.args)
+            new[result] = emit(graph, torch.ops.compiled_engine.experts.default, *node.args)
         for replaced in {node, result}:
             replaced.replace_all_uses_with(new[result])
         graph.erase_node(node)
