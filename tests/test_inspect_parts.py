@@ -151,7 +151,7 @@ def test_bytecode_that_depyf_does_not_know_is_shown_as_instructions(tmp_path: Pa
         except ValueError as error:
             raise KeyError from error
 
-    write_trace(tmp_path, (plain.__code__, guarded.__code__), "graph", ["a", "b"])
+    write_trace(tmp_path / "trace", (plain.__code__, guarded.__code__), "graph", ["a", "b"])
     text = (tmp_path / "trace" / "bytecode.txt").read_text()
     assert "return x + 1" in text
     assert "depyf cannot decompile" in text

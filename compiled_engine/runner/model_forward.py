@@ -22,6 +22,8 @@ from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.shards import add_collectives
+from compiled_engine.passes.framework.parameter import KEPT
+from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
@@ -67,6 +69,10 @@ def load_model(
     load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
     if not compiled:
         add_collectives(model, shards)
+    kept = {parameter.name: weights.tensors[parameter.name] for parameter in parameters if parameter.role == KEPT}
+    for graph_pass in registered_passes():
+        if kept and graph_pass.name in config.compile.passes:
+            graph_pass.keep(kept)
     return model, weights.tensors
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from compiled_engine.parallel.shards import Shard
@@ -54,6 +55,18 @@ def parameter_of(placeholder: fx.Node) -> Parameter:
     found = source_of(placeholder)
     assert isinstance(found, Parameter)
     return found
+
+
+def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
+    """Give the graph an input for a parameter, behind its other inputs."""
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(placeholders[-1]):
+        node = graph.placeholder(parameter.name.replace(".", "_"))
+    like = next(p.meta["val"] for p in placeholders if is_parameter(p))
+    with like.fake_mode:
+        node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=like.device)
+    node.meta["source"] = parameter
+    return node
 
 
 def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -97,6 +97,11 @@ class GraphPass(Protocol):
         return ()
 
     def run(self, graph: fx.Graph) -> PassResult: ...
+
+    def keep(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take the kept parameters of a model's graphs, by name, when they have memory. They are zeros, and their
+        memory stays the same, so the pass may write them now and between steps."""
+        return  # without a body it would have to be there in every pass
 
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
