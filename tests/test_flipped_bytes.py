@@ -18,8 +18,12 @@ from compiled_engine.sampling.params import SamplingParams
 
 # Below an entry; the first file of each kind is damaged.
 OF_AN_ENTRY = (
-    *("factors.json", "manifest.json", "record.json", "logits.json", "logits.py", "trace/*"),
+    *("factors.json", "manifest.json", "record.json", "trace/*", "logits/trace/*"),
     *("*/range.json", "*/plan.json", "*/forward.py", "*/graph.txt", "*/passes.json", "*/passes/*.diff"),
+    *(
+        f"logits/*/{name}"
+        for name in ("range.json", "plan.json", "forward.py", "graph.txt", "passes.json", "passes/*.diff")
+    ),
     *("pieces/*.json", "pieces/*.bin", "pieces/*.py", "inductor/**/*.so", "inductor/**/*"),
 )
 # Below the root, for models of transformers.

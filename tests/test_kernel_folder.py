@@ -91,6 +91,16 @@ def test_threads_that_build_one_file_at_the_same_time_do_not_damage_it(root: Pat
     assert damaged_kernels(root) == []
 
 
+def test_a_library_that_is_there_is_not_replaced(root: Path) -> None:
+    """Another process may run it."""
+    from triton.runtime.cache import get_cache_manager
+
+    with kernels_in(kernel_folder(root)):
+        first, second = (Path(get_cache_manager("00" * 32).put(content, "launcher.so")) for content in (b"a", b"b"))
+    assert first == second
+    assert first.read_bytes() == b"a"
+
+
 def _of_another(folder: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")

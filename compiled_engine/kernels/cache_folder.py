@@ -75,7 +75,7 @@ def keep_digest(path: Path, content: bytes) -> None:
 
 def is_whole(path: Path) -> bool:
     """Return whether a file matches its digest; report it if not."""
-    if _is_whole(path):
+    if matches_digest(path):
         return True
     log.warning("%s is damaged, or has no digest; it is built again", path)
     return False
@@ -85,10 +85,10 @@ def damaged_kernels(cache_dir: Path) -> list[str]:
     """The files below `cache_dir`/kernels, relative to it, that will be built again because they are damaged."""
     folder = cache_dir / FOLDER
     files = sorted(path for path in folder.rglob("*") if path.is_file() and is_checked(path.name))
-    return [str(path.relative_to(folder)) for path in files if not _is_whole(path)]
+    return [str(path.relative_to(folder)) for path in files if not matches_digest(path)]
 
 
-def _is_whole(path: Path) -> bool:
+def matches_digest(path: Path) -> bool:
     try:
         return _digest(path.read_bytes()) in _digest_path(path).read_text().split("\n")
     except (OSError, UnicodeDecodeError):

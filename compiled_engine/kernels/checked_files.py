@@ -6,7 +6,7 @@ from pathlib import Path
 
 from triton.runtime.cache import FileCacheManager
 
-from compiled_engine.kernels.cache_folder import FOLDER, is_checked, is_whole, keep_digest
+from compiled_engine.kernels.cache_folder import FOLDER, is_checked, is_whole, keep_digest, matches_digest
 
 
 class CheckedFiles(FileCacheManager):
@@ -16,7 +16,16 @@ class CheckedFiles(FileCacheManager):
     """
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
+        """Write a file, unless another process has been faster.
+
+        A file that is replaced may be a library that this process runs. Where the file system then gives its inode to
+        the next file, the dynamic linker takes that one for the library: a launcher would launch with the arguments of
+        another kernel.
+        """
         if self._is_shared and is_checked(filename):
+            there: str | None = super().get_file(filename)
+            if there is not None and matches_digest(Path(there)):
+                return there
             content = data if isinstance(data, bytes) else str(data).encode()
             keep_digest(Path(self.cache_dir) / filename, content)
         path: str = super().put(data, filename, binary)
