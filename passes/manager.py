@@ -28,7 +28,7 @@ class PassReport:
     """What one pass did to one graph.
 
     `applied` False: it was not run, for `reason`. `contract`: how often it had to match. `diff`: the graph's text
-    before and after. `verified`: how many rewrites were executed on both sides and agreed.
+    before and after. `verified`: how many rewrites were executed on both sides and agreed. `notes`: see PassResult.
     """
 
     name: str
@@ -43,10 +43,11 @@ class PassReport:
     nodes_after: int = 0
     diff: str = ""
     verified: int = 0
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> PassReport:
-        return PassReport(**data | {"near_misses": tuple(data["near_misses"])})
+        return PassReport(**data | {name: tuple(data[name]) for name in ("near_misses", "notes")})
 
 
 def run_passes(
@@ -144,6 +145,7 @@ def _run(
         nodes_after=len(after),
         diff=graph_diff(text, after),
         verified=verified,
+        notes=result.notes,
     )
     return report, after
 

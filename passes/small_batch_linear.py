@@ -53,7 +53,7 @@ class SmallBatchLinear(GraphPass):
         near_misses: list[str] = []
         for node in graph.nodes:
             linear = linear_of(node)
-            if linear is not None and linear.is_plain:
+            if linear is not None and linear.is_known:
                 linears[node] = _Fused(linear, node, linear.x)
             elif linear is not None:
                 near_misses.append(f"{node.name}: its weight is stored as {linear.format}")
@@ -156,7 +156,11 @@ def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.
         "norm_offset": fused.norm_offset,
         "norm_wide": fused.norm_wide,
     }
+    op = small_batch_linear
+    if fused.linear.quantised is not None:
+        op = torch.ops.compiled_engine.quantised_linear.default
+        arguments |= named(fused.linear.node) | {n: v for n, v in arguments.items() if n != "weight_NK"}
     with graph.inserting_before(fused.result):
-        call = emit_named(graph, small_batch_linear, arguments)
+        call = emit_named(graph, op, arguments)
     fused.result.replace_all_uses_with(call)
     return call

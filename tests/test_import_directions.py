@@ -21,6 +21,7 @@ FLOORS = (
     "parallel_config",
     "foreign_share",
     "rope_config",
+    "quantisation",
     "config",
     "config_as_json",
     "near_names",

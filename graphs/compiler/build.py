@@ -28,8 +28,10 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.profile import profile_of
+from compiled_engine.passes.quantise import Quantise
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.tensor_parallel import TensorParallel
+from compiled_engine.passes.verifier import copy_of
 from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -69,7 +71,8 @@ def build_entry(
     with timeline.span("compile pieces"):
         records = compile_pieces(folder, pieces, config.compile.workers, progress, timeline)
     with timeline.span("record"):
-        write_logits_head(folder, traced.module.graph, with_code=config.model.transformers is not None)
+        logits, with_code = logits_graph(config, traced.module.graph)
+        write_logits_head(folder, logits, with_code=with_code)
         write_trace(folder, traced.bytecode, traced.dynamo_graph, graph_text(traced.module.graph))
         phases = phases_since(timeline.spans, start_s)
         Record(phases, module_tree(model), traced.symbols, traced.guards, records).write(folder)
@@ -148,6 +151,16 @@ def apply_passes(
     return module, reports
 
 
+def logits_graph(config: EngineConfig, graph: fx.Graph) -> tuple[fx.Graph, bool]:
+    """The graph from which the logits' code is taken, and whether it is: of other code than the model has itself."""
+    quantisation = config.model.quantisation
+    if quantisation is None:
+        return graph, config.model.transformers is not None
+    copy = copy_of(graph)
+    matches = Quantise(quantisation).run(copy).matches
+    return copy, config.model.transformers is not None or matches > 0
+
+
 def structure_passes(
     config: EngineConfig, graph: fx.Graph, compile_range: CompileRange, whole: TracedGraph | None
 ) -> tuple[GraphPass, ...]:
@@ -156,8 +169,12 @@ def structure_passes(
     graph: of the range, of what `trace_rank` returns.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
-    if num_ranks == 1:
-        return ()
-    assert shards, "a graph of several ranks that does not say which part of its parameters they have"
-    undivided = None if whole is None else whole.for_range(compile_range).graph
-    return (TensorParallel(shards, num_ranks, undivided),)
+    found: list[GraphPass] = []
+    if num_ranks > 1:
+        assert shards, "a graph of several ranks that does not say which part of its parameters they have"
+        undivided = None if whole is None else whole.for_range(compile_range).graph
+        found.append(TensorParallel(shards, num_ranks, undivided))
+    if config.model.quantisation is not None:
+        before = copy_of(graph) if config.compile.verify else None
+        found.append(Quantise(config.model.quantisation, num_ranks, before))
+    return tuple(found)

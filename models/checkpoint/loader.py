@@ -10,27 +10,28 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.checkpoint.match_tensors import match_tensors
+from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.parameters import Weights
+from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
 from compiled_engine.models.foreign.placement import Placement
-from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.parameter import QUANTISED, Parameter
 from compiled_engine.process.progress import Progress
-
-# Functions that write the values of encoded tensors of a checkpoint to a tensor on the device.
-DECODERS: Mapping[str, Callable[[Sequence[torch.Tensor], torch.Tensor], None]] = {"mxfp4": decode_mxfp4}
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A view of a tensor of the checkpoint, or whole encoded ones, and the view of a parameter that gets the values."""
+    """A view of a tensor of the checkpoint, or whole encoded ones, and the view of a parameter that gets the values.
+
+    encoded: the placement, if values are to be decoded.
+    """
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor
-    decode: str
+    encoded: Placement | None = None
 
 
 def load_weights(
@@ -67,7 +68,7 @@ def load_weights(
     matched = match_tensors(tensors, model, config, cache_dir)
     parts: dict[str, list[Placement]] = {}
     for leaf in weights.leaves():
-        parts[leaf.name] = _parts(leaf, matched.read.get(leaf.name, ()), rank, num_ranks)
+        parts[leaf.name] = _parts(leaf, _placements(leaf, matched, tensors, config), rank, num_ranks)
         twins = _parts(leaf, matched.twins.get(leaf.name, ()), rank, num_ranks)
         _require_equal(parts[leaf.name], twins, tensors, config.path)
     order = {name: place for place, name in enumerate(tensors)}
@@ -79,6 +80,17 @@ def load_weights(
             for leaf, target in batch:
                 if _is_zero(leaf, rank):
                     target.zero_()
+
+
+def _placements(
+    leaf: Parameter, matched: Matched, tensors: dict[str, torch.Tensor], config: ModelConfig
+) -> Sequence[Placement]:
+    if leaf.role not in QUANTISED:
+        return matched.read.get(leaf.name, ())
+    try:
+        return place_quantised(leaf, matched.read.get(leaf.name.rpartition(".")[0], ()), matched.stored, tensors)
+    except ValueError as error:
+        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
 
 
 def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_ranks: int) -> list[Placement]:
@@ -110,8 +122,8 @@ def _require_equal(
 def _copy_of(part: Placement, tensors: Mapping[str, torch.Tensor], target: torch.Tensor) -> _Copy:
     place = part.place_in(target)
     if part.decode:
-        return _Copy(tuple(tensors[name] for name in part.sources), place.mT if part.transposed else place, part.decode)
-    return _Copy((part.view(tensors[part.source]).reshape(place.shape),), place, "")
+        return _Copy(tuple(tensors[name] for name in part.sources), place, part)
+    return _Copy((part.view(tensors[part.source]).reshape(place.shape),), place)
 
 
 def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
@@ -119,8 +131,10 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
     for copy in copies:
         target, device = copy.target, copy.target.device
         source, *_ = copy.sources
-        if copy.decode:
-            DECODERS[copy.decode](copy.sources, target)
+        if copy.encoded is not None and copy.encoded.decode == "mxfp4":
+            decode_mxfp4(copy.sources, target.mT if copy.encoded.transposed else target)
+        elif copy.encoded is not None:
+            decode_scaled(copy.encoded, copy.sources, target)
         elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
             plain.append((source, target))
             continue
