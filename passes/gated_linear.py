@@ -15,6 +15,7 @@ from compiled_engine.passes.gated_linear_op import gated_linear
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.linears import linear_of, why_no_linear
 from compiled_engine.passes.matching import arg, emit_named, named, only_user, rewrite_calls
+from compiled_engine.passes.quantised_linear_op import quantised_linear
 from compiled_engine.passes.silu_mul import gated_products
 
 
@@ -45,7 +46,7 @@ def _rewrite(graph: fx.Graph, activation: fx.Node) -> list[Replacement] | str:
     with graph.inserting_before(activation):
         if linear.quantised is not None:
             arguments = named(product) | {"silu_mul": True, "activation": named(activation)["activation"]}
-            fused = emit_named(graph, torch.ops.compiled_engine.quantised_linear.default, arguments)
+            fused = emit_named(graph, quantised_linear, arguments)
         else:
             arguments = {"x_TK": linear.x, "weight_NK": linear.weight, "bias_N": linear.bias}
             fused = emit_named(graph, gated_linear, named(activation) | arguments)

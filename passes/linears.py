@@ -96,8 +96,8 @@ def _match(node: object) -> Linear | str | None:
         return "what is added is not a bias vector"
     quantised = None
     if declared.format == QUANTISED:
-        beside = (arguments[name] for name in ("scales_RC", "zeros_RC", "input_scale_1"))
-        quantised = Quantised(*beside, LinearScheme.parse(arguments["scheme"]))
+        scales, zeros, input_scale = (arguments[name] for name in ("scales_RC", "zeros_RC", "input_scale_1"))
+        quantised = Quantised(scales, zeros, input_scale, LinearScheme.parse(arguments["scheme"]))
     return Linear(node, arguments[declared.x], weight, bias, declared.format, operand, quantised)
 
 

@@ -98,7 +98,7 @@ def _sizes(weight: Parameter) -> tuple[int, int]:
     if shard is None or shard.dim is None:
         return weight.shape[0], 0
     if shard.divides_input:
-        return weight.shape
+        return weight.shape[0], weight.shape[1]
     return math.gcd(*(length // parts for length, parts in shard.sections)), 0
 
 

@@ -18,6 +18,7 @@ from compiled_engine.passes.experts_op import experts
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.linears import Linear, linear_of, multiplied_values, why_no_linear
 from compiled_engine.passes.matching import aten, change, emit, emit_named, is_call, named, only_user
+from compiled_engine.passes.quantised_linear_op import quantised_linear
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
 
 
@@ -158,7 +159,7 @@ def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.
     }
     op = small_batch_linear
     if fused.linear.quantised is not None:
-        op = torch.ops.compiled_engine.quantised_linear.default
+        op = quantised_linear
         arguments |= named(fused.linear.node) | {n: v for n, v in arguments.items() if n != "weight_NK"}
     with graph.inserting_before(fused.result):
         call = emit_named(graph, op, arguments)
