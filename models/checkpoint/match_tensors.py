@@ -45,7 +45,7 @@ def match_tensors(
     Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
     """
     stored, wrong = find_stored(tensors, config.quantisation)
-    beside = {name for each in stored.values() for name in (each.scales, each.input_scale)}
+    beside = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in beside}
     if config.quantisation is not None:
         shapes = {name: shape for name, shape in shapes.items() if not KV_SCALES.match(name)}
@@ -53,8 +53,8 @@ def match_tensors(
     if config.transformers is None:
         placements, problems = _of_textbook(model, own, shapes)
     else:
-        stored = model.state_dict().keys()
-        own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+        kept = model.state_dict().keys()
+        own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
         try:
             plan = find_weight_plan(config.transformers, config.dtype, shapes, cache_dir)
         except ValueError as error:
