@@ -110,6 +110,7 @@ def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) 
     }
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int) -> None:
@@ -125,6 +126,7 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
     assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("programs", [1, 2, SMALL])
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int) -> None:
@@ -173,7 +175,9 @@ def _options(tiles: Any) -> dict[str, Any]:
     return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "head_dim", [64, 256, *(pytest.param(size, marks=pytest.mark.product(one_in=10)) for size in (96, 128))]
+)
 def test_soft_cap_and_sinks(check: Callable[..., str], head_dim: int) -> None:
     """At the head sizes of GPT-OSS, Phi-3, Gemma 2 of 27B and of 9B."""
     capped, listed = (

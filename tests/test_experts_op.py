@@ -27,7 +27,8 @@ from small_batch_linear_cases import nan_in_new_tensors
 torch.set_num_threads(1)
 for case in CASES:
     arguments = arguments_of(case, torch.float32)
-    for _ in range(2):  # the second time on counts that the first has left
+    # Those that are quick a second time, on counts that the first has left.
+    for _ in range(2 if case.num_tokens < 10 else 1):
         with nan_in_new_tensors():
             out = experts_op.launch(*arguments)
         assert error(out, arguments) < 1e-5, f"{case} is off by {error(out, arguments)}"

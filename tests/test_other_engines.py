@@ -236,6 +236,13 @@ def test_captured_sizes_stay_within_the_limits_that_are_given() -> None:
     assert options == {"capture_sizes": (1, 8), "capture_token_sizes": (1, 8, 64), "max_num_seqs": 8}
 
 
+def test_who_asks_for_the_default_leaves_it_to_another_keyword() -> None:
+    """In either order."""
+    both = [("graph_mode", "auto"), ("compilation_config", {"cudagraph_mode": "PIECEWISE"})]
+    for keywords in (both, both[::-1]):
+        assert translated(dict(keywords)) == {"graph_mode": "piecewise"}
+
+
 @pytest.mark.parametrize(
     ("keywords", "options"),
     [

@@ -78,7 +78,7 @@ def both_ways(
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(architecture, 9, dtype=torch.bfloat16)
+    config = tiny_config(architecture, 5, dtype=torch.bfloat16)
     config = replace(config, compile=replace(config.compile, ranges=((1, 8),)))
     few, every, num_traced = both_ways(config, monkeypatch)
     assert num_traced == 3

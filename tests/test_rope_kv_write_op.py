@@ -139,7 +139,7 @@ def test_on_a_cpu(shape: tuple[int, int, int, int], dtype: torch.dtype, normed: 
 
 def check_interpreted() -> None:
     """Run by the next test in a process whose Triton interprets."""
-    for shape in SHAPES:
+    for shape in (*SHAPES[:-1], (33, 3, 1, 64)):
         for dtype in (torch.float32, torch.float16):
             for normed in (True, False):
                 check(rope_kv_write_kernel.launch, *random_arguments(shape, dtype, normed, merged=shape[0] % 2 == 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,6 +111,14 @@ def test_answers_are_taken_to_be_as_long_as_those_before() -> None:
         route = sent(router, unknown)
         router.end(route, unknown, [1] * 10, finished=True)
     assert 3 + 9 * GENERATED < sent(router, unknown).work < 3 + 12 * GENERATED
+
+
+@pytest.mark.parametrize(("known", "most", "left"), [(15, 20, 5), (20, 20, 0), (25, 20, 0)])
+def test_what_has_been_generated_elsewhere_is_not_generated_again(known: int, most: int, left: int) -> None:
+    """It is computed as a prompt is; also where it is longer than answers are taken to be."""
+    params = SamplingParams(max_tokens=most, ignore_eos=True)
+    begun = EngineRequest("x", (1, 2, 3), params, output_token_ids=(4,) * known)
+    assert sent(make_router(), begun).work == 3 + known + GENERATED * left
 
 
 def test_what_was_cut_off_says_nothing_about_answers() -> None:

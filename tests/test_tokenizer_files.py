@@ -91,11 +91,11 @@ LEFT_TO_TRANSFORMERS: dict[str, tuple[Folder, dict[str, Any], str]] = {
     "no kind of model": (Folder("byte_level"), {"config.json": {}}, "config.json has no model_type"),
     "a field": (Folder("byte_level", config={"fix_mistral_regex": True}), {}, "has fix_mistral_regex"),
     "older files": (Folder("byte_level"), {"added_tokens.json": {"<new>": 500}}, "but there is added_tokens.json"),
-    "not of the kind": (Folder("word_piece", "Qwen2Tokenizer", "qwen3"), {}, "is not of the kind"),
+    "not of the kind": (Folder("word_piece", "Qwen2Tokenizer", "qwen3"), {}, "does not match its tokenizer_class"),
     "other added tokens": (
         Folder("byte_fallback", "LlamaTokenizer", config=BOS | {"added_tokens_decoder": {"2": TYPED}}),
         {},
-        "is not of the kind",
+        "does not match its tokenizer_class",
     ),
 }
 
