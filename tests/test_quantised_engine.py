@@ -71,8 +71,9 @@ IDS = [[(7 * i * i + 3 * j) % 130 for j in range(3 + 8 * i)] for i in range(4)]
     [
         ("llama", {"attention_bias": True, "tie_word_embeddings": False}, {}),
         ("qwen3", {"tie_word_embeddings": True}, {"compile_ranges": (8,)}),
+        ("llama", {"attention_bias": True, "tie_word_embeddings": False}, {"model_impl": "transformers"}),
     ],
-    ids=["llama", "qwen3, tied"],
+    ids=["llama", "qwen3, tied", "transformers' code"],
 )
 def test_odd_sizes(family: str, changes: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     """Tiles of 128 that end nowhere where a linear does."""

@@ -15,7 +15,7 @@ SECTION = "quantization_config"
 MXFP4 = "mxfp4"
 # Where an output projection is not named, these formats leave it as it is.
 HEAD = "re:.*lm_head$"
-ROUTER = r"re:.*\.mlp\.gate$"
+ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
 _INSTEAD = "a checkpoint in FP8, or one in bfloat16 with quantization='fp8'"
 _TOKEN = Rounding("e4m3", 1, 0)
 _STATIC = Rounding("e4m3", 0, 0, static=True)
