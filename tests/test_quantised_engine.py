@@ -137,3 +137,23 @@ def test_two_ranks_off_the_borders_of_blocks(tmp_path: Path) -> None:
     alone = replace(BLOCK, config=compressed("block", None, block_structure=[128, 128]), inputs=None)
     oracle = write_quantised(tmp_path / "plain", tmp_path / "fp8", alone, ["lm_head"])
     compare(tmp_path / "fp8", oracle, IDS, exact=True, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
+)
+def test_weights_are_quantised_while_they_are_loaded(
+    device: str, dtype: str, quantization: str, bundled_model_path: Path, bundled_tokenizer: Any
+) -> None:
+    """A text stays about as likely, and no pass computes something else than the rules say."""
+    ids = bundled_tokenizer.hf((bundled_model_path / "held_out.txt").read_text())["input_ids"][:200]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, detokenize=False)
+    losses = []
+    for checked in ({}, {"quantization": quantization, "verify_passes": True, "strict_passes": True}):
+        options = {"device": device, "dtype": dtype, "progress": False, "skip_tokenizer_init": True} | checked
+        with LLM(bundled_model_path, **options) as llm:
+            (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        rows = (output.prompt_logprobs or [])[1:]
+        losses.append(-sum(row[token].logprob for row, token in zip(rows, ids[1:], strict=True) if row) / len(rows))
+    assert 0 < abs(losses[0] - losses[1]) < 0.05
