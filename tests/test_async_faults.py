@@ -238,7 +238,7 @@ def test_one_event_loop_at_a_time() -> None:
     async def main() -> None:
         async with aclosing(engine.generate("a", with_fault("slow"))) as stream:
             await anext(stream)
-            with pytest.raises(RuntimeError, match="at work on another event loop; allowed: one at a time"):
+            with pytest.raises(RuntimeError, match="in use on another event loop; allowed: one at a time"):
                 await asyncio.to_thread(asyncio.run, engine.metrics())
             assert len(await collect(stream)) > 1
         await engine.shutdown()

@@ -278,7 +278,7 @@ def test_bad_input_is_refused_before_it_is_sent(engine: AsyncLLM) -> None:
 
     async def main() -> None:
         before = await idle(engine)
-        assert "prompt must be a single one" in await refused(["a", "b"])
+        assert "prompt must be a single prompt" in await refused(["a", "b"])
         assert "prompts must have at most 63 tokens" in await refused([5] * 64)
         assert "token 0 must be within the vocabulary" in await refused([10**6])
         assert "sampling_params must be SamplingParams" in await refused("a", {"temperature": 1})
