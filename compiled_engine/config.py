@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from compiled_engine.quantisation import Quantisation
+
 # Rows of MLPs and of experts, under the names that the families which can be divided have for them.
 _WIDTHS = ("intermediate_size", "moe_intermediate_size")
 
@@ -135,6 +137,7 @@ class ModelConfig:
     `layer_heads`: the heads of each layer where layers differ in them; None where all are as num_heads, num_kv_heads
     and head_dim say. `attention_scale` None is head_dim ** -0.5. `attention_soft_cap`, `attention_sinks`: see
     attention.inputs.Scoring; 0 and False mean none. `logit_soft_cap` caps logits likewise.
+    `quantisation`: None where weights are in dtype.
     `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
     """
 
@@ -169,6 +172,7 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     local_rope_theta: float | None = None
     experts: ExpertsConfig = ExpertsConfig()
+    quantisation: Quantisation | None = None
 
     @property
     def num_mlps(self) -> int:

@@ -120,6 +120,18 @@ class EngineOptions:
         "`safetensors`, or `dummy` for random weights",
         default_is="safetensors",
     )
+    quantization: str | None = declare(
+        None,
+        one_of("fp8", "fp8_block"),
+        "quantise linears [while they are loaded](quantisation.md): `fp8` or `fp8_block`",
+        default_is="what the checkpoint states",
+    )
+    quantization_ignore: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "leave these modules as they are: names, or `re:` and a regular expression",
+        default_is="`lm_head` and the routers of experts",
+    )
     model_impl: str = declare(
         "auto",
         one_of("auto", "textbook", "transformers"),

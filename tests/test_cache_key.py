@@ -38,6 +38,7 @@ from compiled_engine.graphs.compiler.signature import compile_ranges, forward_si
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.quantisation import Rule, online
 
 ENVIRONMENT = Environment(
     versions={"torch": "2.13.0", "cuda": None},
@@ -137,7 +138,7 @@ PERTURBED: dict[str, Any] = {
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
-APART = {"device", "model.transformers"}
+APART = {"device", "model.transformers", "model.quantisation"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -208,6 +209,16 @@ def test_the_other_fields_change_neither(which: int, base: EngineConfig) -> None
         assert cache_factors(perturbed(base, field), ENVIRONMENT) == cache_factors(base, ENVIRONMENT), field
         config = perturbed(config, field)
     assert final_graph(config) == base_with(base.model.architecture)[1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ignore": ("lm_head",)}, {"method": "fp8"}, {"rules": (Rule(("re:.*mlp",), "e4m3 1x*"),)}]
+)
+def test_the_rules_of_a_quantised_model_count(changes: dict[str, Any], base: EngineConfig) -> None:
+    first, second = (
+        with_value(base, "model.quantisation", replace(online("fp8", ()), **more)) for more in ({}, changes)
+    )
+    assert len({factors_key(cache_factors(config, ENVIRONMENT)) for config in (base, first, second)}) == 3
 
 
 def test_how_positions_are_scaled_counts_only_where_the_graph_has_it(base: EngineConfig) -> None:

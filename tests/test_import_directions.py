@@ -18,6 +18,7 @@ FOLDERS = {
 # From the lowest floor up. A room, or a module at the top, may import what stands before it, and nothing else.
 FLOORS = (
     "process",
+    "quantisation",
     "config",
     "schema",
     "kernels",
@@ -33,6 +34,7 @@ FLOORS = (
     "passes.rope",
     "passes.experts",
     "passes.parallel",
+    "passes.quantised",
     "passes.layout",
     "passes",
     "models.foreign",

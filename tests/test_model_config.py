@@ -337,7 +337,7 @@ def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
         ("hidden_act", "gelu", "silu"),
         ("hidden_act", 3, "string"),
         ("partial_rotary_factor", 0.5, "1.0"),
-        ("quantization_config", {"quant_method": "fp8"}, "allowed: mxfp4"),
+        ("quantization_config", {"quant_method": "mxfp4"}, "model_impl='transformers'"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(field: str, value: Any, allowed: str, tmp_path: Path) -> None:

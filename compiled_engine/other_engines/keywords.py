@@ -169,6 +169,12 @@ HONOURED: Rows = {
         choices={"vllm": {"model_impl": "auto"}}
         | {name: {"model_impl": name} for name in ("auto", "textbook", "transformers")},
     ),
+    "quantization": Honoured(
+        "`quantization`; names of formats are what the checkpoint states",
+        choices={name: {"quantization": "fp8"} for name in ("fp8", "fp8_per_tensor")}
+        | {name: {"quantization": "fp8_block"} for name in ("fp8_block", "fp8_per_block")}
+        | {name: {} for name in ("compressed-tensors", "modelopt", "mxfp4")},
+    ),
     "num_gpu_blocks_override": Honoured("`num_blocks`", "num_blocks"),
     "kvcache_block_size": Honoured("`block_size`", "block_size"),
     "num_kvcache_blocks": Honoured("`num_blocks`; -1 is what fits", "num_blocks", nothing=(-1,)),
@@ -223,12 +229,7 @@ NOT_SUPPORTED: Rows = {
         nnodes=1,
     ),
     **only("choosing a revision", "name a folder that has it", code_revision=()),
-    **only(
-        "a quantised model",
-        "use a checkpoint in bfloat16, float16 or float32",
-        quantization=(),
-        quantization_config=({},),
-    ),
+    **only("a configuration of quantisation", "give quantization", quantization_config=({},)),
     **only(
         "a KV cache of another type than the model", "choose dtype", kv_cache_dtype="auto", calculate_kv_scales=False
     ),
@@ -356,7 +357,8 @@ WITHOUT_EFFECT: Rows = {
             enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
             max_lora_cls_labels
         """,
-        "nothing is quantised": "allow_deprecated_quantization kv_cache_dtype_skip_layers",
+        "the KV cache has the type of the model": "kv_cache_dtype_skip_layers",
+        "every format that is supported is in use": "allow_deprecated_quantization",
         "nothing is offloaded": """
             offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
             kv_offloading_backend swap_space

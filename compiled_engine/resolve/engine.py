@@ -56,11 +56,18 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         device_type=device.type,
         model_impl=options.model_impl,
         cache_dir=resolve_cache_dir(options),
+        quantization=options.quantization,
+        quantization_ignore=options.quantization_ignore,
     )
     reasons |= model_reasons
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)
+    if not compiled and model.quantisation is not None and model.quantisation.is_online:
+        raise ValueError(
+            f"quantization is {options.quantization!r}, but the mode is eager, which computes with the weights of the "
+            "checkpoint; allowed: None, or another mode"
+        )
     scheduler = _scheduler(options, model, device, reasons)
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device)
     reasons |= attention.reasons

@@ -28,8 +28,9 @@ from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_s
 from compiled_engine.passes.framework.profile import DeviceProfile, profile_of
 from compiled_engine.process.in_background import import_apart
 
-# The packages that shape a compiled graph: every file directly in them counts.
+# What shapes a compiled graph: every file directly in these packages, and modules at the top.
 SOURCE_ROOMS = (
+    "quantisation",
     "attention",
     "graphs.compiler",
     "models.textbook",
@@ -40,6 +41,7 @@ SOURCE_ROOMS = (
     "passes.rope",
     "passes.experts",
     "passes.parallel",
+    "passes.quantised",
     "passes.layout",
 )
 # Dynamo's settings that shape a graph; its many others decide what it logs, and when it gives up.
@@ -224,6 +226,9 @@ def source_files(rooms: tuple[str, ...] = SOURCE_ROOMS) -> dict[str, Path]:
     """The files that are digested, by their names below the package compiled_engine."""
     files: dict[str, Path] = {}
     for room in rooms:
-        folder = Path(import_module(f"compiled_engine.{room}").__path__[0])
-        files |= {f"{room.replace('.', '/')}/{path.name}": path for path in folder.glob("*.py")}
+        module = import_module(f"compiled_engine.{room}")
+        if hasattr(module, "__path__"):
+            files |= {f"{room.replace('.', '/')}/{path.name}": path for path in Path(module.__path__[0]).glob("*.py")}
+        else:
+            files[f"{room}.py"] = Path(str(module.__file__))
     return dict(sorted(files.items()))

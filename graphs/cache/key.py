@@ -48,6 +48,8 @@ GRAPH_FIELDS = (
 RANK_ROOMS = ("parallel", "models.checkpoint")
 # Packages for models with transformers' code.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
+# Of a quantised model.
+QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "rules", "ignore", "scale_name"))
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
@@ -77,6 +79,7 @@ OTHER_FIELDS = (
     "model.load_format",
     "model.seed",
     "model.transformers",  # None, for the textbook's models
+    "model.quantisation",  # None, for weights in model.dtype
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -129,8 +132,9 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     Raises RuntimeError for a field that is in neither list.
     """
     flat = flat_fields(config)
-    undeclared = sorted(flat.keys() - {*GRAPH_FIELDS, *FOREIGN_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS})
+    declared = {*GRAPH_FIELDS, *FOREIGN_FIELDS, *QUANTISED_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
+    undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
-    return factors | {name: flat[name] for name in FOREIGN_FIELDS if name in flat}
+    return factors | {name: flat[name] for name in (*FOREIGN_FIELDS, *QUANTISED_FIELDS) if name in flat}

@@ -26,8 +26,10 @@ from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.framework.graph_text import graph_text
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
+from compiled_engine.passes.framework.verifier import copy_of
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
+from compiled_engine.passes.quantised.quantise import Quantise
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
@@ -216,7 +218,11 @@ def structure_passes(
     graph: of the range, of what `trace_rank` returns.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
-    if num_ranks == 1:
-        return ()
-    undivided = None if whole is None else whole.for_range(compile_range).graph
-    return (TensorParallel(shards, num_ranks, undivided),)
+    found: list[GraphPass] = []
+    if num_ranks > 1:
+        undivided = None if whole is None else whole.for_range(compile_range).graph
+        found.append(TensorParallel(shards, num_ranks, undivided))
+    if config.model.quantisation is not None:
+        before = copy_of(graph) if config.compile.verify else None
+        found.append(Quantise(config.model.quantisation, num_ranks, before))
+    return tuple(found)

@@ -139,7 +139,8 @@ def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
     """A pass report without its diff, which is one of the texts."""
     number = [known.name for known in compiled.passes].index(report["name"])
     diff = f"{compiled.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
-    return report | {"range": compiled.name, "diff": diff, "near_misses": list(report["near_misses"])}
+    lists = {name: list(report[name]) for name in ("near_misses", "notes")}
+    return report | lists | {"range": compiled.name, "diff": diff}
 
 
 def _pieces(

@@ -12,9 +12,11 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.quantisation_config import HEAD, MXFP4, ROUTER, SECTION, read_quantisation
 from compiled_engine.models.checkpoint.safetensors_files import find_shards, map_tensors
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
 from compiled_engine.models.foreign.description import UnknownArchitectureError
+from compiled_engine.quantisation import ONLINE, Quantisation, online
 
 DTYPES = {
     "float32": torch.float32,
@@ -23,6 +25,8 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+# Modules kept in the model's dtype by default: output projections, and routers of experts.
+DEFAULT_IGNORE = (HEAD, ROUTER)
 
 
 def read_model_config(
@@ -37,13 +41,16 @@ def read_model_config(
     revision: str | None = None,
     model_impl: str = "auto",
     cache_dir: Path | None = None,
+    quantization: str | None = None,
+    quantization_ignore: tuple[str, ...] = (),
 ) -> tuple[ModelConfig, dict[str, str]]:
     """The model in a checkpoint folder, and the reasons for chosen values, by dotted field name.
 
-    dtype, load_format, model_impl: as EngineOptions has checked them. max_model_len: tokens, None for as many as the
-    model supports. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub, whose weights need not
-    be in the folder yet. cache_dir: folder of descriptions of transformers' models. Raises ValueError for an argument
-    or field that is wrong, missing or not supported.
+    dtype, load_format, model_impl, quantization: as EngineOptions has checked them. max_model_len: tokens, None for as
+    many as the model supports. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub, whose
+    weights need not be in the folder yet. cache_dir: folder of descriptions of transformers' models. quantization:
+    None for the checkpoint's own; quantization_ignore: targets that are not quantised. Raises ValueError for an
+    argument or field that is wrong, missing or not supported.
     """
     path = Path(path)
     reasons: dict[str, str] = {}
@@ -54,13 +61,12 @@ def read_model_config(
         )
     fields = JsonFields.from_file(path / "config.json")
     textbook = _is_textbook(fields, model_impl, reasons)
-    if "quantization_config" in fields:
-        method = fields.section("quantization_config").values.get("quant_method")
-        if textbook or method != "mxfp4":
-            raise ValueError(
-                f"{fields.source}: quantization_config with quant_method {method!r} is not supported; allowed: mxfp4, "
-                "which is decoded when it is loaded, for models that run through transformers' code"
-            )
+    quantisation = _quantisation(fields, path, textbook, quantization, quantization_ignore)
+    if quantisation is not None:
+        fields = JsonFields(fields.source, {name: v for name, v in fields.values.items() if name != SECTION})
+        reasons["model.quantisation.method"] = (
+            f"quantization is {quantization!r}" if quantisation.is_online else "the checkpoint's"
+        )
     if load_format == "auto":
         load_format, reasons["model.load_format"] = "safetensors", "the one checkpoint format that is read"
     if load_format == "safetensors" and hub_name is None:
@@ -83,7 +89,32 @@ def read_model_config(
             f"max_model_len must be a whole number from 1 to {supported_length} ({origin}), got {max_model_len!r}"
         )
     model = replace(model, hub_name=hub_name, revision=revision, load_format=load_format, seed=seed)
-    return replace(model, max_model_len=max_model_len), reasons
+    if quantisation is not None and model.tie_word_embeddings:  # the head is the embedding, whose rows are looked up
+        quantisation = replace(quantisation, ignore=(*quantisation.ignore, HEAD))
+    return replace(model, max_model_len=max_model_len, quantisation=quantisation), reasons
+
+
+def _quantisation(
+    fields: JsonFields, path: Path, textbook: bool, asked: str | None, ignore: tuple[str, ...]
+) -> Quantisation | None:
+    if textbook and fields.section(SECTION).values.get("quant_method") == MXFP4:
+        raise ValueError(
+            f"{fields.source}: quantization_config with quant_method 'mxfp4' is supported for models that run through "
+            "transformers' code, where it is decoded when it is loaded; allowed: model_impl='transformers'"
+        )
+    stated = read_quantisation(fields, path)
+    if asked is None:
+        if ignore:
+            raise ValueError(f"quantization_ignore is {ignore!r}, but quantization is None; allowed: ()")
+        return stated
+    if SECTION in fields or stated is not None:
+        method = MXFP4 if stated is None else stated.method
+        if stated is not None and method == asked and not ignore:  # it says what is the case
+            return stated
+        raise ValueError(f"quantization is {asked!r}, but {path} is quantised already, with {method}; allowed: None")
+    if asked not in ONLINE:
+        raise ValueError(f"quantization must be one of {', '.join(ONLINE)}, got {asked!r}")
+    return online(asked, ignore or DEFAULT_IGNORE)
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:

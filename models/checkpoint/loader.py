@@ -11,26 +11,27 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.checkpoint.match_tensors import match_tensors
+from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.parameters import Weights
+from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
 from compiled_engine.models.foreign.placement import Placement
-from compiled_engine.passes.framework.parameter import BUFFER, Parameter
+from compiled_engine.passes.framework.parameter import BUFFER, CODES, INPUT_SCALE, QUANTISED, SCALES, Parameter
 from compiled_engine.process.progress import Progress
-
-# Functions that write the values of encoded tensors of a checkpoint to a tensor on the device.
-DECODERS: Mapping[str, Callable[[Sequence[torch.Tensor], torch.Tensor], None]] = {"mxfp4": decode_mxfp4}
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A view of a tensor of the checkpoint, or whole encoded ones, and the view of a parameter that gets the values."""
+    """A view of a tensor of the checkpoint, or whole encoded ones, and the view of a parameter that gets the values.
+
+    encoded: the placement, if values are to be decoded.
+    """
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor
-    decode: str
+    encoded: Placement | None = None
 
 
 def load_weights(
@@ -66,7 +67,7 @@ def load_weights(
     matched = match_tensors(tensors, model, config, cache_dir)
     parts: dict[str, list[Placement]] = {}
     for leaf in weights.leaves():
-        parts[leaf.name] = _parts(leaf, matched.read.get(leaf.name, ()), rank, num_ranks)
+        parts[leaf.name] = _parts(leaf, _placements(leaf, matched, tensors, config), rank, num_ranks)
         twins = _parts(leaf, matched.twins.get(leaf.name, ()), rank, num_ranks)
         _require_equal(parts[leaf.name], twins, tensors, config.path)
     order = {name: place for place, name in enumerate(tensors)}
@@ -78,6 +79,17 @@ def load_weights(
             for leaf, target in batch:
                 if _is_zero(leaf, rank):
                     target.zero_()
+
+
+def _placements(
+    leaf: Parameter, matched: Matched, tensors: dict[str, torch.Tensor], config: ModelConfig
+) -> Sequence[Placement]:
+    if leaf.role not in QUANTISED:
+        return matched.read.get(leaf.name, ())
+    try:
+        return place_quantised(leaf, matched.read.get(leaf.name.rpartition(".")[0], ()), matched.stored, tensors)
+    except ValueError as error:
+        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
 
 
 def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_ranks: int) -> list[Placement]:
@@ -109,8 +121,8 @@ def _require_equal(
 def _copy_of(part: Placement, tensors: Mapping[str, torch.Tensor], target: torch.Tensor) -> _Copy:
     place = part.place_in(target)
     if part.decode:
-        return _Copy(tuple(tensors[name] for name in part.sources), place.mT if part.transposed else place, part.decode)
-    return _Copy((part.view(tensors[part.source]).reshape(place.shape),), place, "")
+        return _Copy(tuple(tensors[name] for name in part.sources), place, part)
+    return _Copy((part.view(tensors[part.source]).reshape(place.shape),), place)
 
 
 def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
@@ -118,8 +130,10 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
     for copy in copies:
         target, device = copy.target, copy.target.device
         source, *_ = copy.sources
-        if copy.decode:
-            DECODERS[copy.decode](copy.sources, target)
+        if copy.encoded is not None and copy.encoded.decode == "mxfp4":
+            decode_mxfp4(copy.sources, target.mT if copy.encoded.transposed else target)
+        elif copy.encoded is not None:
+            decode_scaled(copy.encoded, copy.sources, target)
         elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
             plain.append((source, target))
             continue
@@ -134,10 +148,12 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 # Random weights, for running a model's shape without its checkpoint.
 
 STANDARD_DEVIATION = 0.02
+CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Fill a tensor in place with normal values of small deviation, around 1 for norms and around 0 otherwise.
+    """Fill a tensor in place with normal values of small deviation, around 1 for norms and around 0 otherwise. Codes
+    get all sizes, and scales with which their values have about that deviation.
 
     The values of a tensor depend on the seed, its name and the kind of device, not on its place or the number of ranks:
     a divided tensor is generated completely, one tensor at a time.
@@ -150,9 +166,17 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
             generator = torch.Generator(target.device)
             generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
             mean = 1.0 if leaf.name.endswith("norm.weight") else 0.0
-            if leaf.shard is None:
+            if leaf.shard is None and leaf.role not in QUANTISED:
                 target.normal_(mean, STANDARD_DEVIATION, generator=generator)
+                continue
+            shape = target.shape if leaf.shard is None else leaf.shard.whole
+            dtype = torch.float32 if leaf.role in QUANTISED else target.dtype
+            whole = torch.empty(shape, dtype=dtype, device=target.device)
+            if leaf.role == CODES:
+                whole.normal_(0.0, CODES_DEVIATION, generator=generator)
+            elif leaf.role in (SCALES, INPUT_SCALE):
+                size = STANDARD_DEVIATION / CODES_DEVIATION if leaf.role == SCALES else INPUT_SCALE_SIZE
+                whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:
-                whole = torch.empty(leaf.shard.whole, dtype=target.dtype, device=target.device)
                 whole.normal_(mean, STANDARD_DEVIATION, generator=generator)
-                target.copy_(leaf.shard.of(whole, rank, num_ranks))
+            target.copy_(whole if leaf.shard is None else leaf.shard.of(whole, rank, num_ranks))

@@ -13,6 +13,7 @@ from torch import nn
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.mxfp4 import BYTES
+from compiled_engine.models.checkpoint.quantised_tensors import KV_SCALES, Stored, encoded, find_stored
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
 from compiled_engine.models.foreign.placement import Placement, Span
 from compiled_engine.models.foreign.weights import find_weight_plan
@@ -27,11 +28,13 @@ Problems = dict[str, list[str]]
 class Matched:
     """The placements to read for each tensor of the model, by its name, the first one of tied ones.
 
-    twins: placements of the other copies, where a checkpoint holds a tied tensor several times.
+    twins: placements of the other copies, where a checkpoint holds a tied tensor several times. stored: what is beside
+    tensors of codes, by their names.
     """
 
     read: Mapping[str, Sequence[Placement]]
     twins: Mapping[str, Sequence[Placement]]
+    stored: Mapping[str, Stored]
 
 
 def match_tensors(
@@ -41,33 +44,43 @@ def match_tensors(
 
     Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    stored, wrong = find_stored(tensors, config.quantisation)
+    beside = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in beside}
+    if config.quantisation is not None:
+        shapes = {name: shape for name, shape in shapes.items() if not KV_SCALES.match(name)}
     own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if config.transformers is None:
         placements, problems = _of_textbook(model, own, shapes)
     else:
-        stored = model.state_dict().keys()
-        own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+        kept = model.state_dict().keys()
+        own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
         try:
             plan = find_weight_plan(config.transformers, config.dtype, shapes, cache_dir)
         except ValueError as error:
             raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
         placements, problems = list(plan.placements), {"unexpected": list(plan.unexpected)}
+    placements = [encoded(placement, stored) for placement in placements]
     read, twins = _tied_apart(placements, own)
     if config.transformers is not None:
         problems = _misfits(read, own, shapes) | problems
-    used = {name: bool(p.decode) for p in placements for name in p.sources}
+    used = {name: p.decode == "mxfp4" for p in placements if p.source not in stored for name in p.sources}
+    used |= {name: False for name in beside if name in tensors}
     problems["of a dtype that is not supported"] = [
         f"{name} ({tensors[name].dtype})"
-        for name, encoded in used.items()
-        if tensors[name].dtype not in ((torch.uint8,) if encoded else STORED_DTYPES)
+        for name, in_bytes in used.items()
+        if tensors[name].dtype not in ((torch.uint8,) if in_bytes else STORED_DTYPES)
     ]
-    order = ("missing", "unexpected", "of another shape", "of a dtype that is not supported")
+    problems = {kind: [*problems.get(kind, ()), *wrong.get(kind, ())] for kind in (*problems, *wrong)}
+    order = (
+        *("missing", "unexpected", "of another shape", "of a dtype that is not supported"),
+        "quantised against the rules",
+    )
     found = {kind: problems[kind] for kind in order if problems[kind]}
     if found:
         lines = (f"{len(names)} {kind}: {name_some(names)}" for kind, names in found.items())
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
-    return Matched(read, twins)
+    return Matched(read, twins, stored)
 
 
 def _of_textbook(
@@ -134,7 +147,7 @@ def _misfits(
 
 
 def _fits(placement: Placement, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    if placement.decode:
+    if placement.decode == "mxfp4":
         blocks = shapes[placement.source]
         if len(blocks) != 4 or blocks[3] != BYTES or blocks[:3] != shapes[placement.beside[0]]:
             return False

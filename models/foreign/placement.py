@@ -22,8 +22,8 @@ class Placement:
     """Part `taken` of tensor `source` is part `placed` of parameter `target`; a part is a (start, end) a dimension.
 
     transposed: the last two dimensions of the source are exchanged. Parts have as many elements, in the same order.
-    decode: how the values are encoded, mxfp4, in the whole of the source and of the tensors `beside` it; empty: they
-    are not.
+    decode: how the values are encoded: as mxfp4, in the whole of the source and of the tensors `beside` it, or as codes
+    of a Rounding, as text, with scales in the tensor beside; empty: they are not.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Placement:
 
         Raises ValueError where the part of the source is not one along that dimension.
         """
-        if self.decode:
+        if self.decode == "mxfp4":
             raise ValueError(f"{self.source} cannot be divided: it holds values in {self.decode}")
         back = dim - len(self.placed)  # counted from the last, as a source may lack the first
         if self.transposed and back >= -2:

@@ -41,11 +41,13 @@ class Replacement:
 
 @dataclass(frozen=True)
 class PassResult:
-    """`near_misses` say where a pattern began to match and why it did not; the verifier compares `replacements`."""
+    """`near_misses` say where a pattern began to match and why it did not; the verifier compares `replacements`. notes:
+    what a report says besides, a line for each thing."""
 
     matches: int
     near_misses: tuple[str, ...] = ()
     replacements: tuple[Replacement, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

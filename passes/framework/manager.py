@@ -28,7 +28,7 @@ class PassReport:
     """The report of one pass on one graph.
 
     `applied` False: it was not run, for `reason`. `contract`: required matches. `diff`: the graph's text before and
-    after. `verified`: number of rewrites whose results were compared and equal.
+    after. `verified`: number of rewrites whose results were compared and equal. `notes`: see PassResult.
     """
 
     name: str
@@ -43,10 +43,11 @@ class PassReport:
     nodes_after: int = 0
     diff: str = ""
     verified: int = 0
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> PassReport:
-        return PassReport(**data | {"near_misses": tuple(data["near_misses"])})
+        return PassReport(**data | {name: tuple(data[name]) for name in ("near_misses", "notes")})
 
 
 def run_passes(
@@ -144,6 +145,7 @@ def _run(
         nodes_after=len(after),
         diff=graph_diff(text, after),
         verified=verified,
+        notes=result.notes,
     )
     return report, after
 

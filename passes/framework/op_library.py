@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 # The format of a weight that is stored as it is multiplied.
 PLAIN = "plain"
+# Of one that is stored as codes with scales, see LinearScheme.
+QUANTISED = "quantised"
 
 _LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")
 _KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
@@ -26,7 +28,9 @@ _KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
 class LinearArguments:
     """The arguments of an op that computes x @ weight^T + bias, by their names in its schema.
 
-    transposed: the op takes weight^T. format: how the weight is stored.
+    transposed: the op takes weight^T. format: how the weight is stored; an op that takes a quantised one has further
+    arguments scales_RC, zeros_RC, input_scale_1 and scheme. alone: arguments with the values that they have where the
+    call computes a linear and nothing else.
     """
 
     x: str
@@ -34,6 +38,7 @@ class LinearArguments:
     bias: str | None = None
     format: str = PLAIN
     transposed: bool = False
+    alone: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,9 @@ _NOTHING = OpDeclaration()
 _DECLARED: dict[OpOverload, OpDeclaration] = {
     aten.mm.default: OpDeclaration(True, torch.mm, linear=LinearArguments("self", "mat2", transposed=True)),
     aten.addmm.default: OpDeclaration(
-        True, torch.addmm, linear=LinearArguments("mat1", "mat2", "self", transposed=True)
+        True,
+        torch.addmm,
+        linear=LinearArguments("mat1", "mat2", "self", transposed=True, alone=(("alpha", 1), ("beta", 1))),
     ),
     aten.embedding.default: OpDeclaration(True, torch.embedding),
     aten.empty_like.default: OpDeclaration(True, torch.empty_like, launches=False),

@@ -14,14 +14,23 @@ from typing import Any, ClassVar
 import torch
 
 from compiled_engine.parallel.shards import Section, Shard
+from compiled_engine.passes.framework import rounding
 
 WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
+# Of a quantised weight of a checkpoint: its codes, their scales, and the scale of the linear's inputs.
+CODES, SCALES, INPUT_SCALE = QUANTISED = ("codes", "scales", "input_scale")
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
 Steps = tuple[tuple[str, float | str], ...]
 STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "add": torch.add,
     "mul": torch.mul,
     "to": lambda tensor, dtype: tensor.to(getattr(torch, dtype)),
+    # Of a weight that is quantised while it is loaded; operand: its scheme.
+    "codes": rounding.weight_codes,
+    "scales": rounding.weight_scales,
+    # Each row so many times, for scales of smaller tiles.
+    "repeat_rows": lambda tensor, count: tensor.repeat_interleave(int(count), 0),
+    "the_same": rounding.the_same,
 }
 
 
@@ -30,10 +39,11 @@ class Parameter:
     """A tensor that a rank keeps on its device, with the shape and dtype that it has there.
 
     Without members it is a tensor of the model, under the model's name. role: a weight is read from the checkpoint, a
-    buffer has the model's values. A kept one is no tensor of the model: it begins as zeros, and its pass fills it.
-    shard: the part of the undivided tensor; None for all of it. With members it contains their rows, and they are views
-    of it. With `make` it is the result of these steps on those rows, and members have memory of their own only if they
-    are named elsewhere too.
+    buffer has the model's values. A kept one is no tensor of the model: it begins as zeros, and its pass fills it. The
+    QUANTISED roles are the parts of a quantised weight in a checkpoint; they are named `weight name.role`. scheme: how
+    that weight is quantised, as text. shard: the part of the undivided tensor; None for all of it. With members it
+    contains their rows, and they are views of it. With `make` it is the result of these steps on those rows, and
+    members have memory of their own only if they are named elsewhere too.
     """
 
     name: str
@@ -43,6 +53,7 @@ class Parameter:
     members: tuple[Parameter, ...] = ()
     make: Steps = ()
     shard: Shard | None = None
+    scheme: str = ""
     kind: ClassVar[str] = "parameter"
 
     @staticmethod

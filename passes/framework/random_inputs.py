@@ -12,7 +12,7 @@ from torch import fx
 
 from compiled_engine.attention.inputs import padding_of, step_of
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
-from compiled_engine.passes.framework.parameter import Parameter, compute
+from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, Parameter, compute
 
 MOST_CONTEXT = 24
 
@@ -58,7 +58,13 @@ class RandomInputs:
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)
-            if len(shape) > 1:
+            if parameter.role == CODES:
+                value *= 100
+            elif parameter.role == SCALES:  # over three decades
+                value = value.exp() / 1e3 * self._scale
+            elif parameter.role == INPUT_SCALE:  # of linears that may be merged
+                value = torch.full_like(value, 0.02)
+            elif len(shape) > 1:
                 value *= self._scale if "embed" in name else self._scale / shape[-1] ** 0.5
             else:
                 value = self._scale * value if name.endswith("bias") else 1 + 0.2 * value

@@ -15,6 +15,7 @@ from compiled_engine.passes.framework.matching import arg, emit_named, named, on
 from compiled_engine.passes.linear import hopper_linear, hopper_product
 from compiled_engine.passes.linear.gated_linear_op import gated_linear
 from compiled_engine.passes.linear.linears import linear_of, why_no_linear
+from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
 from compiled_engine.passes.linear.silu_mul import gated_products
 
 
@@ -38,12 +39,16 @@ def _rewrite(graph: fx.Graph, activation: fx.Node) -> list[Replacement] | str:
     linear = linear_of(product)
     if linear is None:
         return why_no_linear(product) or "gate and up are not what a linear computes"
-    if not linear.is_plain:
+    if not linear.is_known:
         return f"its weight is stored as {linear.format}"
     if only_user(product) is not activation:
         return "the linear's result has other users"
     with graph.inserting_before(activation):
-        arguments = {"x_TK": linear.x, "weight_NK": linear.weight, "bias_N": linear.bias}
-        fused = emit_named(graph, gated_linear, named(activation) | arguments)
+        if linear.quantised is not None:
+            arguments = named(product) | {"silu_mul": True, "activation": named(activation)["activation"]}
+            fused = emit_named(graph, quantised_linear, arguments)
+        else:
+            arguments = {"x_TK": linear.x, "weight_NK": linear.weight, "bias_N": linear.bias}
+            fused = emit_named(graph, gated_linear, named(activation) | arguments)
     activation.replace_all_uses_with(fused)
     return [Replacement(activation.name, fused)]

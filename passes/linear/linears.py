@@ -1,7 +1,7 @@
 """Linears as values: `linear_of` is the only recogniser of x @ weight^T + bias.
 
 Declarations determine which ops are linears (op_library.py), so every pass recognises a quantised linear. A pass that
-only handles plain weights checks `format`.
+handles only some formats of weights checks `format`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,39 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.framework.graph_inputs import is_parameter
-from compiled_engine.passes.framework.matching import arg, aten, emit, is_call, named
-from compiled_engine.passes.framework.op_library import PLAIN, declaration_of
+from compiled_engine.passes.framework.matching import arg, aten, emit, emit_named, is_call, named
+from compiled_engine.passes.framework.op_library import PLAIN, QUANTISED, declaration_of
+from compiled_engine.quantisation import LinearScheme
 
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What a quantised weight has beside its codes: parameters, or None, and how both weight and inputs are rounded."""
+
+    scales: fx.Node
+    zeros: fx.Node | None
+    input_scale: fx.Node | None
+    scheme: LinearScheme
+
+    @property
+    def parameters(self) -> dict[str, fx.Node]:
+        """Those that there are, by the name of the op's argument."""
+        found = {"scales_RC": self.scales, "zeros_RC": self.zeros, "input_scale_1": self.input_scale}
+        return {name: node for name, node in found.items() if node is not None}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The op's arguments for it."""
+        return {**self.parameters, "scheme": str(self.scheme)}
 
 
 @dataclass(frozen=True)
 class Linear:
     """A call that computes x @ weight^T + bias. weight: a parameter [N, K], stored in `format`; bias: one [N], or None.
 
-    operand: the weight as the call has it, maybe transposed.
+    operand: the weight as the call has it, maybe transposed. quantised: for a weight of codes, None for any other.
     """
 
     node: fx.Node
@@ -33,10 +55,18 @@ class Linear:
     bias: fx.Node | None
     format: str
     operand: fx.Node
+    quantised: Quantised | None = None
 
     @property
-    def is_plain(self) -> bool:
-        return self.format == PLAIN
+    def is_known(self) -> bool:
+        """Whether the weight is plain or quantised, the formats that our kernels take."""
+        return self.format == PLAIN or self.quantised is not None
+
+    @property
+    def parameters(self) -> list[fx.Node]:
+        """All that it reads beside x."""
+        beside = self.quantised.parameters.values() if self.quantised else ()
+        return [self.weight, *beside, *([] if self.bias is None else [self.bias])]
 
 
 def linear_of(node: object) -> Linear | None:
@@ -59,11 +89,16 @@ def _match(node: object) -> Linear | str | None:
     weight: Any = _transposed(operand) if declared.transposed else operand
     if not is_parameter(weight):
         return "the matrix is not a transposed parameter"
-    if any(arguments.get(factor, 1) != 1 for factor in ("alpha", "beta")):
-        return "the product is scaled"
+    for name, value in declared.alone:
+        if arguments[name] != value:
+            return f"it does more than a linear: {name} is {arguments[name]}"
     if bias is not None and not (is_parameter(bias) and bias.meta["val"].dim() == 1):
         return "what is added is not a bias vector"
-    return Linear(node, arguments[declared.x], weight, bias, declared.format, operand)
+    quantised = None
+    if declared.format == QUANTISED:
+        scales, zeros, input_scale = (arguments[name] for name in ("scales_RC", "zeros_RC", "input_scale_1"))
+        quantised = Quantised(scales, zeros, input_scale, LinearScheme.parse(arguments["scheme"]))
+    return Linear(node, arguments[declared.x], weight, bias, declared.format, operand, quantised)
 
 
 def _transposed(matrix: object) -> fx.Node | None:
@@ -79,8 +114,13 @@ def _transposed(matrix: object) -> fx.Node | None:
     return arg(matrix, 0) if swaps else None
 
 
-def emit_linear(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
-    """A plain linear at the graph's insertion point."""
+def emit_linear(
+    graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None, quantised: Quantised | None = None
+) -> fx.Node:
+    """A linear at the graph's insertion point, plain without `quantised`."""
+    if quantised is not None:
+        arguments = {"x_TK": x, "codes_NK": weight, "bias_N": bias, "zeros_RC": None, "input_scale_1": None}
+        return emit_named(graph, torch.ops.compiled_engine.quantised_linear.default, arguments | quantised.arguments)
     transposed = emit(graph, aten.t.default, weight)
     if bias is None:
         return emit(graph, aten.mm.default, x, transposed)

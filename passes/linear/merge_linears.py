@@ -4,11 +4,16 @@ Why: at decode sizes a linear costs about its weights' bytes plus a launch, and 
 bandwidth better than several small ones. The weights are packed before they are loaded, so the loader writes
 each once into its slice and no copy is ever made. silu_mul needs it, so a gate and its up are apart from others that
 read the same input, as those of attention do in parallel blocks.
+
+Of quantised weights codes and scales are packed, and scales are repeated where tiles of rows differ: nothing is rounded
+a second time.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +31,8 @@ from compiled_engine.passes.framework.matching import (
     is_call,
     only_user,
 )
-from compiled_engine.passes.framework.parameter import packed
-from compiled_engine.passes.linear.linears import Linear, emit_linear, linear_of, multiplied_values
+from compiled_engine.passes.framework.parameter import Parameter, made, packed
+from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of, multiplied_values
 
 
 class MergeLinears(GraphPass):
@@ -48,8 +53,12 @@ class MergeLinears(GraphPass):
         for group in by_input.values():
             if len(group) < 2:
                 continue
-            found = [(part, _obstacle(part)) for part in _gates_apart(group)]
-            matches += all(reason is None for _, reason in found)
+            apart = _gates_apart(group)
+            found = [(alike, _obstacle(alike)) for part in apart for alike in _formats_apart(part)]
+            if len(found) > len(apart):
+                near_misses.append(f"{', '.join(source_of(x.weight).name for x in group)}: their schemes differ")
+            matches += len(found) == len(apart) and all(reason is None for _, reason in found)
+            found = [(part, reason) for part, reason in found if len(part) > 1]
             for part, reason in found:
                 if reason is None:
                     replacements += _merge(graph, part)
@@ -60,12 +69,13 @@ class MergeLinears(GraphPass):
 
 
 def _obstacle(group: list[Linear]) -> str | None:
-    if not all(linear.is_plain for linear in group):
+    if not all(linear.is_known for linear in group):
         return f"their weights are stored as {', '.join(sorted({linear.format for linear in group}))}"
-    parameters = [p for linear in group for p in (linear.weight, linear.bias) if p is not None]
+    parameters = [p for linear in group for p in linear.parameters]
     if any(len(parameter.users) > 1 for parameter in parameters):
         return "a parameter is used elsewhere too"
-    if any(parameter_of(parameter).make for parameter in parameters):
+    own = [p for linear in group for p in (None if linear.quantised else linear.weight, linear.bias) if p is not None]
+    if any(parameter_of(parameter).make for parameter in own):
         return "a parameter is derived from another"
     if len({linear.bias is None for linear in group}) > 1:
         return "only some have a bias"
@@ -88,36 +98,75 @@ def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
     return [group]
 
 
+def _formats_apart(group: list[Linear]) -> list[list[Linear]]:
+    """The linears by how their weights are stored and rounded; tiles of rows may differ."""
+    found: dict[Any, list[Linear]] = defaultdict(list)
+    for linear in group:
+        scheme = linear.quantised and linear.quantised.scheme
+        found[linear.format, scheme and replace(scheme, weight=replace(scheme.weight, rows=0))].append(linear)
+    return list(found.values())
+
+
 def _merge(graph: fx.Graph, group: list[Linear]) -> list[Replacement]:
     first = group[0].node
     weight = _pack(graph, [linear.weight for linear in group])
     biases = [linear.bias for linear in group if linear.bias is not None]
     bias = _pack(graph, biases) if biases else None
+    quantised = _merge_quantised(graph, [linear.quantised for linear in group if linear.quantised])
     sizes = [linear.weight.meta["val"].shape[0] for linear in group]
     with graph.inserting_before(first):
-        merged = emit_linear(graph, group[0].x, weight, bias)
+        merged = emit_linear(graph, group[0].x, weight, bias, quantised)
         parts = emit(graph, aten.split_with_sizes.default, merged, sizes, -1)
         outputs = [emit_item(graph, parts, i) for i in range(len(group))]
     replacements = [Replacement(x.node.name, output) for x, output in zip(group, outputs, strict=True)]
     for linear, output in zip(group, outputs, strict=True):
         linear.node.replace_all_uses_with(output)
         graph.erase_node(linear.node)
-        graph.erase_node(linear.operand)
-        graph.erase_node(linear.weight)
-        if linear.bias is not None:
-            graph.erase_node(linear.bias)
+        for node in dict.fromkeys((linear.operand, *linear.parameters)):
+            graph.erase_node(node)
     return replacements
 
 
-def _pack(graph: fx.Graph, parameters: list[fx.Node]) -> fx.Node:
-    """A placeholder for the parameters' concatenation along dimension 0."""
-    members = tuple(map(parameter_of, parameters))
+def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
+    """What the merged codes have beside them; None for plain weights."""
+    if not group:
+        return None
+    rows = math.gcd(*(each.scheme.weight.rows for each in group))
+    repeats = [each.scheme.weight.rows // rows for each in group]
+    zeros = [each.zeros for each in group if each.zeros is not None]
+    inputs = [each.input_scale for each in group if each.input_scale is not None]
+    scheme = replace(group[0].scheme, weight=replace(group[0].scheme.weight, rows=rows))
+    return Quantised(
+        _pack(graph, [each.scales for each in group], repeats),
+        _pack(graph, zeros, repeats) if zeros else None,
+        _the_same(_pack(graph, inputs)) if inputs else None,
+        scheme,
+    )
+
+
+def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None = None) -> fx.Node:
+    """A placeholder for the parameters' concatenation along dimension 0. repeats: of each one's rows."""
+    members = [parameter_of(parameter) for parameter in parameters]
+    name = _packed_name(tuple(member.name for member in members))
     values = [parameter.meta["val"] for parameter in parameters]
+    with fake_mode_of(values):
+        for place, count in enumerate(repeats or ()):
+            if count > 1:
+                values[place] = values[place].repeat_interleave(count, 0)
+                members[place] = made(members[place], "repeat_rows", count, values[place])
+        value = torch.cat(values)
     with graph.inserting_before(parameters[0]):
         placeholder = graph.placeholder(f"packed_{parameters[0].name}")
-    with fake_mode_of(values):
-        placeholder.meta["val"] = torch.cat(values)
-    placeholder.meta["source"] = packed(_packed_name(tuple(member.name for member in members)), members)
+    placeholder.meta |= {"val": value, "source": packed(name, tuple(members))}
+    return placeholder
+
+
+def _the_same(placeholder: fx.Node) -> fx.Node:
+    """The placeholder for one of packed values that must be the same."""
+    source: Parameter = parameter_of(placeholder)
+    placeholder.meta["val"] = placeholder.meta["val"][:1]
+    step = ("the_same", source.name)
+    placeholder.meta["source"] = replace(source, shape=(1,), make=(step,))
     return placeholder
 
 

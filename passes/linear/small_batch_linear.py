@@ -17,6 +17,7 @@ from torch import fx
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import aten, change, emit, emit_named, is_call, named, only_user
 from compiled_engine.passes.linear.linears import Linear, linear_of, multiplied_values, why_no_linear
+from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
 from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
 
 
@@ -52,7 +53,7 @@ class SmallBatchLinear(GraphPass):
         near_misses: list[str] = []
         for node in graph.nodes:
             linear = linear_of(node)
-            if linear is not None and linear.is_plain:
+            if linear is not None and linear.is_known:
                 linears[node] = _Fused(linear, node, linear.x)
             elif linear is not None:
                 near_misses.append(f"{node.name}: its weight is stored as {linear.format}")
@@ -160,7 +161,11 @@ def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.
         "norm_offset": fused.norm_offset,
         "norm_wide": fused.norm_wide,
     }
+    op = small_batch_linear
+    if fused.linear.quantised is not None:
+        op = quantised_linear
+        arguments |= named(fused.linear.node) | {n: v for n, v in arguments.items() if n != "weight_NK"}
     with graph.inserting_before(fused.result):
-        call = emit_named(graph, small_batch_linear, arguments)
+        call = emit_named(graph, op, arguments)
     fused.result.replace_all_uses_with(call)
     return call

@@ -78,6 +78,8 @@ def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
         return f"they compute in float32, and dtype is {model.dtype}"
     if model.transformers is not None or model.experts.count:
         return "they serve the textbook's models without experts"
+    if model.quantisation is not None:
+        return "they take weights in float32, and the model is quantised"
     if num_ranks > 1:
         return f"they serve one rank, and tensor_parallel_size is {num_ranks}"
     if num_tokens > MOST_TOKENS:

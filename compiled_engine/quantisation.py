@@ -1,0 +1,165 @@
+"""How linears are quantised, as plain data: schemes, and rules that say which module has which.
+
+A scheme says how a linear's weight and its inputs are rounded: which elements, and how many of them share a scale.
+Nothing here knows of files; what a checkpoint states is read into these values by models/checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+
+class Element(NamedTuple):
+    """A kind of stored number: its dtype in torch, and the largest value."""
+
+    dtype: torch.dtype
+    largest: float
+
+
+ELEMENTS = {"e4m3": Element(torch.float8_e4m3fn, 448.0)}
+# What targets and ignore lists call every linear.
+LINEAR = "Linear"
+# Schemes that weights can be brought into while they are loaded.
+ONLINE = {
+    "fp8": "e4m3 1x*, inputs e4m3 1x*",
+    "fp8_block": "e4m3 128x128, inputs e4m3 1x128",
+}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Values are `element` codes, and tiles of rows x columns of them share a scale; 0 rows or columns are all.
+
+    static: the one scale is in the checkpoint; of inputs alone.
+    """
+
+    element: str
+    rows: int
+    columns: int
+    static: bool = False
+
+    def __str__(self) -> str:
+        tile = "static" if self.static else f"{self.rows or '*'}x{self.columns or '*'}"
+        return f"{self.element} {tile}"
+
+    @staticmethod
+    def parse(text: str) -> Rounding:
+        element, tile = text.split(" ")
+        if tile == "static":
+            return Rounding(element, 0, 0, True)
+        rows, columns = (0 if size == "*" else int(size) for size in tile.split("x"))
+        return Rounding(element, rows, columns)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return ELEMENTS[self.element].dtype
+
+    @property
+    def largest(self) -> float:
+        return ELEMENTS[self.element].largest
+
+    def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """The shape of the scales of so many rows and columns."""
+        return -(-num_rows // (self.rows or num_rows)), -(-num_columns // (self.columns or num_columns))
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """How a linear's weight [N, K] and its inputs [T, K] are rounded; inputs None: they are not."""
+
+    weight: Rounding
+    inputs: Rounding | None
+
+    def __str__(self) -> str:
+        return str(self.weight) if self.inputs is None else f"{self.weight}, inputs {self.inputs}"
+
+    @staticmethod
+    def parse(text: str) -> LinearScheme:
+        """Read what `str` gives."""
+        weight, _, inputs = text.partition(", inputs ")
+        return LinearScheme(Rounding.parse(weight), Rounding.parse(inputs) if inputs else None)
+
+    def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
+        """Return the scheme with tiles that are parts of these and end where so many rows or columns end; 0 columns:
+        wherever. One scale for all rows becomes one a row. Inputs are rounded in tiles as wide as the weight's."""
+        rows = math.gcd(self.weight.rows or 1, num_rows)
+        columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0
+        inputs = self.inputs
+        if inputs is not None and inputs.columns:
+            inputs = replace(inputs, columns=math.gcd(inputs.columns, num_columns))
+        return LinearScheme(replace(self.weight, rows=rows, columns=columns), inputs)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """targets: names of modules, `re:` and a regular expression that matches from a name's beginning, or `Linear` for
+    every linear. scheme: what LinearScheme.parse reads."""
+
+    targets: tuple[str, ...]
+    scheme: str
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """Which linears of a model are quantised, and how.
+
+    method: quant_method of the checkpoint, or "online" for weights that are quantised while they are loaded. ignore:
+    targets that stay as they are, whatever rules say. scale_name: what the scale of a module's weight is called in the
+    checkpoint.
+    """
+
+    method: str
+    rules: tuple[Rule, ...]
+    ignore: tuple[str, ...]
+    scale_name: str = "weight_scale"
+
+    @property
+    def is_online(self) -> bool:
+        return self.method == "online"
+
+    def scheme_of(self, module: str) -> LinearScheme | None:
+        """The scheme of a linear; None for one that is not quantised, see `why_not`."""
+        if self._ignoring(module) is not None:
+            return None
+        targets = [(target, rule.scheme) for rule in self.rules for target in rule.targets]
+        for is_kind in (_is_exact, _is_expression, _is_class):
+            for target, scheme in targets:
+                if is_kind(target) and _matches(target, module):
+                    return LinearScheme.parse(scheme)
+        return None
+
+    def why_not(self, module: str) -> str:
+        """Why a linear is not quantised."""
+        ignoring = self._ignoring(module)
+        return "no rule names it" if ignoring is None else f"{ignoring} is to be ignored"
+
+    def _ignoring(self, module: str) -> str | None:
+        return next((target for target in self.ignore if _matches(target, module)), None)
+
+
+def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
+    """Every linear in one of the schemes of ONLINE, but for what `ignore` names."""
+    return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
+
+
+def _matches(target: str, module: str) -> bool:
+    if _is_expression(target):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return _is_class(target) or target == module
+
+
+def _is_expression(target: str) -> bool:
+    return target.startswith("re:")
+
+
+def _is_class(target: str) -> bool:
+    return target == LINEAR
+
+
+def _is_exact(target: str) -> bool:
+    return not _is_expression(target) and not _is_class(target)

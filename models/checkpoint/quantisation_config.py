@@ -1,0 +1,157 @@
+"""quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt, all in FP8."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rounding, Rule
+
+SECTION = "quantization_config"
+# Decoded while it is loaded, by other means.
+MXFP4 = "mxfp4"
+# Where an output projection is not named, these formats leave it as it is.
+HEAD = "re:.*lm_head$"
+ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
+_INSTEAD = "a checkpoint in FP8, or one in bfloat16 with quantization='fp8'"
+_TOKEN = Rounding("e4m3", 1, 0)
+_STATIC = Rounding("e4m3", 0, 0, static=True)
+_CHANNELS = Rounding("e4m3", 1, 0)
+_TENSOR = Rounding("e4m3", 0, 0)
+_BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
+# Names that stand for a group of compressed-tensors.
+_PRESETS = {
+    "FP8": LinearScheme(_TENSOR, _STATIC),
+    "FP8_DYNAMIC": LinearScheme(_CHANNELS, _TOKEN),
+    "FP8_BLOCK": _BLOCKS,
+}
+_MODELOPT = {
+    "FP8": LinearScheme(_TENSOR, _STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(_CHANNELS, _TOKEN),
+}
+
+
+def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
+    """The rules that a checkpoint states, None for one that is not quantised or in MXFP4.
+
+    fields: of config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
+    """
+    config = fields.section(SECTION)
+    beside = folder / "hf_quant_config.json"
+    if SECTION not in fields and beside.is_file():
+        section = JsonFields.from_file(beside).section("quantization")
+        return _modelopt(section)
+    if SECTION not in fields or config.values.get("quant_method") == MXFP4:
+        return None
+    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
+    method = config.values.get("quant_method")
+    if method not in readers:
+        raise config.error("quant_method", f"one of {', '.join((*readers, MXFP4))}: {_INSTEAD}")
+    return readers[method](config)
+
+
+def _compressed_tensors(config: JsonFields) -> Quantisation:
+    for name in ("sparsity_config", "transform_config"):
+        if config.values.get(name):
+            raise config.error(name, f"empty: {_INSTEAD}")
+    _require_format(config)
+    rules = []
+    for name, value in config.section("config_groups").values.items():
+        if name in _PRESETS and isinstance(value, list):
+            rules.append(Rule(tuple(map(str, value)), str(_PRESETS[name])))
+            continue
+        group = config.section("config_groups").section(name)
+        if "format" in group:
+            _require_format(group)
+        if group.values.get("output_activations"):
+            raise group.error("output_activations", "null")
+        scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
+        rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
+    if not rules:
+        raise config.error("config_groups", "an object of at least one group")
+    return Quantisation("compressed-tensors", tuple(rules), tuple(_list(config, "ignore")))
+
+
+def _require_format(fields: JsonFields) -> None:
+    allowed = ("float-quantized", "naive-quantized")
+    if fields.text("format", allowed[0]) not in allowed:
+        raise fields.error("format", f"one of {', '.join(allowed)}: {_INSTEAD}")
+
+
+def _weights(fields: JsonFields) -> Rounding:
+    _require_e4m3(fields)
+    strategy = fields.text("strategy", "tensor")
+    if strategy == "block":
+        return Rounding("e4m3", *_block(fields, "block_structure"))
+    if strategy not in ("tensor", "channel"):
+        raise fields.error("strategy", f"one of tensor, channel, block: {_INSTEAD}")
+    return _TENSOR if strategy == "tensor" else _CHANNELS
+
+
+def _inputs(group: JsonFields) -> Rounding | None:
+    if group.values.get("input_activations") is None:
+        return None
+    fields = group.section("input_activations")
+    _require_e4m3(fields)
+    strategy, dynamic = fields.text("strategy", "tensor"), fields.values.get("dynamic", False)
+    if (strategy, dynamic) == ("token", True):
+        return _TOKEN
+    if (strategy, dynamic) == ("tensor", False):
+        return _STATIC
+    if (strategy, dynamic) == ("group", True):
+        return Rounding("e4m3", 1, fields.integer("group_size"))
+    raise fields.error("strategy", f"token or group if dynamic is true, tensor if it is false (it is {dynamic!r})")
+
+
+def _require_e4m3(fields: JsonFields) -> None:
+    for name, value in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
+        if fields.values.get(name, value) != value:
+            raise fields.error(name, f"{value}: {_INSTEAD}")
+
+
+def _block(fields: JsonFields, name: str) -> tuple[int, int]:
+    """Of [128, 128] or "128x128"."""
+    value: Any = fields.values.get(name)
+    sizes = [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise fields.error(name, "two whole numbers of at least 1, such as [128, 128]")
+    return sizes[0], sizes[1]
+
+
+def _fp8(config: JsonFields) -> Quantisation:
+    for name, value in (("fmt", "e4m3"), ("scale_fmt", "float")):
+        if config.text(name, value) != value:
+            raise config.error(name, f"{value}: {_INSTEAD}")
+    static = config.text("activation_scheme", "dynamic")
+    if static not in ("static", "dynamic"):
+        raise config.error("activation_scheme", "static or dynamic")
+    scale_name = "weight_scale"
+    if config.values.get("weight_block_size") is None:
+        scheme = LinearScheme(_TENSOR, _STATIC if static == "static" else _TOKEN)
+    else:
+        if static == "static":
+            raise config.error("activation_scheme", "dynamic, as weight_block_size is given")
+        rows, columns = _block(config, "weight_block_size")
+        scheme = LinearScheme(Rounding("e4m3", rows, columns), Rounding("e4m3", 1, columns))
+        scale_name = "weight_scale_inv"
+    named = [*_list(config, "modules_to_not_convert"), *_list(config, "ignored_layers")]
+    # A name stands for all modules below it too, and may lack its beginning.
+    ignore = [rf"re:(.*\.)?{re.escape(name)}(\..*)?$" for name in named] or [ROUTER]
+    return Quantisation("fp8", (Rule((LINEAR,), str(scheme)),), (HEAD, *ignore), scale_name)
+
+
+def _modelopt(config: JsonFields) -> Quantisation:
+    algorithm = config.text("quant_algo")
+    if algorithm not in _MODELOPT:
+        raise config.error("quant_algo", f"one of {', '.join(_MODELOPT)}: {_INSTEAD}")
+    named = [*_list(config, "exclude_modules"), *_list(config, "ignore")]
+    ignore = tuple(f"re:{fnmatch.translate(name)}" for name in named) or (HEAD, ROUTER)
+    return Quantisation("modelopt", (Rule((LINEAR,), str(_MODELOPT[algorithm])),), ignore)
+
+
+def _list(config: JsonFields, name: str) -> list[str]:
+    """A list of strings, which may be empty, absent or null."""
+    return config.texts(name) if config.values.get(name) else []

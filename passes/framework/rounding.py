@@ -1,0 +1,82 @@
+"""Rounding to codes and scales, and back: the one formula that loader, references and kernels follow.
+
+A scale is the largest magnitude of its tile over the element's largest value, in fp32, and a value's code is what the
+value over its scale rounds to. A tile of zeros has a small scale, never zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from compiled_engine.quantisation import LinearScheme, Rounding
+
+SMALLEST_MAXIMUM = 2.0**-24
+
+
+def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """The scales [R, C] in fp32, one for each tile."""
+    N, K = values_NK.shape
+    rows, columns = rounding.rows or N, rounding.columns or K
+    magnitudes = F.pad(values_NK.float().abs(), (0, -K % columns, 0, -N % rows))
+    largest_RC = magnitudes.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+    return largest_RC.clamp_min(SMALLEST_MAXIMUM) / rounding.largest
+
+
+def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """The codes [N, K]; values beyond the largest become the largest."""
+    scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
+    return scaled_NK.clamp(-rounding.largest, rounding.largest).to(rounding.dtype)
+
+
+def decode(codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """The values [N, K] in fp32."""
+    return codes_NK.float() * spread(scales_RC, rounding, *codes_NK.shape)
+
+
+def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
+    """The scale of each of so many rows and columns; a dimension that shares one stays 1."""
+    for dim, size, tile in ((0, num_rows, rounding.rows), (1, num_columns, rounding.columns)):
+        if tile > 1 and scales_RC.shape[dim] > 1:
+            scales_RC = scales_RC.repeat_interleave(tile, dim).narrow(dim, 0, size)
+    return scales_RC
+
+
+def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
+    """The scales of smaller tiles, of which each lies in one of the stored ones; values stay as they are."""
+    scales_RC = scales.reshape(stored.grid(num_rows, num_columns))
+    for dim, size in ((0, num_rows), (1, num_columns)):
+        old, new = ((stored.rows, kept.rows), (stored.columns, kept.columns))[dim]
+        count = -(-size // new) if new else 1
+        if old != new:
+            scales_RC = scales_RC.repeat_interleave((old or size) // new, dim).narrow(dim, 0, count)
+    return scales_RC
+
+
+def round_inputs(
+    x_TK: torch.Tensor, rounding: Rounding, static_1: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [T, K] of a linear's inputs, and their scales [T, C], or [1, 1] if the scale is static."""
+    scales = static_1.view(1, 1) if static_1 is not None else scales_of(x_TK, rounding)
+    return codes_of(x_TK, scales, rounding), scales
+
+
+def weight_codes(weight_NK: torch.Tensor, scheme: str) -> torch.Tensor:
+    """The codes of a weight that is quantised while it is loaded."""
+    rounding = LinearScheme.parse(scheme).weight
+    return codes_of(weight_NK, scales_of(weight_NK, rounding), rounding)
+
+
+def weight_scales(weight_NK: torch.Tensor, scheme: str) -> torch.Tensor:
+    """Their scales."""
+    return scales_of(weight_NK, LinearScheme.parse(scheme).weight)
+
+
+def the_same(values_S: torch.Tensor, names: str) -> torch.Tensor:
+    """The first of values that are the same. Raises ValueError for others, with the names of what they belong to."""
+    if (values_S != values_S[0]).any():
+        raise ValueError(
+            f"the scales of the inputs of {names} are {values_S.tolist()}; they can be merged where these are the same:"
+            " start with disable_passes=('merge_linears',)"
+        )
+    return values_S[:1]

@@ -1,0 +1,155 @@
+"""The op of a linear whose weight is stored as codes with scales, and whose inputs are rounded: reference and launch.
+
+Like small_batch_linear it may have taken its neighbours in. The reference is eager PyTorch on a CPU as well: it says
+what every kernel computes, from the formula in rounding.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_engine.passes.framework.op_library import QUANTISED, LinearArguments, define_op
+from compiled_engine.passes.framework.rounding import decode, round_inputs
+from compiled_engine.passes.linear.silu_mul import launch as silu_mul_launch
+from compiled_engine.passes.linear.silu_mul import reference as silu_mul_reference
+from compiled_engine.passes.norm import rms_norm
+from compiled_engine.quantisation import LinearScheme
+
+
+def reference(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    norm_weight_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual_TM: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    activation: str = "silu",
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+) -> torch.Tensor:
+    """[T, M]: rounded(x) @ decoded weight^T + bias, the product in fp32, rounded once to the dtype of x.
+
+    scheme: as text, see LinearScheme. input_scale_1: for static inputs. zeros_RC: None for symmetric codes, the only
+    ones today. The others: see small_batch_linear, whose order of steps is the same.
+    """
+    if norm_weight_K is not None:
+        x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+    y_TN = _product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, LinearScheme.parse(scheme))
+    if silu_mul:
+        y_TN = silu_mul_reference(y_TN, activation)
+    return y_TN if residual_TM is None else residual_TM + y_TN
+
+
+def _product(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: LinearScheme,
+) -> torch.Tensor:
+    rounded_TK = x_TK.float()
+    if scheme.inputs is not None:
+        rounded_TK = decode(*round_inputs(x_TK, scheme.inputs, input_scale_1), scheme.inputs)
+    bias = None if bias_N is None else bias_N.float()
+    return torch.nn.functional.linear(rounded_TK, decode(codes_NK, scales_RC, scheme.weight), bias).to(x_TK.dtype)
+
+
+def launch(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    norm_weight_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual_TM: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    activation: str = "silu",
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+) -> torch.Tensor:
+    """The kernels behind `reference`."""
+    if norm_weight_K is not None:
+        x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+    parsed = LinearScheme.parse(scheme)
+    product = _product if library_obstacle(x_TK.shape[1], codes_NK.shape[0], parsed, x_TK.dtype) else _library_product
+    y_TN = product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, parsed)
+    if silu_mul:
+        y_TN = silu_mul_launch(y_TN, activation)
+    return y_TN if residual_TM is None else residual_TM + y_TN
+
+
+def library_obstacle(k: int, num_rows: int, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
+    """Why torch._scaled_mm does not take a linear; None where it does."""
+    if scheme.inputs is None:
+        return "its inputs are not rounded"
+    if (scheme.weight.rows, scheme.weight.columns) != (1, 0) or (scheme.inputs.columns and not scheme.inputs.static):
+        return f"its scales are not of whole rows ({scheme})"
+    if k % 16 or num_rows % 16:
+        return f"its sizes [{num_rows}, {k}] are no multiples of 16"
+    return None if dtype == torch.bfloat16 else f"its results are {str(dtype).removeprefix('torch.')}, not bfloat16"
+
+
+def _library_product(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_R1: torch.Tensor,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: LinearScheme,
+) -> torch.Tensor:
+    assert scheme.inputs is not None
+    rounded_TK, scales = round_inputs(x_TK, scheme.inputs, input_scale_1)
+    scales_T1 = scales.expand(x_TK.shape[0], 1).contiguous()
+    # Sums of fp8 products keep all of their bits only without fast accumulation.
+    return torch._scaled_mm(
+        rounded_TK,
+        codes_NK.t(),
+        scale_a=scales_T1,
+        scale_b=scales_R1.t(),
+        bias=bias_N,
+        out_dtype=x_TK.dtype,
+        use_fast_accum=False,
+    )
+
+
+def _fake(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    norm_weight_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual_TM: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    *others: object,
+) -> torch.Tensor:
+    return x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // (2 if silu_mul else 1)))
+
+
+quantised_linear = define_op(
+    "quantised_linear(Tensor x_TK, Tensor codes_NK, Tensor scales_RC, Tensor? zeros_RC, Tensor? input_scale_1, "
+    "Tensor? bias_N, str scheme, Tensor? norm_weight_K=None, float eps=0.0, Tensor? residual_TM=None, "
+    'bool silu_mul=False, str activation="silu", float norm_offset=0.0, bool norm_wide=False) -> Tensor',
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+    linear=LinearArguments(
+        "x_TK",
+        "codes_NK",
+        "bias_N",
+        QUANTISED,
+        alone=(("norm_weight_K", None), ("residual_TM", None), ("silu_mul", False)),
+    ),
+)

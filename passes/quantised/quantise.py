@@ -1,0 +1,161 @@
+"""Linears that the model's rules name compute with codes and scales in the place of a weight.
+
+Why: with few tokens a linear costs its weight's bytes, and those of FP8 are half as many; with many, products of FP8
+are twice as fast. The model file stays as it is: the weight that it names is never on the device. Its codes and scales
+are parameters, which the checkpoint has, or which are made of its weight while it is loaded.
+
+It changes what the graph computes, so it runs before the fusing passes and cannot be switched off. To them a quantised
+linear is a linear. It comes after tensor_parallel, so what it sees is a rank's share: tiles that share a scale are cut
+smaller where a share does not end with one, which leaves every value as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from compiled_engine.parallel.shards import Section, Shard
+from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import fake_mode_of
+from compiled_engine.passes.framework.op_library import PLAIN
+from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
+from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
+from compiled_engine.passes.linear.quantised_linear_op import library_obstacle
+from compiled_engine.passes.parallel.tensor_parallel import vocabulary_part
+from compiled_engine.quantisation import LinearScheme, Quantisation
+
+
+class Quantise(GraphPass):
+    name = "quantise"
+    required = True  # a rule that nothing follows is a wrong result
+
+    def __init__(self, quantisation: Quantisation, num_ranks: int = 1, before: fx.Graph | None = None):
+        """before: a copy of the graph, with which `verify` compares; None if it is not to be called."""
+        self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each matrix of parameters that the rules name and tokens are multiplied with, but for embeddings."""
+        weights = [node for node in graph.find_nodes(op="placeholder") if self._is_named(node)]
+        return sum(not is_looked_up(weight) for weight in weights)
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        replacements: list[Replacement] = []
+        notes: list[str] = []
+        for node in list(graph.nodes):
+            linear = linear_of(node)
+            if linear is None or linear.format != PLAIN:
+                continue
+            weight = parameter_of(linear.weight)
+            module = weight.name.removesuffix(".weight")
+            scheme, reason = self._quantisation.scheme_of(module), self._quantisation.why_not(module)
+            if scheme is None:
+                notes.append(f"{module}: stays {weight.dtype}: {reason}")
+                continue
+            scheme = scheme.dividing(*_sizes(weight))
+            new = _rewrite(graph, linear, scheme, self._quantisation.is_online)
+            replacements.append(Replacement(node.name, new))
+            notes.append(self._note(module, weight, scheme, linear.x.meta["val"]))
+        _erase_unused(graph)
+        return PassResult(len(replacements), (), tuple(replacements), tuple(notes))
+
+    def _is_named(self, node: fx.Node) -> bool:
+        if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
+            return False
+        return self._quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight")) is not None
+
+    def _note(self, module: str, weight: Parameter, scheme: LinearScheme, x_TK: torch.Tensor) -> str:
+        rows, k = weight.shape
+        nbytes = rows * k * scheme.weight.dtype.itemsize + 4 * torch.Size(scheme.weight.grid(rows, k)).numel()
+        kernel = "the reference, in plain torch"
+        if x_TK.device.type == "cuda":
+            obstacle = library_obstacle(k, rows, scheme, x_TK.dtype)
+            kernel = f"{kernel}: {obstacle}" if obstacle else "torch._scaled_mm"
+        source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
+        return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernel}"
+
+    def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
+        """Compare each linear, on each rank, with what the checkpoint's own layout says; see quantise_verifier."""
+        from compiled_engine.passes.quantised.quantise_verifier import verify_quantised
+
+        assert self._before is not None
+        return verify_quantised(self._before, result, self._quantisation, self._num_ranks, device)
+
+
+def is_looked_up(weight: fx.Node) -> bool:
+    """Whether a parameter is an embedding as well, whose rows are looked up."""
+    return any(user.target in _EMBEDDINGS for user in weight.users)
+
+
+_EMBEDDINGS = (torch.ops.aten.embedding.default, vocabulary_part)
+
+
+def _sizes(weight: Parameter) -> tuple[int, int]:
+    """Rows and columns at which tiles end: any part's rows, since linears are merged; columns of a share alone."""
+    shard = weight.shard
+    if shard is None or shard.dim is None:
+        return weight.shape[0], 0
+    if shard.divides_input:
+        return weight.shape[0], weight.shape[1]
+    return math.gcd(*(length // parts for length, parts in shard.sections)), 0
+
+
+def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: bool) -> fx.Node:
+    weight, like = parameter_of(linear.weight), linear.weight.meta["val"]
+    grid, text = scheme.weight.grid(*weight.shape), str(scheme)
+    codes = Parameter(f"{weight.name}.{CODES}", weight.shape, _name(scheme.weight.dtype), CODES, scheme=text)
+    scales = Parameter(f"{weight.name}.{SCALES}", grid, "float32", SCALES, scheme=text)
+    if is_online:
+        codes, scales = (
+            replace(each, role=WEIGHT, members=(weight,), make=((each.role, text),), scheme="")
+            for each in (codes, scales)
+        )
+    else:
+        codes = replace(codes, shard=weight.shard)
+        scales = replace(scales, shard=None if weight.shard is None else scales_shard(weight.shard, scheme))
+    with graph.inserting_before(linear.weight):
+        nodes = [_placeholder(graph, each, like) for each in (codes, scales)]
+        input_scale = None
+        if scheme.inputs is not None and scheme.inputs.static:
+            own = Parameter(f"{weight.name}.{INPUT_SCALE}", (1,), "float32", INPUT_SCALE, scheme=text)
+            input_scale = _placeholder(graph, own, like)
+    with graph.inserting_before(linear.node):
+        quantised = Quantised(nodes[1], None, input_scale, scheme)
+        new = emit_linear(graph, linear.x, nodes[0], linear.bias, quantised)
+    linear.node.replace_all_uses_with(new)
+    graph.erase_node(linear.node)
+    return new
+
+
+def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
+    """The part of the scales that goes with a part of a weight, whose tiles end where the part does."""
+    whole = scheme.weight.grid(*shard.whole)
+    if shard.dim is None:
+        return Shard(whole)
+    tile = (scheme.weight.rows, scheme.weight.columns)[shard.dim]
+    if not tile:  # every rank has the scales of whole rows
+        return Shard(whole)
+    return Shard(whole, shard.dim, tuple(Section(s.length // tile, s.parts) for s in shard.sections))
+
+
+def _placeholder(graph: fx.Graph, parameter: Parameter, like: torch.Tensor) -> fx.Node:
+    node = graph.placeholder(parameter.name.replace(".", "_"))
+    with fake_mode_of(like):
+        node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=like.device)
+    node.meta["source"] = parameter
+    return node
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    """Weights of which nothing is left but codes, and their transposes."""
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if is_parameter(node) and not node.users:
+            graph.erase_node(node)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,178 @@
+"""Compares quantised linears with what the layout of the checkpoint says, element by element and on every rank.
+
+A random checkpoint is made of each weight: codes and scales as its rules state them, undivided, or a weight that is
+quantised while it is loaded. The values that it stands for are computed from the element's place alone, as are rounded
+inputs; nothing is shared with the code that loads, retiles or rounds in the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
+from compiled_engine.passes.framework.graph_pass import PassResult
+from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, Parameter, compute
+from compiled_engine.passes.framework.rounding import retile
+from compiled_engine.passes.framework.verifier import VerificationError
+from compiled_engine.passes.linear.linears import Linear, linear_of
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
+
+NUM_TOKENS = 5
+# Of a row's largest result: sums are taken in another order, and results rounded to x's dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+
+
+@torch.no_grad()
+def verify_quantised(
+    before: fx.Graph, result: PassResult, quantisation: Quantisation, num_ranks: int, device: torch.device
+) -> int:
+    """Check every replacement; returns how many. Raises VerificationError naming the linear and how far off it is."""
+    originals = {node.name: node for node in before.nodes}
+    weights = {parameter_of(node).name: parameter_of(node) for node in filter(is_parameter, before.nodes)}
+    for replacement in result.replacements:
+        old, new = linear_of(originals[replacement.before]), linear_of(replacement.after)
+        name = f"pass quantise: {replacement.after.name}, which replaced {replacement.before},"
+        if old is None or new is None or new.quantised is None:
+            raise VerificationError(f"{name} is no quantised linear")
+        if not all(map(is_parameter, new.parameters)):
+            raise VerificationError(f"{name} reads what is no parameter")
+        if new.x.name != old.x.name or (new.bias and new.bias.name) != (old.bias and old.bias.name):
+            raise VerificationError(f"{name} has another input or bias")
+        for rank in range(num_ranks):
+            _verify(name, _Checkpoint(quantisation, weights, rank, num_ranks, device), old, new)
+    return len(result.replacements)
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A random checkpoint, as one rank reads it; `weights` are all that it has, by name."""
+
+    quantisation: Quantisation
+    weights: Mapping[str, Parameter]
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def stands_for(self, name: str) -> torch.Tensor:
+        """This rank's part of the values that a quantised weight stands for, in fp32."""
+        rounding = self._scheme(name).weight
+        if self.quantisation.is_online:
+            values = self.read(self.weights[name]).float()
+            codes, scales = _rounded(values, rounding, None)
+            return codes.float() * scales
+        codes, scales = self._stored(name)
+        return self._of_rank(codes.float() * _at(scales, rounding, *codes.shape), self.weights[name].shard)
+
+    def input_scale(self, name: str) -> torch.Tensor:
+        return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
+
+    def read(self, leaf: Parameter) -> torch.Tensor:
+        """What this rank reads for a parameter without members."""
+        name = leaf.name.rpartition(".")[0]
+        if leaf.role == INPUT_SCALE:
+            return self.input_scale(name)
+        if leaf.role == CODES:
+            return self._of_rank(self._stored(name)[0], leaf.shard)
+        if leaf.role == SCALES:
+            codes, scales = self._stored(name)
+            tile = LinearScheme.parse(leaf.scheme).weight
+            return self._of_rank(retile(scales, self._scheme(name).weight, tile, *codes.shape), leaf.shard)
+        shape = leaf.shape if leaf.shard is None else leaf.shard.whole
+        return self._of_rank(self._random(leaf.name, shape).to(leaf.torch_dtype), leaf.shard)
+
+    def _stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The undivided codes, and scales over three decades, as the rules state them."""
+        weight, rounding = self.weights[name], self._scheme(name).weight
+        shape = weight.shape if weight.shard is None else weight.shard.whole
+        codes = (self._random(name, shape) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
+        return codes.to(rounding.dtype), self._random(f"{name} scales", rounding.grid(*shape)).exp() * 1e-3
+
+    def _scheme(self, name: str) -> LinearScheme:
+        scheme = self.quantisation.scheme_of(name.removesuffix(".weight"))
+        if scheme is None:
+            raise VerificationError(f"pass quantise: {name} is quantised, and no rule names it")
+        return scheme
+
+    def _of_rank(self, whole: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+        return whole if shard is None else shard.of(whole, self.rank, self.num_ranks)
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+
+def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> None:
+    assert new.quantised is not None
+    weight, dtype = parameter_of(old.weight), old.node.meta["val"].dtype
+    scheme = _local(checkpoint.quantisation, weight)
+    values_NK = checkpoint.stands_for(weight.name)
+    x_TK = torch.randn((NUM_TOKENS, values_NK.shape[1]), generator=torch.Generator().manual_seed(0)).exp()
+    x_TK = x_TK.to(checkpoint.device)
+    expected_TK = x_TK
+    if scheme.inputs is not None:
+        static = checkpoint.input_scale(weight.name) if scheme.inputs.static else None
+        codes, scales = _rounded(x_TK, scheme.inputs, static)
+        expected_TK = codes.float() * scales
+        # Away from where a code is as near as the next, so that an ulp of x decides nothing.
+        x_TK = torch.where(x_TK.abs() > expected_TK.abs().amax(), x_TK, expected_TK + (x_TK - expected_TK) / 4)
+    expected_TN = expected_TK @ values_NK.t()
+    arguments = {each: compute(parameter_of(node), checkpoint.read) for each, node in new.quantised.parameters.items()}
+    codes_NK = compute(parameter_of(new.weight), checkpoint.read)
+    bias_N = None if old.bias is None else checkpoint.read(parameter_of(old.bias))
+    if bias_N is not None:
+        expected_TN += bias_N.float()
+    try:
+        found_TN = new.node.target(  # type: ignore[operator]
+            x_TK.to(dtype),
+            codes_NK,
+            arguments["scales_RC"],
+            arguments.get("zeros_RC"),
+            arguments.get("input_scale_1"),
+            None if new.bias is None else bias_N,
+            str(new.quantised.scheme),
+        )
+        error_T = (found_TN.float() - expected_TN).abs().amax(1)
+    except RuntimeError as error:
+        raise VerificationError(f"{name} cannot be computed: {error}") from error
+    if not (error_T <= TOLERANCE[dtype] * expected_TN.abs().amax(1)).all():
+        raise VerificationError(f"{name} is off by {float(error_T.max()):.3g} on rank {checkpoint.rank}")
+
+
+def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
+    """The scheme of a weight, with inputs in the groups that a rank can see whole."""
+    scheme = quantisation.scheme_of(weight.name.removesuffix(".weight"))
+    assert scheme is not None
+    divides = weight.shard is not None and weight.shard.divides_input
+    if scheme.inputs is None or not scheme.inputs.columns or not divides:
+        return scheme
+    columns = math.gcd(scheme.inputs.columns, weight.shape[1])
+    return LinearScheme(scheme.weight, Rounding(scheme.inputs.element, scheme.inputs.rows, columns))
+
+
+def _at(scales: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
+    """The scale of each element, by its place."""
+    rows = torch.arange(num_rows, device=scales.device) // (rounding.rows or num_rows)
+    columns = torch.arange(num_columns, device=scales.device) // (rounding.columns or num_columns)
+    return scales[rows[:, None], columns[None, :]]
+
+
+def _rounded(
+    values: torch.Tensor, rounding: Rounding, static: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and the scale of each element."""
+    rows, columns = rounding.grid(*values.shape)
+    if static is None:
+        place = _at(torch.arange(rows * columns, device=values.device).view(rows, columns), rounding, *values.shape)
+        largest = torch.zeros(rows * columns, device=values.device)
+        largest.scatter_reduce_(0, place.flatten(), values.abs().flatten(), "amax")
+        scales = (largest / rounding.largest)[place]
+    else:
+        scales = static.expand(values.shape)
+    return (values / scales).clamp(-rounding.largest, rounding.largest).to(rounding.dtype), scales

@@ -1,0 +1,112 @@
+"""quantization_config of a checkpoint: which rules it states, and what is refused, with what is allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quantised_checkpoints import LAYOUTS, TOKEN, compressed
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding, Rule, online
+
+SCHEMES = {
+    "compressed-tensors, channel and token": "e4m3 1x*, inputs e4m3 1x*",
+    "compressed-tensors, tensor, static": "e4m3 *x*, inputs e4m3 static",
+    "compressed-tensors, tensor and token": "e4m3 *x*, inputs e4m3 1x*",
+    "compressed-tensors, channel, weights alone": "e4m3 1x*",
+    "compressed-tensors, block": "e4m3 128x128, inputs e4m3 1x128",
+    "fp8, block": "e4m3 128x128, inputs e4m3 1x128",
+    "fp8, tensor": "e4m3 *x*, inputs e4m3 1x*",
+    "fp8, static": "e4m3 *x*, inputs e4m3 static",
+    "modelopt": "e4m3 *x*, inputs e4m3 static",
+}
+BLOCK = LAYOUTS["fp8, block"].config([])
+CHANNEL = compressed("channel", TOKEN)([])
+
+
+def read(config: dict[str, Any], folder: Path = Path(".")) -> Quantisation | None:
+    return read_quantisation(JsonFields("config.json", {"quantization_config": config}), folder)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_each_format_states_its_scheme(name: str) -> None:
+    found = read(LAYOUTS[name].config(["model.layers.1.mlp.up_proj"]))
+    assert found is not None
+    assert str(found.scheme_of("model.layers.0.mlp.up_proj")) == SCHEMES[name]
+    assert found.scheme_of("model.layers.1.mlp.up_proj") is None
+    assert found.scale_name == LAYOUTS[name].scale_name
+
+
+def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    section = {"quant_algo": "FP8", "exclude_modules": ["lm_head", "*.mlp.*"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    found = read_quantisation(JsonFields("config.json", {}), tmp_path)
+    assert found is not None
+    assert found.scheme_of("model.layers.0.mlp.up_proj") is None
+    assert str(found.scheme_of("model.layers.0.self_attn.q_proj")) == "e4m3 *x*, inputs e4m3 static"
+
+
+def test_names_come_before_expressions_and_these_before_classes() -> None:
+    rules = [("Linear", "e4m3 1x*"), ("re:.*down", "e4m3 *x*"), ("a.down_proj", "e4m3 128x128")]
+    found = Quantisation("x", tuple(Rule((target,), scheme) for target, scheme in rules), ("re:.*head",))
+    schemes = {name: str(found.scheme_of(name)) for name in ("a.up_proj", "b.down_proj", "a.down_proj", "lm_head")}
+    assert list(schemes.values()) == ["e4m3 1x*", "e4m3 *x*", "e4m3 128x128", "None"]
+    assert found.why_not("lm_head") == "re:.*head is to be ignored"
+
+
+def test_what_is_named_of_fp8_may_be_a_module_with_others_in_it() -> None:
+    found = read(BLOCK | {"modules_to_not_convert": ["layers.1", "gate"]})
+    assert found is not None
+    names = ("model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj", "model.layers.2.mlp.gate", "lm_head")
+    assert [found.scheme_of(name) is None for name in names] == [True, False, True, True]
+    without = read(BLOCK)
+    assert without is not None
+    assert without.scheme_of("lm_head") is without.scheme_of("model.layers.2.mlp.gate") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"quant_method": "gptq"}, ("quant_method", "'gptq'", "compressed-tensors, fp8")),
+        (BLOCK | {"fmt": "e5m2"}, ("fmt", "e4m3", "'e5m2'")),
+        (BLOCK | {"scale_fmt": "ue8m0"}, ("scale_fmt", "'ue8m0'", "quantization='fp8'")),
+        (BLOCK | {"weight_block_size": [128]}, ("weight_block_size", "[128]")),
+        (BLOCK | {"activation_scheme": "static"}, ("activation_scheme", "dynamic")),
+        (CHANNEL | {"format": "pack-quantized"}, ("format", "'pack-quantized'", "a checkpoint in FP8")),
+        (CHANNEL | {"sparsity_config": {"format": "24"}}, ("sparsity_config", "empty")),
+        (CHANNEL | {"config_groups": {}}, ("config_groups", "at least one group")),
+        (compressed("channel", TOKEN, num_bits=4)([]), ("num_bits", "got 4")),
+        (compressed("group", TOKEN)([]), ("strategy", "tensor, channel, block")),
+        (compressed("channel", {"strategy": "tensor", "dynamic": True})([]), ("strategy", "token or group")),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("quant_algo", "'NVFP4'", "FP8")),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[0],
+)
+def test_another_format_is_refused_with_what_is_allowed(config: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^config\.json") as caught:
+        read(config)
+    assert all(part in str(caught.value) for part in parts)
+
+
+sizes = st.integers(0, 300)
+roundings = st.builds(Rounding, st.just("e4m3"), sizes, sizes)
+
+
+@given(roundings, st.none() | roundings | st.just(Rounding("e4m3", 0, 0, True)))
+def test_schemes_are_text_and_back(weight: Rounding, inputs: Rounding | None) -> None:
+    scheme = LinearScheme(weight, inputs)
+    assert LinearScheme.parse(str(scheme)) == scheme
+
+
+@given(st.integers(1, 400), st.integers(0, 400))
+def test_smaller_tiles_divide_the_stored_ones_and_the_share(rows: int, columns: int) -> None:
+    scheme = online("fp8_block", ()).scheme_of("x")
+    assert scheme is not None
+    tile = scheme.dividing(rows, columns).weight
+    assert 128 % tile.rows == rows % tile.rows == 128 % tile.columns == columns % tile.columns == 0
