@@ -64,7 +64,7 @@ def test_the_compilers_work_is_on_the_page(seen: Visit) -> None:
     text = re.sub(r"<[^>]*>", "", seen.dom)
     for words in ("merge_linears", "residual_rms_norm", "compiled_engine.residual_rms_norm.default", "def forward("):
         assert words in text
-    for words in ("q_proj", "extern_kernels.mm(", "def traced_forward(", "SHAPE_ENV", "config.model.num_layers"):
+    for words in ("q_proj", "extern_kernels.mm(", "def traced(", "SHAPE_ENV", "config.model.num_layers"):
         assert words in text
     assert '<b class="keyword">' in seen.dom
     assert '<span class="added">' in seen.dom

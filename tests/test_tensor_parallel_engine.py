@@ -82,8 +82,12 @@ def test_the_tokens_are_those_of_one(one: LLM, two: LLM) -> None:
     assert metrics["preemptions"] > 0
     assert metrics["collectives"] == "gloo"
     assert metrics["cache"] in ("hit", "miss")
-    for counts in metrics["passes"].values():
-        assert counts["tensor_parallel"]["matches"] == counts["tensor_parallel"]["contract"] == 2 * 6 + 1
+    for name, counts in metrics["passes"].items():
+        summed = counts["tensor_parallel"]
+        if name.startswith("logits/"):  # ranks sample from their own columns
+            assert summed["matches"] == summed["contract"] == 0
+            continue
+        assert summed["matches"] == summed["contract"] == 2 * 6 + 1
         assert counts["all_reduce_residual_rms_norm"]["matches"] == 2 * 6
 
 
