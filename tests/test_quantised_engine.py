@@ -152,6 +152,7 @@ def test_weights_are_quantised_while_they_are_loaded(
     losses = []
     for checked in ({}, {"quantization": quantization, "verify_passes": True, "strict_passes": True}):
         options = {"device": device, "dtype": dtype, "progress": False, "skip_tokenizer_init": True} | checked
+        options |= {"num_blocks": 256, "max_num_seqs": 4}  # others may share the GPU
         with LLM(bundled_model_path, **options) as llm:
             (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         rows = (output.prompt_logprobs or [])[1:]

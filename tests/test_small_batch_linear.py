@@ -132,7 +132,11 @@ def near_misses() -> Iterator[Any]:
     yield pytest.param(lambda x, y: (x @ y,), x | y, {}, "not a transposed parameter", id="no parameter")
     yield pytest.param(lambda x, w: (x @ w,), x, {"w": (8, 6)}, "not a transposed parameter", id="not transposed")
     yield pytest.param(
-        lambda x, w, bias: (aten.addmm.default(bias, x, w.t(), beta=2),), x, W | {"bias": (12,)}, "scaled", id="scaled"
+        lambda x, w, bias: (aten.addmm.default(bias, x, w.t(), beta=2),),
+        x,
+        W | {"bias": (12,)},
+        "beta is 2",
+        id="scaled",
     )
     yield pytest.param(
         lambda x, bias, w: (torch.addmm(bias, x, w.t()),), x | bias, W, "not a bias vector", id="not a bias"

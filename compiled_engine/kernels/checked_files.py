@@ -16,11 +16,11 @@ class CheckedFiles(FileCacheManager):
     """
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
-        """Write a file, unless another process has been faster.
+        """Write a file, unless it is there already.
 
-        A file that is replaced may be a library that this process runs. Where the file system then gives its inode to
-        the next file, the dynamic linker takes that one for the library: a launcher would launch with the arguments of
-        another kernel.
+        Python recognises a loaded library by the inode that it had when its file was opened. If another process
+        replaces the file at that moment, the file system may give the inode to the next library, and Python takes it
+        for the first one: a kernel would be launched with the launcher of another.
         """
         if self._is_shared and is_checked(filename):
             there: str | None = super().get_file(filename)
