@@ -126,7 +126,7 @@ class TestQueue:
         assert queue.remove("gone")
         assert not queue.remove("gone")
         ready, failed = [], []
-        while queue:
+        while queue.waiting:
             more, ends = queue.take(patience_s=1.0)
             ready += more
             failed += ends
@@ -165,5 +165,5 @@ class TestQueue:
             [],
             "structured_outputs: the grammar takes more than 0.05 s to compile",
         )
-        assert not queue
+        assert not queue.waiting
         queue.close()
