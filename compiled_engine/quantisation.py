@@ -110,13 +110,23 @@ class Quantisation:
 
     method: quant_method of the checkpoint, or "online" for weights that are quantised while they are loaded. ignore:
     targets that stay as they are, whatever rules say. scale_name: what the scale of a module's weight is called in the
-    checkpoint.
+    checkpoint. Raises ValueError for a target whose regular expression is none.
     """
 
     method: str
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...]
     scale_name: str = "weight_scale"
+
+    def __post_init__(self) -> None:
+        where = "quantization_ignore" if self.is_online else "quantization_config"
+        for target in (*self.ignore, *(target for rule in self.rules for target in rule.targets)):
+            try:
+                _matches(target, "")
+            except re.error as error:
+                raise ValueError(
+                    f"{where} has {target!r}: {error}; allowed: names, or re: and a regular expression"
+                ) from None
 
     @property
     def is_online(self) -> bool:

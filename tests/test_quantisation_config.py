@@ -110,3 +110,10 @@ def test_smaller_tiles_divide_the_stored_ones_and_the_share(rows: int, columns: 
     assert scheme is not None
     tile = scheme.dividing(rows, columns).weight
     assert 128 % tile.rows == rows % tile.rows == 128 % tile.columns == columns % tile.columns == 0
+
+
+def test_what_is_no_regular_expression_is_named() -> None:
+    with pytest.raises(ValueError, match=r"quantization_ignore has 're:\(': missing \)"):
+        online("fp8", ("lm_head", "re:("))
+    with pytest.raises(ValueError, match=r"quantization_config has 're:\['"):
+        read(compressed("channel", TOKEN)(["re:["]))
