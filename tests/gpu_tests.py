@@ -51,7 +51,7 @@ class Stage:
 
 def stages_of(folder: Path) -> list[Stage]:
     """All tests with the marker `gpu`: what starts engines, then the kernels, then what is measured alone."""
-    having = [path for path in sorted(folder.glob("test_*.py")) if re.search(r"mark\.gpu\b", path.read_text())]
+    having = [path for path in sorted(folder.rglob("test_*.py")) if re.search(r"mark\.gpu\b", path.read_text())]
     with_alone = [path for path in having if re.search(r"mark\.gpu_alone\b", path.read_text())]
     starts = [path for path in having if path.name == "test_gpu_starts.py"]
     engines = [path for path in having if path.name.startswith("test_gpu_") and path not in starts]

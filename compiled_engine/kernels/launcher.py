@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from compiled_engine.kernels.compile_ahead import KernelCollector
 
-# Versions for which tests/test_launcher.py has verified that launches reach the driver as Triton's own do.
+# Versions for which tests/kernels/test_launcher.py has verified that launches reach the driver as Triton's own do.
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 POINTER_SUFFIX = "_ptr"
 # Options that a launch may have; one with others is Triton's.

@@ -1,0 +1,221 @@
+"""Each way in which people start the engine on a GPU, cold and warm, beside transformers.
+
+A start is a process of its own, so what is imported, forked, compiled and captured is what a user's script meets. All
+share one folder of kernels; each has a token budget of its own, so that its first start finds no compiled model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import SUPPORT
+
+from compiled_engine.bench.families import Family, family, load_oracle, write_checkpoint
+from compiled_engine.bench.family_comparison import BF16_FACTOR, TOLERANCE
+from compiled_engine.passes.registry import registered_passes
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = SUPPORT / "gpu_start.py"
+LONGEST_S = 240
+# Blocks are given, since many starts share the GPU.
+OPTIONS: dict[str, Any] = {"num_blocks": 256, "max_num_seqs": 4, "max_model_len": 256}
+# One token, a chunk, several chunks; below and above the windows of models that have them.
+PROMPT_LENS = (1, 6, 33, 90, 150)
+BF16 = {"dtype": "bfloat16"}
+GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
+OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
+
+
+@dataclass(frozen=True)
+class Start:
+    """options: of `LLM`. empty: without the kernels of other starts. narrow: it runs 16-bit models alone. head_dim:
+    another size than the family's checkpoints have."""
+
+    family: str = "qwen3"
+    options: dict[str, Any] = field(default_factory=dict)
+    empty: bool = False
+    narrow: bool = False
+    head_dim: int | None = None
+
+
+def without(name: str) -> Start:
+    """In a model in which the pass finds something."""
+    having = {"experts": "qwen3_moe", "layer_norm": "starcoder2"}
+    return Start(having.get(name, "qwen3"), {"disable_passes": [name]})
+
+
+STARTS = {
+    "default, nothing kept": Start(empty=True),
+    "eager": Start(options={"mode": "eager"}),
+    "compiled": Start(options={"mode": "compiled"}),
+    **{f"graphs: {mode}": Start(options={"graph_mode": mode}) for mode in GRAPH_MODES},
+    "graphs: breakable": Start(options={"mode": "eager", "graph_mode": "breakable"}),
+    "cuda:0": Start(options={"device": "cuda:0"}),
+    # Reduced builds of flash-attn have the common sizes of heads alone.
+    "flash_attn": Start(options={"attention_backend": "flash_attn"}, narrow=True, head_dim=64),
+    "torch attention": Start(options={"attention_backend": "torch"}),
+    "a worker process": Start(options={"distributed_executor": "multiprocess"}),
+    "without scheduling ahead": Start(options={"async_scheduling": False}),
+    **{f"without {p.name}": without(p.name) for p in registered_passes() if p.name not in OF_RANKS},
+    "windows": Start("mistral"),
+    "soft caps and windows": Start("gemma2"),
+    "experts": Start("qwen3_moe"),
+    "foreign, Inductor": Start("olmo2"),
+    "foreign, Inductor, windows": Start("cohere2"),
+    "foreign, no Inductor": Start("granite"),
+    "foreign, norms behind": Start("glm4"),
+    "foreign experts": Start("gpt_oss"),
+    "textbook's model by transformers' code": Start(options={"model_impl": "transformers"}),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """oracle: transformers' model in fp32, on the CPU."""
+
+    folder: Path
+    oracle: Any
+    prompts: list[list[int]]
+
+    def logprobs(self, token_ids: list[int], oracle: Any = None) -> torch.Tensor:
+        """Of each token behind those before it [T - 1]."""
+        ids = torch.tensor([token_ids])
+        with torch.inference_mode():
+            logits_TV = (self.oracle if oracle is None else oracle)(ids).logits[0, :-1].float()
+        return logits_TV.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+    def next_tokens(self, token_ids: list[int], count: int) -> list[int]:
+        """The likeliest continuation, and those that are as likely within roundings."""
+        ids = list(token_ids)
+        for _ in range(count):
+            with torch.inference_mode():
+                ids.append(int(self.oracle(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(token_ids) :]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def made(name: str, head_dim: int | None = None) -> Checkpoint:
+        folder = tmp_path_factory.mktemp(name)
+        case: Family = family(name)
+        if head_dim is not None:
+            case = replace(case, changes={**case.changes, "head_dim": head_dim})
+        oracle = write_checkpoint(folder, case)
+        choose = random.Random(0)
+        size = oracle.config.get_text_config().vocab_size
+        return Checkpoint(folder, oracle, [[choose.randrange(size) for _ in range(n)] for n in PROMPT_LENS])
+
+    return made
+
+
+def run(checkpoint: Checkpoint, *options: dict[str, Any], root: Path | None = None) -> list[dict[str, Any]]:
+    """Engines in one process, by their options."""
+    environment = os.environ if root is None else os.environ | {"COMPILED_ENGINE_CACHE_DIR": str(root)}
+    arguments = [str(checkpoint.folder), json.dumps(options), json.dumps(checkpoint.prompts)]
+    command = [sys.executable, str(SCRIPT), *arguments]
+    started = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=LONGEST_S)
+    assert started.returncode == 0, started.stderr[-3000:]
+    assert "fork" not in started.stderr
+    found: list[dict[str, Any]] = json.loads(started.stdout.splitlines()[-1])
+    return found
+
+
+def check_start(name: str, checkpoint: Checkpoint, root: Path | None, device: str) -> None:
+    """Cold in bf16, then in fp32, and warm in another process: the tokens and log-probabilities of transformers."""
+    start = STARTS[name]
+    options = OPTIONS | {"device": device, "max_num_batched_tokens": 64 + list(STARTS).index(name)} | start.options
+    compiled = options.get("mode") != "eager"
+    dtypes = [options | BF16] if start.narrow else [options | BF16, options | {"dtype": "float32"}]
+    cold = run(checkpoint, *dtypes, root=root)
+    warm = run(checkpoint, dtypes[-1], root=root)
+    for found, first in [*((each, True) for each in cold), (warm[0], False)]:
+        if compiled:
+            assert found["cache"] == ("miss" if first else "hit")
+            assert (found["traces"] > 0) == (found["compiles"] > 0) == first
+    check_close(checkpoint, cold[0]["outputs"])
+    check_last = check_close if start.narrow else check_equal
+    check_last(checkpoint, cold[-1]["outputs"])
+    check_last(checkpoint, warm[0]["outputs"])
+
+
+def check_equal(checkpoint: Checkpoint, outputs: list[dict[str, Any]]) -> None:
+    """In fp32: the same tokens, with the same log-probabilities but for roundings."""
+    for prompt, output in zip(checkpoint.prompts, outputs, strict=True):
+        token_ids = prompt + output["token_ids"]
+        difference = (checkpoint.logprobs(token_ids) - torch.tensor(output["logprobs"])).abs().max()
+        assert difference <= TOLERANCE
+        assert output["token_ids"] == checkpoint.next_tokens(prompt, len(output["token_ids"]))
+
+
+def check_close(checkpoint: Checkpoint, outputs: list[dict[str, Any]]) -> None:
+    """In bf16: log-probabilities about as far from fp32's as those of transformers in bf16 are."""
+    narrow = load_oracle(checkpoint.folder, torch.bfloat16)
+    differences, of_transformers = [], []
+    for prompt, output in zip(checkpoint.prompts, outputs, strict=True):
+        token_ids = prompt + output["token_ids"]
+        exact = checkpoint.logprobs(token_ids)
+        differences.append((exact - torch.tensor(output["logprobs"])).abs())
+        of_transformers.append((exact - checkpoint.logprobs(token_ids, narrow)).abs())
+    assert torch.cat(differences).mean() <= BF16_FACTOR * torch.cat(of_transformers).mean()
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_gives_what_transformers_gives(name: str, checkpoints: Any, tmp_path: Path) -> None:
+    if "flash_attn" in name:
+        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    start = STARTS[name]
+    check_start(name, checkpoints(start.family, start.head_dim), tmp_path / "root" if start.empty else None, "cuda")
+
+
+OUT_OF_MEMORY = """
+import itertools, tempfile
+from pathlib import Path
+import torch
+from compiled_engine.llm import LLM
+from compiled_engine.bench.shapes import write_shape
+from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
+
+captures, whole = itertools.count(1), CudaCapture.whole
+
+def short_of_memory(self, work):
+    if next(captures) != 3:
+        return whole(self, work)
+    return whole(self, lambda: (torch.empty(1 << 45, dtype=torch.uint8, device="cuda"), work())[1])
+
+CudaCapture.whole = short_of_memory
+with tempfile.TemporaryDirectory() as folder:
+    options = {"load_format": "dummy", "num_blocks": 64, "max_model_len": 1024, "progress": False}
+    shape = write_shape(Path(folder), "qwen3-0.6b")
+    free = torch.cuda.mem_get_info()[0]
+    try:
+        LLM(shape, **options)
+    except torch.OutOfMemoryError:
+        print("refused")
+    torch.cuda.empty_cache()
+    print(free - torch.cuda.mem_get_info()[0] < 1 << 30)
+    with LLM(shape, **options) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], use_tqdm=False)
+        print(llm.metrics()["captures"] > 3, len(output.outputs[0].token_ids) > 0)
+"""
+
+
+@pytest.mark.gpu_alone
+def test_out_of_memory_while_capturing_ends_the_start_and_nothing_else() -> None:
+    """In the third graph. Its memory is free again, and the next engine of the process starts and captures."""
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", OUT_OF_MEMORY], check=False, capture_output=True, text=True, timeout=LONGEST_S
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["refused", "True", "True", "True"]

@@ -1,0 +1,142 @@
+"""The op of experts: its reference, its kernels in the interpreter and compiled for Hopper, and on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import triton
+from experts_cases import CASES, Case, arguments_of, error
+from interpreter import interpreting
+from small_batch_linear_cases import nan_in_new_tensors
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from compiled_engine.passes.experts import experts_grouped, experts_one_token, experts_op, experts_routing
+from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles
+
+INTERPRETED = """
+import torch
+from compiled_engine.passes.experts import experts_op
+from experts_cases import CASES, arguments_of, error
+from small_batch_linear_cases import nan_in_new_tensors
+
+torch.set_num_threads(1)
+for case in CASES:
+    arguments = arguments_of(case, torch.float32)
+    # Those that are quick a second time, on counts that the first has left.
+    for _ in range(2 if case.num_tokens < 10 else 1):
+        with nan_in_new_tensors():
+            out = experts_op.launch(*arguments)
+        assert error(out, arguments) < 1e-5, f"{case} is off by {error(out, arguments)}"
+print("right")
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference(case: Case, dtype: torch.dtype) -> None:
+    arguments = arguments_of(case, dtype)
+    assert error(experts_op.experts(*arguments), arguments) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def test_in_the_interpreter() -> None:
+    environment = interpreting(__file__)
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "right", run.stderr[-2000:]
+
+
+def compiled(kernel: Any, constants: dict[str, Any], num_warps: int) -> Any:
+    kernel, constants = getattr(kernel, "jit_function", kernel), constants | {"DEPENDENT_LAUNCH": True}
+    types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64"}
+    types |= dict.fromkeys(("logits_stride", "x_stride", "num_pairs", "num_blocks"), "i32")
+    types |= dict.fromkeys(("chosen_ptr", "rank_ptr", "counts_ptr", "sorted_ptr", "blocks_ptr"), "*i32")
+    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "x_stride"]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": num_warps, "launch_pdl": True, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+GATE: dict[str, Any] = {"ACTIVATION": "silu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": True}
+# Of Qwen3-30B-A3B.
+ROUTE: dict[str, Any] = {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOP_K": 8}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("num_tokens", [8, 65, 8192])
+def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> None:
+    tiles = grouped_tiles(num_tokens, torch.bfloat16)
+    constants = {"K": 2048, "NUM_ROWS": 1536} if gated else {"K": 768, "NUM_ROWS": 2048}
+    constants |= GATE | {"TOP_K": 8, "GATED": gated, "TOKENS": tiles.tokens, "ROWS": tiles.rows}
+    program = compiled(
+        experts_grouped.grouped_kernel,
+        constants | {"BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages},
+        tiles.num_warps,
+    )
+    assert program.metadata.shared <= 227 << 10
+    assert "wgmma" in program.asm["ptx"]
+    assert "cp.async" in program.asm["ptx"]
+
+
+def test_the_other_kernels_compiled_for_hopper() -> None:
+    shape = GATE | {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 2048}
+    for kernel, constants, num_warps in (
+        (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": True, "given_ptr": None}, 1),
+        (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": False}, 1),
+        (experts_routing.place_kernel, {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOKENS": 16, "PLACED": 128}, 4),
+        (experts_one_token.one_token_route_kernel, ROUTE | {"RENORMALISE": True}, 1),
+        (experts_one_token.one_token_gate_up_kernel, shape, 8),
+        (
+            experts_one_token.one_token_down_kernel,
+            {"HIDDEN_SIZE": 2048, "WIDTH": 768, "TOP_K": 8, "ROWS": 4, "BLOCK_K": 1024},
+            4,
+        ),
+        (experts_grouped.combine_kernel, ROUTE | {"HIDDEN_SIZE": 2048, "BLOCK_D": 1024}, 4),
+    ):
+        assert "griddepcontrol.wait" in compiled(kernel, constants, num_warps).asm["ptx"]
+
+
+ON_A_GPU = (
+    *CASES,
+    Case(8, 128, 8, 2048, 768, norm=True, residual=True),
+    Case(700, 128, 8, 512, 256),
+    Case(3000, 16, 4),
+    Case(1, 32, 4, 2880, 2880, norm=True, residual=True, gpt_oss=True),
+    Case(8, 32, 4, 2880, 2880, gpt_oss=True),
+    Case(700, 128, 8, 512, 256, renormalise=False, residual=True, given=True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
+    """Right, and the same whenever it is repeated, captured or not."""
+    arguments = arguments_of(case, dtype, "cuda")
+    with nan_in_new_tensors():
+        first = experts_op.experts(*arguments)
+    assert error(first, arguments) < (1e-5 if dtype == torch.float32 else 2e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = experts_op.experts(*arguments)
+    for _ in range(3):
+        again.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(again, first)
+
+
+def test_tiles_are_within_what_a_multiprocessor_has() -> None:
+    for num_tokens in (2, 64, 65, 1024, 1025):
+        tiles: GroupedTiles = grouped_tiles(num_tokens, torch.bfloat16)
+        assert tiles.num_stages * (tiles.tokens + tiles.rows) * tiles.block_k * 2 <= 227 << 10

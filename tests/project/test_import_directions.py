@@ -1,0 +1,169 @@
+"""The packages: which there are, and which may import which."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+from folders import REPOSITORY
+
+FOLDERS = {
+    "compiled_engine": REPOSITORY / "compiled_engine",
+    "compiled_engine.passes": REPOSITORY / "passes",
+    "compiled_engine.graphs": REPOSITORY / "graphs",
+    "compiled_engine.models": REPOSITORY / "models",
+}
+# From the lowest floor up. A room, or a module at the top, may import what stands before it, and nothing else.
+FLOORS = (
+    "process",
+    "quantisation",
+    "config",
+    "schema",
+    "kernels",
+    "rows",
+    "attention",
+    "attention.backends",
+    "models.bundled",
+    "models.textbook",
+    "parallel",
+    "passes.framework",
+    "passes.norm",
+    "passes.linear",
+    "passes.rope",
+    "passes.experts",
+    "passes.parallel",
+    "passes.quantised",
+    "passes.layout",
+    "passes",
+    "models.foreign",
+    "models.checkpoint",
+    "graphs.compiler",
+    "graphs.cache",
+    "graphs.cuda_graphs",
+    "graphs",
+    "graphs.cpu_graphs",
+    "sampling",
+    "options",
+    "other_engines",
+    "messages",
+    "grammars",
+    "runner",
+    "core",
+    "graphs.inspection",
+    "resolve",
+    "processes",
+    "frontend",
+    "llm_parts",
+    "llm",
+    "async_llm",
+    "server.parsers",
+    "server",
+    "bench",
+    "bench.serving",
+    "tune",
+    "cli",
+    "models.bundled_training",
+)
+# The modules of the core that decide on paper.
+ON_PAPER = (
+    "block_pool",
+    "cache_resource",
+    "kv_cache_manager",
+    "request",
+    "request_table",
+    "steps",
+    "scheduler",
+    "constraints",
+)
+# Packages, and modules, that may not import some others below them.
+FORBIDDEN = {
+    **{f"core.{name}": ("graphs", "passes", "models", "attention", "kernels", "runner") for name in ON_PAPER},
+    "models.textbook": ("kernels", "process"),
+    "sampling": ("graphs", "passes", "models", "attention"),
+    "grammars": ("graphs", "passes", "models", "attention", "kernels"),
+    "graphs": ("sampling", "core"),
+    "frontend": ("graphs", "passes", "runner", "core"),
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the product by its name below compiled_engine."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = [part for part in path.relative_to(folder).with_suffix("").parts if part != "__init__"]
+            found[".".join([package, *parts]).partition(".")[2]] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    """The folder that a module stands in; a module at the top is a room of its own."""
+    if modules()[module].name == "__init__.py":
+        return module
+    return module.rpartition(".")[0] or module
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """The product's modules that a module imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name.partition(".")[2] in modules() else str(node.module) for name in whole}
+    return frozenset(name.partition(".")[2] for name in names if name.startswith("compiled_engine."))
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    rooms = {room_of(module) for module in modules()} - {"", "models"}
+    assert rooms == set(FLOORS)
+
+
+def test_no_import_runs_upwards() -> None:
+    for module in modules():
+        floor = FLOORS.index(room_of(module)) if room_of(module) in FLOORS else len(FLOORS)
+        above = [name for name in imports_of(module) if name and FLOORS.index(room_of(name)) > floor]
+        assert not above, f"{module} may not import {above}"
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module not in done:
+            for name in imports_of(module):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in modules():
+        visit(module, ())
+
+
+@pytest.mark.parametrize("room", sorted(FORBIDDEN))
+def test_a_room_knows_nothing_of_some_others(room: str) -> None:
+    for module in modules():
+        if within(module, room):
+            known = [name for name in imports_of(module) if any(within(name, other) for other in FORBIDDEN[room])]
+            assert not known, f"{module} may not import {known}"
+
+
+def test_tests_can_be_collected_from_any_folder() -> None:
+    """They import one another as pytest finds them, beside each other: not as a package below the working directory."""
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path.name}: relative import"
+                names = [str(node.module)]
+            assert "tests" not in {name.partition(".")[0] for name in names}, path.name

@@ -1,0 +1,32 @@
+"""Processes that run kernels in Triton's interpreter, without a GPU, and the limits of the interpreter."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import triton
+from folders import SUPPORT
+
+
+def release(version: str) -> tuple[int, ...]:
+    """3.6.0 -> (3, 6)"""
+    return tuple(map(int, version.split(".")[:2]))
+
+
+loops_to_a_loaded_bound = pytest.mark.skipif(
+    release(triton.__version__) < (3, 9) and release(np.__version__) >= (2, 5),
+    reason="the interpreter of Triton 3.6 cannot loop to a bound that was loaded with numpy 2.5",
+)
+
+
+def python_path(test_file: str) -> str:
+    """PYTHONPATH of a process that imports the test file and the modules in this folder."""
+    return os.pathsep.join([str(Path(test_file).parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+
+
+def interpreting(test_file: str) -> dict[str, str]:
+    """The environment of a process that runs kernels of the test file in the interpreter."""
+    return os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(test_file)}
