@@ -13,8 +13,8 @@ from typing import Any
 
 import gpu_tests
 import pytest
-from folders import SUPPORT
 from gpu_tests import Stage, run_all, stages_of
+from interpreter import python_path
 
 QUICK = """
 import pytest
@@ -120,7 +120,11 @@ def test_a_stage_that_cannot_begin_is_a_failure(folder: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "1"), ("4,6", "6")])
 def test_processes_side_by_side_have_a_gpu_each(visible: str | None, expected: str) -> None:
-    environment = os.environ | {"PYTEST_XDIST_WORKER": "gw3", gpu_tests.COUNT_VARIABLE: "2", "PYTHONPATH": str(SUPPORT)}
+    environment = os.environ | {
+        "PYTEST_XDIST_WORKER": "gw3",
+        gpu_tests.COUNT_VARIABLE: "2",
+        "PYTHONPATH": python_path(__file__),
+    }
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     code = "import conftest, os; print(os.environ['CUDA_VISIBLE_DEVICES'])"

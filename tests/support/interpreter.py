@@ -24,7 +24,8 @@ loops_to_a_loaded_bound = pytest.mark.skipif(
 
 def python_path(test_file: str) -> str:
     """PYTHONPATH of a process that imports the test file and the modules in this folder."""
-    return os.pathsep.join([str(Path(test_file).parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    folders = [str(Path(test_file).parent), str(SUPPORT), os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(folder for folder in folders if folder)  # an empty entry is the working directory
 
 
 def interpreting(test_file: str) -> dict[str, str]:
