@@ -42,11 +42,13 @@ print(json.dumps(provenance(torch.device("cuda", 0))))
 
 @dataclass(frozen=True)
 class Stage:
-    """Tests that run together. alone: one after the other, as each wants the GPU for itself."""
+    """Tests that run together. alone: one after the other, as each wants the GPU for itself. long: few and long ones,
+    the longest first, so that a process takes the next one when it is free."""
 
     name: str
     files: tuple[Path, ...]
     alone: bool = False
+    long: bool = False
 
 
 def stages_of(folder: Path) -> list[Stage]:
@@ -57,7 +59,11 @@ def stages_of(folder: Path) -> list[Stage]:
     engines = [path for path in having if path.name.startswith("test_gpu_") and path not in starts]
     engines.sort(key=lambda path: path.name not in ("test_gpu_engine.py", "test_gpu_graphs.py"))
     kernels = [path for path in having if path not in starts + engines]
-    stages = [Stage("starts", tuple(starts)), Stage("engines", tuple(engines)), Stage("kernels", tuple(kernels))]
+    stages = [
+        Stage("starts", tuple(starts), long=True),
+        Stage("engines", tuple(engines)),
+        Stage("kernels", tuple(kernels)),
+    ]
     stages.append(Stage("alone", tuple(with_alone), alone=True))
     return [stage for stage in stages if stage.files]
 
@@ -138,7 +144,9 @@ def run_stage(
         return
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_tests"]
     command += ["-m", "gpu_alone" if stage.alone else "gpu and not gpu_alone"]
-    command += [] if stage.alone or processes == 1 else ["-n", str(processes), "--dist", "worksteal"]
+    if not stage.alone and processes > 1:
+        command += ["-n", str(processes), "--dist"]
+        command += ["load", "--maxschedchunk", "1"] if stage.long else ["worksteal"]
     inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     environment = {CACHE_VARIABLE: cache} | inherited
     start = time.monotonic()
