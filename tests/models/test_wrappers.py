@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from compiled_engine.bench.families import WRAPPERS, Family, family, write_checkpoint
 from compiled_engine.bench.family_comparison import difference_of
 from compiled_engine.llm import LLM
-from compiled_engine.models.checkpoint.wrappers import DEFAULTS
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.wrappers import DEFAULTS, text_model
 from compiled_engine.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
@@ -67,11 +68,21 @@ def test_fields_that_text_config_leaves_out_are_those_of_transformers() -> None:
         assert {name: getattr(config, name) for name in fields} == fields
 
 
+def test_modules_that_are_not_quantised_have_the_text_models_names() -> None:
+    ignored = ["model.language_model.layers.0.mlp", "model.visual.merger", "lm_head", "re:.*gate$"]
+    stated: dict[str, Any] = {"quant_method": "fp8", "modules_to_not_convert": ignored}
+    whole = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {"model_type": "qwen3_vl_text"}}
+    fields, wrapper = text_model(JsonFields("config.json", whole | {"quantization_config": stated}))
+    assert wrapper == "Qwen3VLForConditionalGeneration"
+    named = fields.section("quantization_config").texts("modules_to_not_convert")
+    assert named == ["model.layers.0.mlp", "model.visual.merger", "lm_head", "re:.*gate$"]
+
+
 def test_a_text_model_of_another_type_is_refused(tmp_path: Path) -> None:
     write(tmp_path, family("llava"))
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
     values["text_config"]["model_type"] = "opt"
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="text_config: model_type must be one of .*llama.* got 'opt'"):
+    with pytest.raises(ValueError, match=r"text_config: model_type must be one of .*llama.* got 'opt'"):
         LLM(tmp_path, device="cpu", progress=False)
