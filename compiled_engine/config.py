@@ -139,6 +139,7 @@ class ModelConfig:
     attention.inputs.Scoring; 0 and False mean none. `logit_soft_cap` caps logits likewise.
     `quantisation`: None where weights are in dtype.
     `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
+    `wrapper`: the multimodal architecture whose checkpoint the text model is part of; None for a checkpoint of its own.
     """
 
     path: Path
@@ -173,6 +174,7 @@ class ModelConfig:
     local_rope_theta: float | None = None
     experts: ExpertsConfig = ExpertsConfig()
     quantisation: Quantisation | None = None
+    wrapper: str | None = None
 
     @property
     def num_mlps(self) -> int:

@@ -39,18 +39,21 @@ _OLD_NAMES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers with what differs from TINY; `without`: names that it does not take."""
+    """A model type of transformers with what differs from TINY; `without`: names that it does not take. `others`: of a
+    multimodal type, the configurations of its other parts beside that of the text model, which has the changes."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     renamed: bool = False
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
         values = {name: value for name, value in TINY.items() if name not in self.without}
         if self.renamed:
             values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
-        return values | dict(self.changes)
+        values |= dict(self.changes)
+        return {"text_config": values, **self.others} if self.others else values
 
     def to_divide(self) -> Family:
         """With a vocabulary that two or four ranks divide."""
@@ -68,14 +71,26 @@ _SHORT_YARN = {
 # Queries are scaled from the fifth token on.
 _SCALED_QUERIES = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 4}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+_GEMMA3 = _WINDOWS | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0}
 _NARROW = {"moe_intermediate_size": 48}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NARROW_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_TOWER: dict[str, Any] = {
+    "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": TINY["hidden_size"]}
+}
+
+
+def _tower(kind: str) -> dict[str, Any]:
+    return {"vision_config": _TOWER["vision_config"] | {"model_type": kind}}
+
+
 FAMILIES: tuple[Family, ...] = (
     Family("llama", {"attention_bias": True, "mlp_bias": True}),
     Family("qwen3"),
     Family("qwen2", {"tie_word_embeddings": True}),
     Family("mistral", {"sliding_window": WINDOW}),
-    Family("gemma3_text", _WINDOWS | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0}),
+    Family("gemma3_text", _GEMMA3),
     Family("gemma2", _WINDOWS | {"query_pre_attn_scalar": 24}),
     Family("gemma"),
     Family("phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}, ("head_dim",)),
@@ -126,6 +141,23 @@ FAMILIES: tuple[Family, ...] = (
         | {"swiglu_limit": 1.0},
     ),
 )
+# Text models within multimodal ones, whose other parts stay unread.
+WRAPPERS: tuple[Family, ...] = (
+    Family("gemma3", _GEMMA3 | {"model_type": "gemma3_text"}, others=_TOWER),
+    Family("mistral3", {"model_type": "mistral", "sliding_window": WINDOW}, others=_tower("pixtral")),
+    Family("llava", {"model_type": "llama"}, others=_tower("clip_vision_model")),
+    Family("llava_next", {"model_type": "mistral", "sliding_window": WINDOW}, others=_tower("clip_vision_model")),
+    Family("llava_onevision", {"model_type": "qwen2"}, others=_TOWER),
+    Family("vipllava", {"model_type": "llama"}, others=_tower("clip_vision_model")),
+    Family("internvl", {"model_type": "qwen2"}, others=_TOWER),
+    Family("idefics3", {"model_type": "llama"}, others=_TOWER),
+    Family("smolvlm", {"model_type": "llama"}, others=_TOWER),
+    Family("ovis2", {"model_type": "qwen2"}, others=_TOWER),
+    Family("lighton_ocr", {"model_type": "qwen3"}, others=_TOWER),
+    Family("qwen2_vl", _NARROW_MROPE, ("head_dim",), others=_TOWER),
+    Family("qwen2_5_vl", _NARROW_MROPE, ("head_dim",), others=_TOWER),
+    Family("qwen3_vl", {}, others=_TOWER),
+)
 # Of what the ops of all the others are variants: textbook; offset norms, soft caps, windows of some layers; packed
 # weights; norms behind blocks; partial interleaved rope; layer norms and no gate; sinks and experts of all kinds.
 IN_TESTS = ("qwen3", "gemma3_text", "phi3", "olmo2", "glm4", "starcoder2", "gpt_oss")
@@ -133,9 +165,10 @@ IN_TESTS = ("qwen3", "gemma3_text", "phi3", "olmo2", "glm4", "starcoder2", "gpt_
 
 def family(name: str) -> Family:
     """Raises ValueError for an unknown name."""
-    found = next((one for one in FAMILIES if one.name == name), None)
+    every = (*FAMILIES, *WRAPPERS)
+    found = next((one for one in every if one.name == name), None)
     if found is None:
-        raise ValueError(f"family is {name!r}; allowed: {', '.join(one.name for one in FAMILIES)}")
+        raise ValueError(f"family is {name!r}; allowed: {', '.join(one.name for one in every)}")
     return found
 
 
@@ -144,10 +177,10 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
 
     Nothing is left at zero or one, and matrices are large enough for peaked distributions.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.for_model(case.name, **case.config())
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = _auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -162,8 +195,14 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
 def load_oracle(folder: Path, dtype: torch.dtype) -> Any:
     """The checkpoint's model with transformers' own attention, which materialises every mask, and its plain experts,
     which alone know float64."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
-    return model.eval().requires_grad_(False)
+    auto_class = _auto_class(AutoConfig.from_pretrained(folder))
+    return auto_class.from_pretrained(folder, dtype=dtype, **plain).eval().requires_grad_(False)
+
+
+def _auto_class(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if config is config.get_text_config() else AutoModelForImageTextToText

@@ -40,7 +40,7 @@ def families(
     mean_of_transformers, from_float64, transformers_from_float64, tokens_per_s, right; passes: matches and contract of
     each; refused: why it cannot be run), date, machine, versions, command.
     """
-    from compiled_engine.bench.families import FAMILIES
+    from compiled_engine.bench.families import FAMILIES, WRAPPERS
     from compiled_engine.bench.families import family as known
     from compiled_engine.bench.family_comparison import compare_families
 
@@ -57,7 +57,7 @@ def families(
         wrong = "fused" if tensor_parallel_size > 1 else "verified"
         if wrong in asked:
             raise ValueError(f"mode is {wrong!r} with tensor_parallel_size {tensor_parallel_size}; see --help")
-        cases = [known(name) for name in family] if family else list(FAMILIES)
+        cases = [known(name) for name in family] if family else [*FAMILIES, *WRAPPERS]
         options: dict[str, Any] = {"dtype": dtype, "device": device, "model_impl": model_impl}
         if tensor_parallel_size > 1:
             cases = [case.to_divide() for case in cases]

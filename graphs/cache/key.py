@@ -64,6 +64,7 @@ OTHER_FIELDS = (
     "model.path",
     "model.hub_name",
     "model.revision",
+    "model.wrapper",
     "model.rope.theta",
     "model.rope.original_max_position_embeddings",
     "model.rope.low_freq_factor",

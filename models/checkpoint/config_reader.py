@@ -15,6 +15,7 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.quantisation_config import HEAD, MXFP4, ROUTER, SECTION, read_quantisation
 from compiled_engine.models.checkpoint.safetensors_files import find_shards, map_tensors
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
+from compiled_engine.models.checkpoint.wrappers import text_model
 from compiled_engine.models.foreign.description import UnknownArchitectureError
 from compiled_engine.quantisation import ONLINE, Quantisation, online
 
@@ -59,7 +60,9 @@ def read_model_config(
             f"model must be a folder that holds a checkpoint, or org/name of the Hugging Face Hub, got {str(path)!r}, "
             "which is neither"
         )
-    fields = JsonFields.from_file(path / "config.json")
+    fields, wrapper = text_model(JsonFields.from_file(path / "config.json"))
+    if wrapper is not None:
+        reasons["model.wrapper"] = f"the text model of a {wrapper} runs alone; tensors of other parts are not read"
     textbook = _is_textbook(fields, model_impl, reasons)
     quantisation = _quantisation(fields, path, textbook, quantization, quantization_ignore)
     if quantisation is not None:
@@ -88,7 +91,7 @@ def read_model_config(
         raise ValueError(
             f"max_model_len must be a whole number from 1 to {supported_length} ({origin}), got {max_model_len!r}"
         )
-    model = replace(model, hub_name=hub_name, revision=revision, load_format=load_format, seed=seed)
+    model = replace(model, hub_name=hub_name, revision=revision, load_format=load_format, seed=seed, wrapper=wrapper)
     if quantisation is not None and model.tie_word_embeddings:  # the head is the embedding, whose rows are looked up
         quantisation = replace(quantisation, ignore=(*quantisation.ignore, HEAD))
     return replace(model, max_model_len=max_model_len, quantisation=quantisation), reasons

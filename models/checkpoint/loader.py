@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,12 @@ from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
+from compiled_engine.models.checkpoint.wrappers import text_tensors
 from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.passes.framework.parameter import BUFFER, CODES, INPUT_SCALE, QUANTISED, SCALES, Parameter
 from compiled_engine.process.progress import Progress
+
+log = logging.getLogger("compiled_engine")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ def load_weights(
 
         download_weights(config.hub_name, config.path, progress)
     tensors = map_tensors(config.path)
+    if config.wrapper is not None:
+        tensors, unread = text_tensors(tensors)
+        parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
+        log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
     matched = match_tensors(tensors, model, config, cache_dir)
     parts: dict[str, list[Placement]] = {}
     for leaf in weights.leaves():

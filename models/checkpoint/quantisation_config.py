@@ -11,6 +11,8 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rounding, Rule
 
 SECTION = "quantization_config"
+# Lists of module names in that section.
+MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 # Decoded while it is loaded, by other means.
 MXFP4 = "mxfp4"
 # Where an output projection is not named, these formats leave it as it is.

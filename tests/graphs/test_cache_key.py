@@ -61,6 +61,7 @@ def base_config() -> EngineConfig:
 PERTURBED: dict[str, Any] = {
     "model.path": Path("/elsewhere"),
     "model.hub_name": "org/name",
+    "model.wrapper": "LlavaForConditionalGeneration",
     "model.revision": "0" * 40,
     "model.architecture": "LlamaForCausalLM",
     "model.vocab_size": 103,

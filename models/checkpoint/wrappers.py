@@ -1,0 +1,125 @@
+"""Checkpoints of multimodal models: the fields and the tensors of the text model in them, which runs alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.quantisation_config import MODULE_LISTS, SECTION
+
+T = TypeVar("T")
+
+# Architectures whose text model, given text alone, computes what the whole does: the model type of the text model
+# where config.json states none.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Idefics3ForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2",
+    "LightOnOcrForConditionalGeneration": "qwen3",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Ovis2ForConditionalGeneration": "qwen2",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "SmolVLMForConditionalGeneration": "llama",
+    "VipLlavaForConditionalGeneration": "llama",
+}
+# Text models that differ from others by positions in three dimensions alone, which are equal for text.
+_EQUAL_FOR_TEXT = {
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+_ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Fields that published checkpoints of these types leave out of text_config; the values are transformers' defaults.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+    },
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {"rms_norm_eps": 1e-6},
+}
+# Fields that the whole does not read.
+_WITHOUT_EFFECT = {"Gemma3ForConditionalGeneration": {"final_logit_softcapping": None}}
+# Fields of the whole that hold for the text model.
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings")
+_THREE_DIMENSIONS = ("mrope_section", "mrope_interleaved")
+# model.language_model.layers.0 (transformers 5), language_model.model.layers.0 (4), and layers of the whole itself.
+_TEXT = re.compile(
+    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?|^model\.(?=(?:layers|embed_tokens|norm)\.)"
+)
+
+
+def text_model(fields: JsonFields) -> tuple[JsonFields, str | None]:
+    """The fields of a causal language model, and the architecture that it is part of; None for no other part.
+
+    Raises ValueError for a text model of a type that is not supported.
+    """
+    wrapper = fields.texts("architectures")[0]
+    if wrapper not in WRAPPERS:
+        return fields, None
+    section = fields.section("text_config") if "text_config" in fields else fields
+    kind = section.text("model_type", WRAPPERS[wrapper])
+    kind = _EQUAL_FOR_TEXT.get(kind, kind)
+    if kind not in _ARCHITECTURES:
+        raise section.error("model_type", f"one of {', '.join((*_ARCHITECTURES, *_EQUAL_FOR_TEXT))} in a {wrapper}")
+    values = DEFAULTS.get(kind, {}) | section.values
+    values |= {name: fields.values[name] for name in _OF_THE_WHOLE if name in fields}
+    values |= {"model_type": kind, "architectures": [_ARCHITECTURES[kind]]} | _WITHOUT_EFFECT.get(wrapper, {})
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(values.get(name), dict):
+            values[name] = _of_one_dimension(values[name])
+    if SECTION in fields:
+        stated = fields.section(SECTION).values
+        names = {name: [text_name(each) or each for each in stated[name]] for name in MODULE_LISTS if stated.get(name)}
+        values[SECTION] = stated | names
+    return JsonFields(section.source, {name: v for name, v in values.items() if name != "vision_config"}), wrapper
+
+
+def _of_one_dimension(rope: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in rope.items() if name not in _THREE_DIMENSIONS}
+    return {name: "default" if value == "mrope" else value for name, value in kept.items()}
+
+
+def text_name(name: str) -> str | None:
+    """The name that a module or tensor of the text model has alone; None for one of another part."""
+    if found := _TEXT.match(name):
+        rest = name[found.end() :]
+        return rest if rest.startswith("lm_head") else f"model.{rest}"
+    return name if name.startswith("lm_head") else None
+
+
+def text_tensors(tensors: Mapping[str, T]) -> tuple[dict[str, T], Counter[str]]:
+    """Tensors of the text model by the names that they have there, and how many each other part has."""
+    found: dict[str, T] = {}
+    unread: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        own = text_name(name)
+        if own is None:
+            unread[name.removeprefix("model.").split(".")[0]] += 1
+        else:
+            found[own] = tensor
+    return found, unread

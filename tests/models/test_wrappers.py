@@ -1,0 +1,88 @@
+"""Multimodal checkpoints: the text model in them runs alone, in every layout of names, and nothing else is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_engines import SMALL
+from transformers import AutoConfig
+
+from compiled_engine.bench.families import WRAPPERS, Family, family, write_checkpoint
+from compiled_engine.bench.family_comparison import difference_of
+from compiled_engine.llm import LLM
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.wrappers import DEFAULTS, text_model
+from compiled_engine.sampling.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
+IDS = [7, 30, 2, 99, 41, 5, 11, 64, 3]
+
+
+def write(folder: Path, case: Family, *, prefix: str | None = None) -> Any:
+    """The checkpoint as transformers writes it, or with that prefix in front of the text model's names."""
+    oracle = write_checkpoint(folder, case)
+    if prefix is not None:
+        tensors = load_file(folder / "model.safetensors")
+        renamed = {name.replace("language_model.model.", prefix): tensor for name, tensor in tensors.items()}
+        assert renamed.keys() != tensors.keys()
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return oracle
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+@pytest.mark.parametrize("case", WRAPPERS, ids=lambda case: case.name)
+def test_logprobs_are_those_of_the_whole(case: Family, implementation: str, tmp_path: Path) -> None:
+    oracle = write(tmp_path, case)
+    options = {"mode": "eager", "device": "cpu", "model_impl": implementation}
+    difference = difference_of(tmp_path, oracle, options)
+    assert difference.is_right(torch.float32), difference
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("prefix", [None, "model.language_model."], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_greedy_tokens_of_gemma_3_are_those_of_the_whole(
+    prefix: str | None, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle = write(tmp_path, family("gemma3"), prefix=prefix)
+    expected = oracle.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False)[0, len(IDS) :].tolist()
+    with caplog.at_level(logging.INFO), LLM(**SMALL | {"model": tmp_path, "mode": mode, "tokenizer": None}) as llm:
+        output = llm.generate([{"prompt_token_ids": IDS}], GREEDY)[0]
+        reasons = dict(llm.config.reasons)
+    assert list(output.outputs[0].token_ids) == expected
+    assert "Gemma3ForConditionalGeneration" in reasons["model.wrapper"]
+    assert "vision_tower (" in caplog.text
+    assert "multi_modal_projector (2)" in caplog.text
+
+
+def test_fields_that_text_config_leaves_out_are_those_of_transformers() -> None:
+    for kind, fields in DEFAULTS.items():
+        config = AutoConfig.for_model(kind)
+        assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_modules_that_are_not_quantised_have_the_text_models_names() -> None:
+    ignored = ["model.language_model.layers.0.mlp", "model.visual.merger", "lm_head", "re:.*gate$"]
+    stated: dict[str, Any] = {"quant_method": "fp8", "modules_to_not_convert": ignored}
+    whole = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {"model_type": "qwen3_vl_text"}}
+    fields, wrapper = text_model(JsonFields("config.json", whole | {"quantization_config": stated}))
+    assert wrapper == "Qwen3VLForConditionalGeneration"
+    named = fields.section("quantization_config").texts("modules_to_not_convert")
+    assert named == ["model.layers.0.mlp", "model.visual.merger", "lm_head", "re:.*gate$"]
+
+
+def test_a_text_model_of_another_type_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, family("llava"))
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["text_config"]["model_type"] = "opt"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"text_config: model_type must be one of .*llama.* got 'opt'"):
+        LLM(tmp_path, device="cpu", progress=False)
