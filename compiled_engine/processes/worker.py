@@ -1,4 +1,4 @@
-"""A worker once PyTorch is imported: it makes its rank's runner, then executes the messages of the ring."""
+"""A worker after importing PyTorch: it creates its rank's runner, then executes the messages of the ring buffer."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """device: its kind. folder: where the ranks find each other. descriptors: those that WorkerChild passes, after the
+    """device: its type. folder: where the ranks find each other. descriptors: those passed by WorkerChild, after the
     socket's."""
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     try:
-        # What needs no configuration is done before there is one.
+        # Work that needs no configuration is done first.
         join_ranks(device, rank, len(steps_bells), folder)
         start = decode_start(receive(connection))
         layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
@@ -74,7 +74,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
             _send(connection, Failed.of(error))
         except OSError:  # the executor is gone
             shutil.rmtree(folder, ignore_errors=True)
-        # What still runs on the device, or waits for other ranks, would keep an orderly exit waiting.
+        # Work on the device, or waiting for other ranks, would delay an orderly exit.
         os._exit(1)
 
 
@@ -106,7 +106,8 @@ class Worker:
             threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
 
     def run(self, steps: RingReader) -> None:
-        """Until it is told to stop. Whether the ranks can go on after a step that failed, the executor says."""
+        """Execute messages until the worker is stopped. After a failed step the executor decides whether the ranks
+        continue."""
         while True:
             match decode_to_worker(steps.read()):
                 case Step(step):
@@ -144,14 +145,14 @@ class Worker:
         self._hand_over(self._guarded(number, sampled))
 
     def _hand_over_unsampled(self) -> None:
-        """A step whose masks did not come: its result says so."""
+        """Return a result that reports a step's missing masks."""
         if self._unsampled is not None:
             (_, pending), self._unsampled = self._unsampled, None
             self._hand_over(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """Return the result of `launch`, for step `number`. If it fails, the executor is told, and no step is executed
-        until it says so."""
+        """Return the result of `launch`, for step `number`. A failure is reported to the executor, and no step is
+        executed until the executor continues."""
         try:
             if self._failure is not None:  # of a step before
                 raise self._failure
@@ -182,7 +183,7 @@ class Worker:
             return Answered(number, error=str(error))
 
     def metrics(self) -> dict[str, Any]:
-        """Those of this rank's runner, and what carries the collectives."""
+        """Return the metrics of this rank's runner, and how collectives are transported."""
         return self.executor.runner.metrics() | {"collectives": self._group.kind}
 
 
