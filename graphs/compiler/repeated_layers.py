@@ -79,7 +79,7 @@ def _taken(segments: Segments) -> Taken:
 
 
 def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Role, list[int]] | None:
-    """For each layer class, the nodes that the next layer takes, in that layer's order.
+    """Return for each layer class the nodes that the next layer takes, in that layer's order.
 
     None if traced layers of a class give different nodes, or take them at different places.
     """

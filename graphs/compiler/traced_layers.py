@@ -132,7 +132,7 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
 
 
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:
-    """For each layer, the number of the first equal one."""
+    """Return for each layer the number of the first equal one."""
     kinds: list[int] = []
     for number, layer in enumerate(stack):
         alike = (
