@@ -134,7 +134,7 @@ class CoreClient:
         self._detach()
         self.dead = self.dead or reason
         self._connection.close()
-        self._tell_waiting()
+        self._fail_waiting()
 
     def _send(self, message: ToCore) -> None:
         if self.dead is not None:
@@ -188,10 +188,10 @@ class CoreClient:
         self._detach()
         self._connection.close()
         self.dead = f"the engine core has ended: {reason}"
-        self._tell_waiting()
+        self._fail_waiting()
         self._on_death(self.dead)
 
-    def _tell_waiting(self) -> None:
+    def _fail_waiting(self) -> None:
         """Fail the waiting calls: the core is dead."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed

@@ -133,9 +133,9 @@ class CoreServer:
             while self._starter in self._api_processes:
                 self._serve_sockets(0 if core.can_step() else None)
                 if core.can_step():
-                    self._hand_out(core.step())
+                    self._send_outputs(core.step())
         except BaseException as error:
-            self._say_farewell(Failed.of(error))
+            self._report_failure(Failed.of(error))
             raise
         finally:
             for api_process in self._api_processes:
@@ -219,7 +219,7 @@ class CoreServer:
             value |= {"api_processes": len(self._api_processes)}
         return Answered(number, value)
 
-    def _hand_out(self, outputs: StepOutputs) -> None:
+    def _send_outputs(self, outputs: StepOutputs) -> None:
         if not len(outputs):
             return
         if len(self._api_processes) == 1:
@@ -278,7 +278,7 @@ class CoreServer:
             self._core.abort(request_id)
             del self._owners[request_id]
 
-    def _say_farewell(self, message: Failed) -> None:
+    def _report_failure(self, message: Failed) -> None:
         """Tell everyone, for as long as they take to read it, within bounds."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for api_process in self._api_processes:

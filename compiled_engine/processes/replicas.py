@@ -93,7 +93,7 @@ class Replicas:
         routed = RoutedRequest(request, (priority, next(self._arrivals)))
         self._requests[request.request_id] = routed
         heapq.heappush(self._waiting, routed)
-        self._hand_out()
+        self._send_queued()
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
         for replica in self._living.values():
@@ -106,7 +106,7 @@ class Replicas:
         if routed.route is not None:
             self._send(self._living[routed.route.replica], Abort((request_id,), stopped))
         self._end(routed, finished=stopped)
-        self._hand_out()
+        self._send_queued()
 
     def step(self) -> StepOutputs:
         """The outputs of one step of one replica; may be empty. Waits, unless `can_step`, but not for ever."""
@@ -160,7 +160,7 @@ class Replicas:
         self._free()
         self._selector.close()
 
-    def _hand_out(self) -> None:
+    def _send_queued(self) -> None:
         """Send queued requests in order, while replicas take them."""
         while self._waiting and self._living:
             routed = self._waiting[0]
@@ -233,7 +233,7 @@ class Replicas:
         if len(outputs):
             self._outputs.append(outputs)
         if ended:
-            self._hand_out()
+            self._send_queued()
 
     def _lose(self, replica: Replica, why: str) -> None:
         """Handle the end of a replica. Its requests continue elsewhere, before later ones, unless they may be the
@@ -261,7 +261,7 @@ class Replicas:
             del self._requests[output.request_id]
         if suspects:
             self._outputs.append(StepOutputs(others=suspects))
-        self._hand_out()
+        self._send_queued()
 
     def _send(self, replica: Replica, message: ToCore) -> None:
         """Send, ignoring a closed connection: reading reports it."""

@@ -103,7 +103,7 @@ class Worker:
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.steps_in_flight > 1 and config.device.type == "cuda":
             self._pending = queue.SimpleQueue()
-            threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
+            threading.Thread(target=self._write_results, args=(self._pending,), name="results", daemon=True).start()
 
     def run(self, steps: RingReader) -> None:
         """Execute messages until the worker is stopped. After a failed step the executor decides whether the ranks
@@ -125,12 +125,12 @@ class Worker:
                     return
 
     def _execute(self, step: SchedulerOutput) -> None:
-        self._hand_over_unsampled()
+        self._report_missing_masks()
         pending = self._guarded(step.step, lambda: self.executor.submit(step))
         if step.awaits_masks and self._samples and not isinstance(pending, _Raised):
             self._unsampled = step.step, pending
         else:
-            self._hand_over(pending)
+            self._send_result(pending)
 
     def _sample(self, masks: TokenMasks) -> None:
         """The step that awaits them; there is none if it has failed."""
@@ -142,13 +142,13 @@ class Worker:
             self.executor.sample(masks)
             return pending
 
-        self._hand_over(self._guarded(number, sampled))
+        self._send_result(self._guarded(number, sampled))
 
-    def _hand_over_unsampled(self) -> None:
+    def _report_missing_masks(self) -> None:
         """Return a result that reports a step's missing masks."""
         if self._unsampled is not None:
             (_, pending), self._unsampled = self._unsampled, None
-            self._hand_over(pending)
+            self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
         """Return the result of `launch`, for step `number`. A failure is reported to the executor, and no step is
@@ -165,13 +165,13 @@ class Worker:
             _send(self._connection, StepFailed(number, Failed.of(error), between, place))
             return _Raised(error)
 
-    def _hand_over(self, pending: PendingOutput) -> None:
+    def _send_result(self, pending: PendingOutput) -> None:
         if self._pending is not None:
             self._pending.put(pending)
         elif self._results is not None:
             self._results.write(encode_result(_outcome(pending)))
 
-    def _hand_in(self, launched: queue.SimpleQueue[PendingOutput]) -> None:
+    def _write_results(self, launched: queue.SimpleQueue[PendingOutput]) -> None:
         assert self._results is not None
         while True:
             self._results.write(encode_result(_outcome(launched.get())))
