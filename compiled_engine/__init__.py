@@ -1,7 +1,7 @@
 """compiled_engine: an LLM inference engine whose centre is the compiler.
 
-Names are imported when they are first used, so that importing the package costs nothing. PyTorch comes with most of
-them, and while it is imported nothing is collected: it makes very many objects, none of which is garbage.
+Names are imported on first use, so that importing the package costs nothing. Most of them import PyTorch; garbage
+collection is paused meanwhile, since the import creates very many objects and no garbage.
 """
 
 from __future__ import annotations

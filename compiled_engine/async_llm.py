@@ -75,7 +75,7 @@ class AsyncLLM:
     async def join(cls, address: str) -> AsyncLLM:
         """Join the core at this `address` from another process of this user. It does not keep the core alive.
 
-        Raises OSError if no core listens there, EngineDeadError if the core ends meanwhile.
+        Raises OSError if no core listens there, EngineDeadError if the core ends during this.
         """
         engine = cls.__new__(cls)
         engine._take(await asyncio.to_thread(join_engine, address))

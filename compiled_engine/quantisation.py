@@ -1,7 +1,7 @@
-"""How linears are quantised, as plain data: schemes, and rules that say which module has which.
+"""Quantisation of linears as plain data: schemes, and rules that assign them to modules.
 
-A scheme says how a linear's weight and its inputs are rounded: which elements, and how many of them share a scale.
-Nothing here knows of files; what a checkpoint states is read into these values by models/checkpoint.
+A scheme describes how a linear's weight and its inputs are rounded: the format of elements, and how many of them share
+a scale. models/checkpoint reads a checkpoint's description into these values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Element(NamedTuple):
 
 
 ELEMENTS = {"e4m3": Element(torch.float8_e4m3fn, 448.0)}
-# What targets and ignore lists call every linear.
+# The name of all linears in targets and ignore lists.
 LINEAR = "Linear"
 # Schemes that weights can be brought into while they are loaded.
 ONLINE = {
@@ -64,13 +64,13 @@ class Rounding:
         return ELEMENTS[self.element].largest
 
     def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """The shape of the scales of so many rows and columns."""
+        """Return the shape of the scales of this many rows and columns."""
         return -(-num_rows // (self.rows or num_rows)), -(-num_columns // (self.columns or num_columns))
 
 
 @dataclass(frozen=True)
 class LinearScheme:
-    """How a linear's weight [N, K] and its inputs [T, K] are rounded; inputs None: they are not."""
+    """The rounding of a linear's weight [N, K] and its inputs [T, K]; inputs None: they are not rounded."""
 
     weight: Rounding
     inputs: Rounding | None
@@ -85,8 +85,8 @@ class LinearScheme:
         return LinearScheme(Rounding.parse(weight), Rounding.parse(inputs) if inputs else None)
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with tiles that are parts of these and end where so many rows or columns end; 0 columns:
-        wherever. One scale for all rows becomes one a row. Inputs are rounded in tiles as wide as the weight's."""
+        """Return the scheme with tiles that are parts of these and end where this many rows or columns end; 0 columns:
+        anywhere. One scale for all rows becomes one a row. Inputs are rounded in tiles as wide as the weight's."""
         rows = math.gcd(self.weight.rows or 1, num_rows)
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0
         inputs = self.inputs
@@ -106,11 +106,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Which linears of a model are quantised, and how.
+    """The quantised linears of a model, with their schemes.
 
     method: quant_method of the checkpoint, or "online" for weights that are quantised while they are loaded. ignore:
-    targets that stay as they are, whatever rules say. scale_name: what the scale of a module's weight is called in the
-    checkpoint. Raises ValueError for a target whose regular expression is none.
+    targets that stay as they are, despite rules. scale_name: the checkpoint's name for the scale of a module's weight.
+    Raises ValueError for a target with an invalid regular expression.
     """
 
     method: str
@@ -133,7 +133,7 @@ class Quantisation:
         return self.method == "online"
 
     def scheme_of(self, module: str) -> LinearScheme | None:
-        """The scheme of a linear; None for one that is not quantised, see `why_not`."""
+        """Return the scheme of a linear; None if it is not quantised, see `why_not`."""
         if self._ignoring(module) is not None:
             return None
         targets = [(target, rule.scheme) for rule in self.rules for target in rule.targets]
@@ -153,7 +153,7 @@ class Quantisation:
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
-    """Every linear in one of the schemes of ONLINE, but for what `ignore` names."""
+    """Return the rules that quantise every linear in one of the schemes of ONLINE, except those in `ignore`."""
     return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
 
 

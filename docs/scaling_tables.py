@@ -44,16 +44,6 @@ def tensor_parallel_steps(result: Result) -> str:
     return below(markdown(["model", "batch", *(f"{count} ranks" for count in counts)], rows), result)
 
 
-def executor_overhead(result: Result) -> str:
-    """What a step's way to a worker and back takes, by its decodes."""
-    names = {"round_trip_us": "round trip", "encode_step_us": "encode step", "decode_step_us": "decode step"}
-    names |= {"encode_result_us": "encode tokens", "decode_result_us": "decode tokens"}
-    rows = [[str(s["decodes"]), *(f"{s[name]:.1f}" for name in names), str(s["step_bytes"])] for s in result["steps"]]
-    return below(
-        markdown(["decodes", *(f"{n}, microseconds" for n in names.values()), "bytes of the step"], rows), result
-    )
-
-
 def tensor_parallel(result: Result) -> str:
     """What two ranks reach, beside vLLM with as many and the bound."""
     rows = []
@@ -86,19 +76,6 @@ def divided_families(result: Result) -> str:
         rows.append([record["family"], record["implementation"], *found, " and ".join(sums)])
     headings = [f"model type, {result['ranks']} ranks", "code", *modes, "sums compared"]
     return below(markdown(headings, rows), result)
-
-
-def executors(*results: Result) -> str:
-    """What a decode step takes with and without a worker process, with async scheduling and without."""
-    rows = []
-    for result in results:
-        how = "no" if "--no-async-scheduling" in result["command"] else "yes"
-        for record in result["results"]:
-            times = [f"{record[name]['median']:.3f}" for name in ("in_process_ms", "multiprocess_ms")]
-            longer = [f"{record['longer_us']:,.0f}", f"{record['ratio']:.3f}"]
-            rows.append([str(record["batch_size"]), how, *times, *longer])
-    headings = ["decodes", "async scheduling", "in process, ms a step", "in a worker", "longer, microseconds", "ratio"]
-    return below(markdown(headings, rows), *results)
 
 
 def layouts(result: Result) -> str:

@@ -56,7 +56,7 @@ def registered_passes() -> tuple[GraphPass, ...]:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import modules that call register_pass. Raises ValueError for one that cannot be imported."""
+    """Import modules that call register_pass. Raises ValueError if a module cannot be imported."""
     for name in modules:
         try:
             import_module(name)

@@ -48,7 +48,7 @@ QUICK = AblationWorkload(
     prefill_len=200,
 )
 QUICK_NOTE = "a quick run: it shows that everything works; its figures are of few tokens, and noisy"
-# The passes that a quick run leaves out in turn, unless it is asked for other variants.
+# The passes that a quick run leaves out in turn, unless variants are given.
 QUICK_PASSES = ("merge_linears",)
 
 
@@ -140,7 +140,7 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:
-    """The default workload, with what was asked for; its prompts fit into the model's length."""
+    """Return the default workload with the user's choices; its prompts fit into the model's length."""
     workload = QUICK if asked.quick else AblationWorkload(seed=config.model.seed)
     if config.device.type != "cuda" and not asked.quick:
         workload = replace(workload, batch_sizes=CPU_BATCH_SIZES)
@@ -177,9 +177,9 @@ EXTRA_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Preparation:
-    """How variants are started to fill the cache: `at_a_time` processes, each with a KV cache of `num_blocks`.
+    """The starts that fill the cache: `at_a_time` processes, each with a KV cache of `num_blocks`.
 
-    eager: also variants that do not compile the model, whose kernels a GPU's first start compiles all the same.
+    eager: also variants that do not compile the model; a GPU's first start compiles their kernels.
     """
 
     at_a_time: int
@@ -205,11 +205,10 @@ def measure(
 
     shared: engine options of all variants, as JSON. run: starts a worker.
 
-    Figures are {"median", "spread": [least, most]} over the repeats, or None where there is no such figure:
-    tpot_ms and step_ms (objects, by batch size), mixed_step_ms, prefill_tokens_per_s, start_up_s (process start to
-    first token, seen from outside), kernels (of a decode step at batch 1), memory_bytes (an object:
-    without_kv_cache, kv_cache, graphs_predicted, graphs_used); start_up_stages_s has medians by stage; COUNTS are
-    the most of a repeat.
+    Figures are {"median", "spread": [least, most]} over the repeats, or None if not measured: tpot_ms and step_ms
+    (objects, by batch size), mixed_step_ms, prefill_tokens_per_s, start_up_s (process start to first token, seen from
+    outside), kernels (of a decode step at batch 1), memory_bytes (an object: without_kv_cache, kv_cache,
+    graphs_predicted, graphs_used); start_up_stages_s has medians by stage; COUNTS are the most of a repeat.
     """
     errors = _prepare(chosen, shared, preparation, progress, run)
     results: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}

@@ -27,7 +27,7 @@ from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
 
-# What each way of transformers to generate is called here and in results.
+# The ways of transformers to generate, by their names here and in results.
 WAYS = {
     "generate": "generate",
     "static": "generate, static cache",
@@ -93,7 +93,7 @@ def compare(
             found = results[name] = {"engine": summary(ours), "transformers": records, "fastest": None}
             read = step_bytes(sizes, [Chunk(prompt_len + output_len / 2, 1)] * len(batch))
             found["bandwidth_share"] = found["engine"]["median"] / len(batch) * read / rates.bytes_per_s
-            if records:  # a single request has none if continuous batching alone was asked for
+            if records:  # a single request has none if only continuous batching was chosen
                 found["fastest"] = max(records, key=lambda record: record["tokens_per_s"]["median"])
                 found["ratio"] = found["engine"]["median"] / found["fastest"]["tokens_per_s"]["median"]
         return {
@@ -171,7 +171,7 @@ def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contende
 
 
 def _thread_counts(device: torch.device) -> list[int]:
-    """On a CPU one thread and as many as there are: which is faster depends on the batch."""
+    """Return thread counts: on a CPU one and all, since which is faster depends on the batch."""
     threads = torch.get_num_threads()
     return sorted({1, threads}) if device.type == "cpu" else [threads]
 

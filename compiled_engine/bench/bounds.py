@@ -95,7 +95,7 @@ def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
 
 
 def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
-    """Mean bytes of the experts that so many tokens go to, if they choose evenly and independently."""
+    """Mean bytes of the experts that this many tokens select, if they choose evenly and independently."""
     if not sizes.num_experts:
         return 0.0
     left = (1 - sizes.experts_per_token / sizes.num_experts) ** num_tokens
@@ -109,13 +109,13 @@ def _context_bytes(sizes: ModelSizes, context: float) -> float:
 
 
 def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
-    """The same of so many decodes, of which the first has so much context and each further one a token more."""
+    """The same for decodes of which the first has this context and each further one a token more."""
     seen = sum(_pairs(Chunk(context, count), window) - count for window in sizes.windows)
     return seen * sizes.kv_bytes_per_token
 
 
 def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
-    """Multiplications and additions of so many decodes, each of which samples."""
+    """Multiplications and additions of this many decodes, each of which samples."""
     return step_flops(sizes, [Chunk(context, count, samples=False)]) + 2.0 * count * sizes.head_params
 
 
@@ -229,7 +229,7 @@ def _copy_seconds(num_bytes: int, device: torch.device) -> float:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of a few times, after one that is not counted."""
+    """Return the shortest of a few times, after a first run that is not counted."""
     times = []
     for _ in range(ATTEMPTS + 1):
         start = time.perf_counter()

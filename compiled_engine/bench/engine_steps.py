@@ -24,9 +24,9 @@ from compiled_engine.sampling.params import SamplingParams
 
 # Steps before the first that counts: the decodes' prompts, and whatever runs ahead.
 SETTLING_STEPS = 4
-# Prompts of mixed steps that may be there at once: one is computed, others wait for their results to be taken in.
+# Prompts of mixed steps that may be present at once: one is computed, others wait for their results to be processed.
 PROMPTS_IN_FLIGHT = 4
-# Of a steady decode step; the first only settles.
+# Samples of an unchanged decode step; the first is a warm-up.
 STEP_SAMPLES = 4
 
 
@@ -46,9 +46,9 @@ def mixed_step_ms(
 ) -> float:
     """Time of a step in which `num_decodes` requests decode and one prompt of `prompt_len` tokens is computed.
 
-    A steady state: the decodes run throughout, starting from `decode_context` tokens of prompt, and before each step
-    one new prompt arrives, which is computed whole in one step, yields one token and ends. The figure is the wall time
-    of `num_steps` such steps, with scheduling, sampling and output, divided by their number, in ms.
+    The decodes run throughout, starting from `decode_context` tokens of prompt. Before each step one new prompt
+    arrives, is computed in one step, yields one token and ends. The figure is the wall time of `num_steps` steps, with
+    scheduling, sampling and output, divided by their number, in ms.
     """
     total_steps = num_steps + SETTLING_STEPS
     with decodes(llm, generator, num_decodes, decode_context, outputs_needed(num_steps)) as core:
@@ -65,8 +65,9 @@ def mixed_step_ms(
 
 
 def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, context: int, num_steps: int) -> list[float]:
-    """Times of a steady step of `num_requests` decodes, which start from `context` tokens of prompt: STEP_SAMPLES times
-    the wall time of `num_steps` steps one after another, with scheduling and output, divided by their number, in ms."""
+    """Return times of a step of `num_requests` unchanged decodes, which start from `context` tokens of prompt:
+    STEP_SAMPLES times the wall time of `num_steps` consecutive steps, with scheduling and output, divided by their
+    number, in ms."""
     with decodes(llm, generator, num_requests, context, outputs_needed(STEP_SAMPLES * num_steps)) as core:
 
         def steps() -> None:
@@ -78,8 +79,7 @@ def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, conte
 
 
 def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: int) -> float | None:
-    """Kernels that the device runs in one steady decode step of one request, copies not counted; None without CUDA, and
-    where workers run them.
+    """Return the kernels of a decode step of one request, copies not counted; None without CUDA, and with workers.
 
     Counted by the profiler over `num_steps` steps, and divided by their number.
     """
@@ -138,7 +138,7 @@ def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
 
 
 def _runs_on_gpu(config: EngineConfig) -> bool:
-    """Whether this process does."""
+    """Return whether this process runs the steps."""
     return config.device.type == "cuda" and config.parallel.executor == "in_process"
 
 
@@ -150,9 +150,9 @@ LAPS = ("schedule", "prepare", "launch", "wait", "output")
 def step_split(
     llm: LLM, batch_sizes: Sequence[int], num_steps: int, rounds: Rounds, progress: Progress
 ) -> list[dict[str, Any]]:
-    """For each batch size: microseconds a step of each lap, `host` (all but wait), `step` (wall), `device` (first to
-    last kernel; None without CUDA), and `device_idle`, the share of the wall time in which no step was on the device;
-    each as median and spread of the rounds, which are means over num_steps steps."""
+    """Return for each batch size: microseconds a step of each lap, `host` (all but wait), `step` (wall), `device`
+    (first to last kernel; None without CUDA), and `device_idle`, the share of the wall time in which no step was on the
+    device; each as median and spread of the rounds, which are means over num_steps steps."""
     found = []
     for batch_size in batch_sizes:
         once = partial(_sample, llm, random.Random(rounds.seed), batch_size, num_steps)
@@ -190,7 +190,7 @@ def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> d
 
 
 def profile(llm: LLM, batch_size: int, num_steps: int, path: str) -> None:
-    """A trace of some steady decode steps, host and device, for Perfetto or chrome://tracing."""
+    """Write a trace of some decode steps, host and device, for Perfetto or chrome://tracing."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if llm.config.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Of every family, under the names that most have for it. Windows are shorter than prompts.
+# The sizes of every family, under the names that most have for them. Windows are shorter than prompts.
 TINY: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -56,7 +56,7 @@ class Family:
         return {"text_config": values, **self.others} if self.others else values
 
     def to_divide(self) -> Family:
-        """With a vocabulary that two or four ranks divide."""
+        """Return the family with a vocabulary that two or four ranks divide."""
         return replace(self, changes={**self.changes, "vocab_size": 132})
 
 
@@ -158,7 +158,7 @@ WRAPPERS: tuple[Family, ...] = (
     Family("qwen2_5_vl", _NARROW_MROPE, ("head_dim",), others=_TOWER),
     Family("qwen3_vl", {}, others=_TOWER),
 )
-# Of what the ops of all the others are variants: textbook; offset norms, soft caps, windows of some layers; packed
+# The families whose variants cover all others' ops: textbook; offset norms, soft caps, windows of some layers; packed
 # weights; norms behind blocks; partial interleaved rope; layer norms and no gate; sinks and experts of all kinds.
 IN_TESTS = ("qwen3", "gemma3_text", "phi3", "olmo2", "glm4", "starcoder2", "gpt_oss")
 

@@ -36,7 +36,7 @@ BF16_FACTOR = 1.3
 PROMPT_LENS = (1, 5, 33, 70)
 OUTPUT_LEN = 10
 OPTIONS: dict[str, Any] = {
-    # As many as three requests need, so that several comparisons have room on a device.
+    # Enough for three requests, so that several comparisons fit on a device.
     "num_blocks": 64,
     "max_num_batched_tokens": 32,
     "max_num_seqs": 3,
@@ -71,10 +71,10 @@ class Difference:
 def compare_families(
     cases: Sequence[Family], modes: Sequence[str], options: dict[str, Any], done: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Each family in each mode, as JSON; `done` is told of each.
+    """Compare each family in each mode, as JSON; `done` is called with each record.
 
     modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU; or, for several ranks,
-    "verified": its graphs, whose sums over the ranks are compared with the undivided model. options: further ones of
+    "verified": its graphs, with sums over the ranks compared with the undivided model. options: further options of
     `LLM`.
     """
     results = []
@@ -229,7 +229,7 @@ def compare_layouts(
             row: dict[str, Any] = {"family": case.name, "implementation": options["model_impl"]}
             for name in layouts:
                 given = {**options, **LAYOUTS[name]}
-                # What contracts of transformers' code may miss, `bench families` says.
+                # `bench families` reports contracts that transformers' code may miss.
                 given |= {"strict_passes": True} if given["model_impl"] == "textbook" and "eager" not in name else {}
                 row[name] = _compared(Path(folder), oracle, given)
         found["results"].append(row)

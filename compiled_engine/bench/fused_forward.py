@@ -1,6 +1,7 @@
-"""A model's graphs after their passes, executed op by op: what the passes have made, without Inductor or an engine.
+"""A model's graphs after their passes, executed op by op: the result of the passes, without Inductor or an engine.
 
-It takes seconds where compiling takes minutes, and is what a compiled model computes but for Inductor's fusions.
+It takes seconds where compiling takes minutes, and computes what a compiled model computes, except for Inductor's
+fusions.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class FusedModel:
     reports: tuple[PassReport, ...]
 
     def logprobs(self, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Log-probabilities [length, V] of each sequence; a step says how many tokens of each it computes."""
+        """Return log-probabilities [length, V] of each sequence; a step is the number of tokens of each that it
+        computes."""
         device = self.config.device
         per_sequence = -(-max(map(len, sequences)) // BLOCK_SIZE)
         kv_caches = allocate(self.config, per_sequence * len(sequences))

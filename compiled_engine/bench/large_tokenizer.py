@@ -22,7 +22,7 @@ SPLIT = (
     r"|\s+(?!\S)|\s+"
 )
 LONGEST_TOKEN = 10
-# What tokens of several characters are made of: printable ASCII, with a space as the byte level writes it.
+# The characters of tokens: printable ASCII, with a space as the byte level writes it.
 MERGED = (*map(chr, range(33, 127)), "Ġ")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""How fast a checkpoint loads, against reading the same files from start to end with plain read()."""
+"""The rate of loading a checkpoint, against reading the same files from start to end with plain read()."""
 
 from __future__ import annotations
 

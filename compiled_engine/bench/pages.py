@@ -41,7 +41,7 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def pictures(draw: Callable[[Theme], Mapping[str, bytes]]) -> list[dict[str, str]]:
-    """Each plot once for light and once for dark pages, as text that stands in the page; `text` says what it is."""
+    """Return each plot for light and for dark pages, as text to embed; `text` describes it."""
     light, dark = draw(LIGHT), draw(DARK)
     return [
         {"text": name.replace("_", " "), "light": _base64(light[name]), "dark": _base64(dark[name])} for name in light
@@ -225,7 +225,7 @@ Run = Mapping[str, Any]
 
 
 def render_load(result: Mapping[str, Any], notes: Sequence[str]) -> str:
-    """A load test's page; plots are inside, once for light and once for dark. notes: said beside its figures."""
+    """Render a load test's page; plots are embedded, for light and dark. notes: shown beside the figures."""
     runs = result["runs"]
     return _rendered(
         LOAD,

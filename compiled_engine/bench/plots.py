@@ -47,7 +47,7 @@ DARK = Theme(
 
 
 def new_figure(height_inches: float) -> Figure:
-    """A figure that no window and no state of pyplot knows."""
+    """Make a figure without a window and without pyplot's state."""
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH)
     FigureCanvasAgg(figure)
     return figure
@@ -182,7 +182,7 @@ def _bar_panel(
     axes.set_xlim(0, max(most, bound) * 1.13)
     axes.set_ylim(len(records) - 0.45, -0.55)
     names = [str(record["name"]) for record in records]
-    # A name whose beginning the bold one has already said.
+    # Names that begin as the bold one does are shortened.
     shown = [name[name.index(WITHOUT) + 1 :] if WITHOUT in name else name for name in names]
     axes.set_yticks(range(len(names)), shown, parse_math=False)
     axes.annotate(
@@ -453,7 +453,7 @@ def _by_rate(runs: Sequence[Run], subtitle: str, theme: Theme) -> bytes:
 
 
 def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
-    """How many answers, or gaps within answers, took at most how long."""
+    """Draw the share of answers, or of gaps within answers, by the time that they took at most."""
     figure = new_figure(LOAD_INCHES)
     edges, width = PANELS[3]
     for left, names in zip(edges, (("ttft_ms",), ("itl_ms", "tpot_ms"), ("e2el_ms",)), strict=True):

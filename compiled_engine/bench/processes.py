@@ -1,6 +1,6 @@
 """The processes that benchmarks start: workers with an engine of their own, servers, senders, and any program.
 
-Each is fresh, so that its imports count, and none outlives the block that started it. One that fails says why.
+Each is fresh, so that its imports count, and ends with the block that started it. Failures have a reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Started:
         return time.perf_counter() - self._start
 
     def write(self, line: bytes) -> None:
-        """Write a line to its stdin. A process that has ended reads nothing; its exit code says why."""
+        """Write a line to its stdin. A process that has ended reads nothing; its exit code has the reason."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(line + b"\n")

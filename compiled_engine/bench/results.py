@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_json(name: str, path: Path) -> Any:
-    """Read a JSON file. Raises ValueError for one that is missing or no JSON."""
+    """Read a JSON file. Raises ValueError if it is missing or not JSON."""
     if not path.is_file():
         raise ValueError(f"{name} is {str(path)!r}; allowed: a JSON file")
     try:
@@ -72,7 +72,7 @@ def host_provenance() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name where the system tells it, else its architecture."""
+    """Return the processor's name if the system has it, otherwise its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -102,7 +102,7 @@ def machine_record(device: torch.device) -> dict[str, Any]:
 
 
 def versions_record() -> dict[str, str]:
-    """Versions of Python, CUDA and the packages that matter, of those that are installed."""
+    """Return versions of Python, CUDA and the relevant installed packages."""
     import torch
 
     versions = installed_versions(PACKAGES)
@@ -152,5 +152,5 @@ def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | No
 
 
 def has_figures(record: Mapping[str, Any]) -> bool:
-    """Whether the record of an ablation's variant has figures; one that failed at once has none."""
+    """Return whether the record of an ablation's variant has figures; a variant that failed at once has none."""
     return "step_ms" in record

@@ -27,10 +27,11 @@ class Starts(NamedTuple):
 
 
 def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repeats: int, progress: Progress) -> Starts:
-    """PyTorch alone, cold and warm starts alternate; each pair of cold and warm has a temporary cache of its own.
+    """Measure starts of PyTorch alone, cold and warm ones in turn; each pair of cold and warm has a temporary cache of
+    its own.
 
-    device: the one that the engine's options mean. Files that the system keeps in memory stay there: a cold start reads
-    warm files. Raises ProcessError if a start fails.
+    device: of the engine's options. Files in the system's page cache stay there: a cold start reads warm files. Raises
+    ProcessError if a start fails.
     """
     alone: list[float] = []
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}

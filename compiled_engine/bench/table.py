@@ -118,7 +118,8 @@ def _options(
 
 
 def _check(row: Row, config: EngineConfig, *, asked: bool, notes: list[str]) -> bool:
-    """Whether the engine can do what the row needs. ValueError if it cannot and the row was asked for by name."""
+    """Return whether the engine can do what the row needs. Raises ValueError if it cannot and the row was given by
+    name."""
     if isinstance(row.workload, Start):
         return True
     needs = row.workload.needs()
@@ -136,7 +137,7 @@ def _check(row: Row, config: EngineConfig, *, asked: bool, notes: list[str]) -> 
     return True
 
 
-# A row is repeated at least so often, and more while all its repeats took less than so many seconds, up to so often.
+# Repeats of a row: at least the first number, and up to the last while all took less than these seconds together.
 LEAST_REPEATS, ENOUGH_SECONDS, MOST_REPEATS = 3, 2.5, 7
 # A start takes many times as long as a row.
 START_REPEATS = 2
@@ -146,7 +147,7 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass
 class _Rows:
-    """The records so far, and who is told of each: what is measured must not be lost by what comes after."""
+    """The records so far, and the function called with them: measured rows must survive a later failure."""
 
     plan: Plan
     say: Say
@@ -180,14 +181,14 @@ class _Rows:
 
 
 def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> dict[str, Any]:
-    """The result, as JSON. say: gets the result so far whenever a row is done.
+    """Measure the rows; return the result as JSON. say: called with the result so far after each row.
 
-    rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound (None of a start that
-    failed), and measured (median, spread [least, most], n, values) with share_of_bound, or error; seconds that the row
-    took, with its warm-up. curve and place, where the row is a point of a plot. Besides: date, machine, versions,
-    models, options (the user's), rates, notes, and seconds, which it took.
+    rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound (None for a failed
+    start), and measured (median, spread [least, most], n, values) with share_of_bound, or error; seconds that the row
+    took, with its warm-up. curve and place, if the row is a point of a plot. Then date, machine, versions, models,
+    options (the user's), rates, notes, and seconds, which it took.
 
-    repeats: of each row, instead of as many as give it a spread. What fails has an error, and the rest goes on.
+    repeats: of each row, instead of as many as give it a spread. A failed row has an error, and the others continue.
     """
     rows = _Rows(plan, say, [], time.perf_counter())
     for engine in plan.engines:

@@ -12,9 +12,9 @@ from compiled_engine.bench.table_rows import LOWER
 
 FASTER, SLOWER, SAME = "faster", "slower", "same"
 FAILED, REPAIRED = "failed", "repaired"
-# What must be alike for two rows to be compared.
+# Fields that must be equal for two rows to be compared.
 DEFINITION = ("unit", "better", "workload", "options")
-# What may differ, and is then said.
+# Fields that may differ, with a note.
 CONDITIONS = (
     ("machine", ("gpu", "processor", "cores")),
     ("versions", ("torch", "triton", "cuda", "compiled-engine")),
@@ -48,7 +48,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[st
 
 
 def is_slower(comparison: Mapping[str, Any]) -> bool:
-    """Whether some row is slower by more than noise, or failed."""
+    """Return whether some row is slower by more than noise, or failed."""
     return any(row["verdict"] in (SLOWER, FAILED) for row in comparison["rows"])
 
 
@@ -84,9 +84,9 @@ Peers = Mapping[str, Mapping[str, list[float]]]
 
 
 def read_peers(path: Path) -> Peers:
-    """Row id -> engine as it is called -> its figure as [least, most].
+    """Read peers: row id -> engine's name -> its figure as [least, most].
 
-    Raises ValueError for a file that is not of this form, OSError for one that cannot be read.
+    Raises ValueError for a file of another form, OSError if it cannot be read.
     """
     content = read_json("peer", path)
     try:

@@ -1,5 +1,5 @@
-"""The rows of the table: what each is called, its model, its limits and its workload, which knows what it needs of an
-engine, how to run once, and its bound."""
+"""The rows of the table: id, model, limits and workload of each. A workload states its needs of an engine, runs once,
+and has a bound."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ ON_A_CPU: Declared = {
 
 BY_BATCH, BY_CONTEXT, BY_QUEUE = "batch", "context", "queue"
 WIDE = Limits(4096, 512)
-# Requests side by side whose time per token is drawn against their context.
+# The number of concurrent requests for the curve of time per token against context.
 CONTEXT_BATCH = 8
 
 
@@ -334,7 +334,7 @@ def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
 
 
 def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
-    """All rows that may be asked for, and those of them that are measured if none are asked for.
+    """Return all rows that can be chosen, and the default rows among them.
 
     own_model: the user has named a model, and all rows are of it.
     """
@@ -349,10 +349,10 @@ def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
 
 
 def chosen(known: Sequence[Row], default: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
-    """Those whose ids are among `patterns` or match one (*, ? and [...] as in a shell), in the order of the patterns.
+    """Return the rows with ids that match a pattern (*, ? and [...] as in a shell), in the order of the patterns.
 
-    A pattern that matches rows of `default`, those of the device, chooses these alone. Raises ValueError for one that
-    matches no id, with the id that is spelled most like it.
+    A pattern that matches rows of `default`, those of the device, chooses only these. Raises ValueError for a pattern
+    that matches no id, with the id spelled most like it.
     """
     found: dict[str, Row] = {}
     for pattern in patterns:

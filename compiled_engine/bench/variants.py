@@ -12,7 +12,7 @@ from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_P
 
 # Modes without decode graphs, and without graphs of mixed batches.
 NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
-# What the variants themselves decide.
+# Options that the variants decide.
 RESERVED = ("mode", "graph_mode")
 GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
 GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no variants with graphs"
@@ -20,7 +20,7 @@ GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no varian
 
 @dataclass(frozen=True)
 class Variant:
-    """`options`: of the engine, on top of those that all variants share."""
+    """`options`: of the engine, in addition to the options shared by all variants."""
 
     name: str
     options: Mapping[str, Any]
@@ -58,10 +58,10 @@ def variants(
     alone: bool = False,
     records: bool = False,
 ) -> list[Variant]:
-    """All variants on a device. records: on a CPU the calls of decodes can be recorded.
+    """Return all variants on a device. records: on a CPU the calls of decodes can be recorded.
 
-    passes: the enabled ones. left_out: those that are left out in turn, all if None; what is not enabled is not left
-    out. alone: also the variants without all passes, and with each of `left_out` alone.
+    passes: the enabled passes. left_out: the passes to leave out in turn, all if None; passes that are not enabled are
+    skipped. alone: also the variants without all passes, and with each of `left_out` alone.
     """
     if device_type != "cuda":
         whole = Variant("compiled", {"mode": "compiled"})
@@ -109,7 +109,8 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
 
 
 def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
-    """Those with these names, in the order of `found`; all if there are no names. ValueError for an unknown one."""
+    """Return the variants with these names, in the order of `found`; all if there are no names. Raises ValueError for
+    an unknown name."""
     known = [variant.name for variant in found]
     for name in names:
         if name not in known:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# The stage whose parts this process times itself.
+# The stage with parts timed by this process.
 BEFORE = "before the engine"
 
 

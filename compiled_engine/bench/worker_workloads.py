@@ -1,4 +1,4 @@
-"""The workloads that a worker process measures: an ablation's, and the one that engine and server are both given.
+"""The workloads that a worker process measures: an ablation's, and the common one of engine and server.
 
 They travel to the worker as JSON.
 """
@@ -33,9 +33,9 @@ STEPS = 16
 class AblationWorkload:
     """Lengths in tokens.
 
-    batch_sizes, prompt_len, output_len: of the time per output token. mixed_decodes, mixed_prompt_len: a mixed step is
-    so many decodes and a prompt of that length; num_steps: mixed steps, and decode steps whose kernels are counted.
-    prefill_prompts, prefill_len: of the prefill. seed: of all prompts.
+    batch_sizes, prompt_len, output_len: of the time per output token. mixed_decodes, mixed_prompt_len: the decodes and
+    the prompt of a mixed step; num_steps: mixed steps, and decode steps with counted kernels. prefill_prompts,
+    prefill_len: of the prefill. seed: of all prompts.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8, 64, 256)
@@ -166,8 +166,8 @@ class HttpWorkload:
         return {"kind": "http", "fields": asdict(self), "repeats": repeats}
 
     def measure(self, llm: LLM, repeats: int) -> dict[str, Any]:
-        """output_throughput: output tokens a second of each repeat, after one that does not count. mixed_step_ms. The
-        model and the machine."""
+        """Return output_throughput, output tokens a second of each repeat after a first that is not counted;
+        mixed_step_ms; model and machine."""
         generator = random.Random(self.seed)
         rates = []
         for _ in range(repeats + 1):

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often to measure: `warm_up` rounds that do not count, then `repeats` that do; `seed` of prompts."""
+    """The rounds of a measurement: `warm_up` ones that are not counted, then `repeats` that are; `seed` of prompts."""
 
     warm_up: int = 1
     repeats: int = 3
@@ -42,7 +42,7 @@ def random_prompts(llm: LLM, generator: random.Random, lengths: Sequence[int]) -
 
 
 def generate_seconds(llm: LLM, prompts: list[list[int]], output_lens: Sequence[int], **sampling: Any) -> float:
-    """Seconds of one generate call, greedy unless `sampling`, fields of `SamplingParams`, says otherwise."""
+    """Return the seconds of one generate call, greedy unless `sampling`, fields of `SamplingParams`, differs."""
     chosen = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
     params = [SamplingParams(max_tokens=length, **chosen) for length in output_lens]
     start = time.perf_counter()

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from compiled_engine.cli.bench_ablation import ablation
-from compiled_engine.cli.bench_executor import executor
 from compiled_engine.cli.bench_families import families, layouts
 from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_load import load
@@ -34,7 +33,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 for command in (
-    *(table, compare, ablation, plot, startup, step, executor, bench_serve, http, families, layouts),
+    *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
     *(transformers, load),
 ):
     bench.command()(command)

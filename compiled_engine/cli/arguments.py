@@ -19,7 +19,7 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import Declaration, JsonSchema, declarations, plain, unknown_name_message
 
 ENVIRONMENT = "COMPILED_ENGINE_"
-# Options whose variable the engine reads itself, as a default that need not be honoured.
+# Options with variables that the engine reads itself, as defaults that may be ignored.
 READ_BY_THE_ENGINE = ("cache_dir",)
 TYPES: dict[str, type] = {"integer": int, "number": float, "boolean": bool}
 
@@ -41,7 +41,7 @@ class Argument:
 
     @property
     def written(self) -> str:
-        """How it is written: --max-num-seqs; --no-web-page where the default is True, --on/--no-on where it is None."""
+        """The spelling: --max-num-seqs; --no-web-page if the default is True, --on/--no-on if it is None."""
         if self.declaration.flag:
             return self.declaration.flag
         name = self.name.replace("_", "-")
@@ -51,7 +51,7 @@ class Argument:
 
     @property
     def variable(self) -> str:
-        """The environment variable that stands in for it: the option's name, in capitals."""
+        """The environment variable with the same effect: the option's name, in capitals."""
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
     @property
@@ -64,7 +64,7 @@ class Argument:
 
     @property
     def defaults(self) -> tuple[Any, ...]:
-        """The value or the values that hold without it; none where its name says it."""
+        """The default value or values as text; none if the option's name implies it."""
         default = self.declaration.default
         if default in (None, (), "") or isinstance(default, bool):
             return ()
@@ -79,7 +79,7 @@ class Argument:
         return f" Default: {shown or meaning}." if shown or meaning else ""
 
     def converted(self, value: Any) -> Any:
-        """From what typer has read to what the field takes."""
+        """Convert what typer has read to what the field takes."""
         if self.negates:
             return not value
         if self.declaration.several:
@@ -104,12 +104,12 @@ class Argument:
 
     @property
     def negates(self) -> bool:
-        """Whether it asks for the contrary of the meaning."""
+        """Return whether the option means the contrary of its description."""
         return self.declaration.default is True
 
     @property
     def _may_be_emptied(self) -> bool:
-        """Whether an empty list differs from none, and 0 is no entry, so that it can stand for the former."""
+        """Return whether an empty list differs from none, and 0 is no entry, so that 0 can mean the empty list."""
         items = self.declaration.schema.get("items", {})
         return self.declaration.default is None and items.get("minimum") == 1
 
@@ -121,7 +121,7 @@ def _type(schema: JsonSchema) -> Any:
 
 
 def arguments_of(options: type[Any]) -> tuple[Argument, ...]:
-    """The options of the command line that a dataclass declares: all whose values can be written there."""
+    """Return the command-line options that a dataclass declares: all with values that can be written there."""
     return tuple(
         Argument(each) for each in declarations(options) if each.flag is not None and _can_be_written(each.schema)
     )
@@ -140,12 +140,12 @@ Command = Callable[..., Any]
 
 
 def takes_engine_options(command: Command) -> Command:
-    """Let `command(engine=...)` have the engine's options, and get those that were given as a dict."""
+    """Let `command(engine=...)` have the engine's options, and get the given ones as a dict."""
     return takes_options(command, "engine", "Engine", ENGINE_ARGUMENTS)
 
 
 def takes_sampling_params(command: Command) -> Command:
-    """Let `command(sampling=...)` have sampling parameters, and get those that were given as a dict."""
+    """Let `command(sampling=...)` have sampling parameters, and get the given ones as a dict."""
     panel = "Sampling (if not given: the checkpoint's defaults)"
     return takes_options(command, "sampling", panel, SAMPLING_ARGUMENTS, with_defaults=False)
 
@@ -159,9 +159,9 @@ def takes_options(
     from_environment: bool = False,
     with_defaults: bool = True,
 ) -> Command:
-    """Let `command(keyword=...)` have more options, and get those that were given as a dict.
+    """Let `command(keyword=...)` have more options, and get the given ones as a dict.
 
-    typer reads the signature of a command, so that is completed here.
+    typer reads the signature of a command, which is completed here.
     """
     shown = {"from_environment": from_environment, "with_default": with_defaults}
     added = [argument.parameter(panel, **shown) for argument in arguments]
@@ -202,9 +202,9 @@ def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
-    """A callback for typer: the values of the file become the defaults of the command's options.
+    """Callback for typer: make the values of the file the defaults of the command's options.
 
-    Raises typer.BadParameter for what is no such file, and for a name that no option has.
+    Raises typer.BadParameter for another kind of file, and for a name that no option has.
     """
     if path is None or context.resilient_parsing:
         return path
@@ -236,7 +236,8 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _names_of_options(context: typer.Context) -> dict[str, tuple[str, bool]]:
-    """How options are written, without dashes; the names of their parameters, and whether the option negates it."""
+    """Return the spellings of options, without dashes, with the names of their parameters and whether they negate
+    them."""
     names: dict[str, tuple[str, bool]] = {}
     for parameter in context.command.params:
         for written in (*parameter.opts, *parameter.secondary_opts):

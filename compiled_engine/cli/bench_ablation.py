@@ -51,7 +51,8 @@ def ablation(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """What each part is worth: eager, with CUDA graphs, compiled, without each pass and, if asked for, with each alone.
+    """Measure the gain of each part: eager, with CUDA graphs, compiled, without each pass and, with --alone, with each
+    alone.
 
     Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. Measured are the time per
     output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory.

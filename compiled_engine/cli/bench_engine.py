@@ -32,7 +32,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="A small run: seconds to a 
 
 @contextmanager
 def engine_options(options: dict[str, Any], shape: str | None) -> Iterator[dict[str, Any]]:
-    """The engine's options, with a folder that holds a known shape as its model if one is asked for."""
+    """Yield the engine's options, with a folder of a known shape as its model if `shape` is given."""
     from compiled_engine.bench.shapes import write_shape
 
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def resolved(options: Mapping[str, Any]) -> Any:
 
 
 def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
-    """Raise ValueError unless so many requests may run at once and the longest, in tokens, may be that long."""
+    """Raise ValueError unless this many requests may run at once and the longest, in tokens, is allowed."""
     if config.scheduler.max_num_seqs < requests_at_once:
         raise ValueError(f"max_num_seqs is {config.scheduler.max_num_seqs}; allowed: at least {requests_at_once}")
     if config.model.max_model_len < longest:
@@ -62,7 +62,7 @@ def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
 
 
 def command_line(secrets: Collection[str] = ()) -> str:
-    """How this process was started, to be repeated. secrets: options whose values are left out, as are passwords."""
+    """Return the command that started this process. secrets: options with values to leave out, as passwords are."""
     words = list(sys.argv[1:])
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")
@@ -81,7 +81,7 @@ def without_password(url: str) -> str:
 
 
 def write_json(path: Path | None, result: Any) -> None:
-    """Write a result to its file; None: none is asked for."""
+    """Write a result to its file, if there is one."""
     if path is not None:
         with written_to(path):
             path.write_text(json.dumps(result, indent=1) + "\n")
@@ -92,7 +92,7 @@ def print_json(result: Any) -> None:
 
 
 def console(width: int = 160) -> Console:
-    """Without a terminal nothing says how wide the output may be: `width`, wide enough for every column."""
+    """Make a console; without a terminal its width is `width`, enough for every column."""
     return Console(width=None if sys.stdout.isatty() else width)
 
 

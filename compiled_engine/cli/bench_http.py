@@ -47,7 +47,8 @@ def http(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What HTTP costs: a workload offline and through the server, latencies under steady load, and the two starts.
+    """Measure the cost of HTTP: a workload offline and through the server, latencies under constant load, and both
+    starts.
 
     On a GPU workload T of the table, on a CPU a small one. Every answer is streamed, each token as an event. Then
     requests of the same kind come at random times, with a share of the rate that saturates the server.

@@ -27,7 +27,7 @@ def load(
     repeats: Annotated[int, typer.Option(min=1, help="Reads and loads.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """How fast a checkpoint loads, against reading its files from start to end in the same cache state.
+    """Measure how fast a checkpoint loads, against reading its files from start to end in the same cache state.
 
     Examples:
 

@@ -106,7 +106,7 @@ def _has_answers(result: Mapping[str, Any]) -> bool:
 
 
 class _Kind(NamedTuple):
-    """A benchmark whose plots can be made again. what: it needs some of these."""
+    """A benchmark with plots that can be drawn again. what: the fields that it needs."""
 
     what: str
     has_any: Callable[[Mapping[str, Any]], bool]

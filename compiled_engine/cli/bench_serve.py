@@ -21,7 +21,7 @@ LENGTHS_HELP = "a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST o
 LATENCIES = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2EL": "e2el_ms"}
 HIDDEN = ("quantiles", "std")
 
-# What a result that is passed on must not tell.
+# Options that a published result must not contain.
 SECRETS = ("--api-key", "--header")
 
 
@@ -100,9 +100,9 @@ def serve(
 
     Times are those of vLLM's benchmark: TTFT to the first token, TPOT for each further one, ITL between two parts of an
     answer, E2EL until the last token. Tokens are counted by the server's usage. A part may hold several tokens; then
-    ITL is the time between parts, and the result says how many tokens a part has.
+    ITL is the time between parts, and the result has the mean number of tokens a part.
 
-    The client says how busy and how late it was itself. If it was, use more --client-processes.
+    The result has the client's own load and delay. If they are high, use more --client-processes.
 
     If a request fails, the others go on, errors are counted by kind, and the exit code is 1.
 
@@ -167,7 +167,7 @@ def serve(
 
 
 def _check_outputs(output: Path | None, plots: Path | None, html: Path | None) -> None:
-    """Folders are made; what cannot be written is said before the work."""
+    """Make the folders; report what cannot be written before the work."""
     make_room("output", output)
     make_room("html", html)
     if html is not None:
@@ -189,7 +189,7 @@ def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, h
 
 
 def print_load(result: Mapping[str, Any]) -> None:
-    """Throughput a row for each rate, latencies a row for each rate and metric, then what is to be said."""
+    """Print throughput, a row for each rate, then latencies, a row for each rate and metric, then notes."""
     from compiled_engine.bench.serving.figures import notes
 
     out = console()

@@ -38,7 +38,7 @@ def step(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where the time of a steady decode step goes, in microseconds: schedule, prepare, launch, wait, output, device.
+    """Split the time of a decode step, in microseconds: schedule, prepare, launch, wait, output, device.
 
     host is all but waiting. device is from a step's first kernel to its last one, device idle the share of the time in
     which no step was on the device.

@@ -1,4 +1,5 @@
-"""`compiled-engine bench table` and `bench compare`: every figure that the engine is judged by, and two such tables."""
+"""`compiled-engine bench table` and `bench compare`: all figures of the engine's speed, and the comparison of two
+tables."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, cons
 from compiled_engine.cli.bench_plot import make_plot_folder
 from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
 
-# For every column, where no terminal says how wide it is.
+# Wide enough for every column if there is no terminal.
 WIDTH = 200
 
 

@@ -39,7 +39,7 @@ def transformers(
     """Output tokens per second beside the fastest way that transformers has, for one request and for many.
 
     Its ways are generate with a growing cache, with a static one, with a static one and torch.compile (compiled), and
-    continuous batching; on a CPU each with one thread and with all. The tokens are greedy, and as many as asked for.
+    continuous batching; on a CPU each with one thread and with all. Decoding is greedy, without stop tokens.
 
     JSON: benchmark, results (one, many: engine, bandwidth_share, transformers, fastest, ratio), rates, workload,
     repeats, date, machine, model, options, versions, command.

@@ -314,7 +314,7 @@ def entry_table(entries: Sequence[EntryReport]) -> Table:
 
 
 def entry_lines(entry: EntryReport) -> list[str]:
-    """Its state, then its factors."""
+    """Return the entry's state and its factors."""
     lines = [
         f"key        {entry.key}",
         f"folder     {entry.path}",
@@ -333,7 +333,7 @@ def entry_lines(entry: EntryReport) -> list[str]:
 
 
 def explanation(key: str, own: EntryReport | None, near: Nearest | None) -> list[str]:
-    """Whether the entry of `key` is there (`own`), or what keeps the nearest one from being it."""
+    """Return whether the entry of `key` exists (`own`), or the differences of the nearest entry."""
     if own is not None and own.damage is None:
         return [f"hit: entry {short(key)}, created {ago(own.created)}, last used {ago(own.last_used)}"]
     if own is not None:
@@ -346,7 +346,7 @@ def explanation(key: str, own: EntryReport | None, near: Nearest | None) -> list
 
 
 def print_table(table: Table) -> None:
-    # Without a terminal nothing says how wide the output may be.
+    # Wide enough for all columns without a terminal.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
@@ -355,7 +355,7 @@ def counted(entries: Sequence[EntryReport]) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Such as 2.1 MB; powers of ten."""
+    """Format bytes, for example 2.1 MB; powers of ten."""
     for unit in ("B", "KB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -364,7 +364,7 @@ def size(num_bytes: float) -> str:
 
 
 def ago(timestamp: float) -> str:
-    """Such as `3 h ago`."""
+    """Format an age, for example `3 h ago`."""
     seconds = max(0.0, time.time() - timestamp)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

@@ -134,7 +134,7 @@ def _show(model: LocalModel | RemoteModel, texts: Iterable[str], quiet: bool) ->
     typer.echo()
     if not quiet and first is not None:
         seconds = time.perf_counter() - begin
-        tokens = model.num_tokens  # an interrupted server has not said how many
+        tokens = model.num_tokens  # an interrupted server has not sent the count
         speed = "" if tokens is None else f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tok/s, "
         typer.secho(f"{speed}first after {1000 * (first - begin):.0f} ms", dim=True, err=True)
     return answer

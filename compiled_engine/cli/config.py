@@ -54,7 +54,7 @@ def config(
         plans |= {"replicas": replicas} if shows_replicas else {}
         typer.echo(json.dumps(json_value(resolved) | plans, indent=2))
     else:
-        # Without a terminal nothing says how wide the output may be: wide enough for paths and reasons.
+        # Wide enough for paths and reasons without a terminal.
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(config_table(resolved))
         if shows_replicas:

@@ -49,7 +49,7 @@ class RankPlan:
 
 
 def rank_plan(config: EngineConfig) -> RankPlan:
-    """Nothing is read, and no GPU's context is made."""
+    """Plan without reading weights or creating a GPU's context."""
     from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
     from compiled_engine.runner.kv_cache import block_bytes
 
@@ -70,12 +70,12 @@ def rank_plan(config: EngineConfig) -> RankPlan:
 
 
 def _is_summed(name: str, shard: Shard) -> bool:
-    """Whether a sum over the ranks follows the module that has this weight."""
+    """Return whether a sum over the ranks follows the module that has this weight."""
     return shard.divides_input or (shard.dim == 0 and "embed" in name)
 
 
 def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
-    """The most KV cache blocks of these layers, None for all, beside so many bytes of weights; see RankPlan."""
+    """Return the most KV cache blocks of these layers, None for all, beside these bytes of weights; see RankPlan."""
     import torch
 
     from compiled_engine.runner.kv_cache import block_bytes
@@ -142,7 +142,7 @@ class StageShare:
 
 
 def stage_shares(config: EngineConfig) -> list[StageShare]:
-    """Nothing is read, and no GPU's context is made."""
+    """Plan without reading weights or creating a GPU's context."""
     from compiled_engine.models.textbook.architectures import build_model
     from compiled_engine.parallel.stages import parameter_places, stages_of
     from compiled_engine.runner.kv_cache import block_bytes

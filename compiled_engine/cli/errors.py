@@ -27,7 +27,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BadInputError(Exception):
-    """The user's input cannot be used; the message says what and why."""
+    """The user's input cannot be used; the message has field and reason."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def bad_input_is_reported(
     """Around what checks the user's input: its errors of these kinds are the user's, not the program's."""
     try:
         yield
-    except BrokenPipeError:  # who reads the output has gone: nothing was given wrongly
+    except BrokenPipeError:  # the reader of the output has ended: the input is not at fault
         raise
     except kinds as error:
         raise BadInputError(str(error)) from error
@@ -71,9 +71,9 @@ def make_folder(name: str, folder: Path) -> None:
 
 
 def make_room(name: str, path: Path | None) -> None:
-    """Make the folder of a file for results, before the work; None: no file is asked for.
+    """Make the folder of a file for results, before the work; None: no file.
 
-    Raises ValueError, naming the option, for a folder in its place, and where `make_folder` does.
+    Raises ValueError, naming the option, if the path is a folder, and what `make_folder` raises.
     """
     if path is not None:
         if path.is_dir():
@@ -82,7 +82,7 @@ def make_room(name: str, path: Path | None) -> None:
 
 
 class OneLineErrors(TyperGroup):
-    """A group of commands whose usage errors, `BadInputError` and full disks are one line on stderr, no traceback."""
+    """A group of commands: usage errors, `BadInputError` and full disks are one line on stderr, without a traceback."""
 
     def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
         given = sys.argv[1:] if args is None else list(args)

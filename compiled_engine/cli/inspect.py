@@ -52,7 +52,7 @@ def inspect(
     """
     if not (output or text or depyf or as_json):
         raise BadInputError("nothing to write: give --output, --text, --depyf or --json")
-    # Whatever else prints to stdout must not mix with the JSON.
+    # Other output to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         with bad_input_is_reported():
             from compiled_engine.other_engines.translate import make_options
@@ -87,7 +87,7 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
-    """From the entry in the cache, which is built if it is not there."""
+    """Report the entry in the cache, which is built if it is missing."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
@@ -104,7 +104,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
 
 
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
-    """From an engine that was started for it and has generated a token."""
+    """Report an engine started for this purpose, after it has generated a token."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.inspection.kernels import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report

@@ -67,10 +67,10 @@ class LocalModel:
 
 
 class RemoteModel:
-    """num_tokens: of the newest answer, once the server has said it; None before.
+    """num_tokens: of the newest answer, once the server has sent it; None before.
 
-    url: with or without the ending /v1. model: None for the server's first. sampling: fields of each request.
-    Raises BadInputError for what is no such server, and for what the server refuses.
+    url: with or without the ending /v1. model: None for the server's first. sampling: fields of each request. Raises
+    BadInputError if the URL is not that of a server with this API, and for refused requests.
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None, sampling: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class RemoteModel:
         return self._stream("/chat/completions", {"messages": list(messages)}, _answered)
 
     def close(self) -> None:
-        """Nothing is held between requests."""
+        """Close nothing: no connection is held between requests."""
 
     def _first_model(self) -> str:
         content = "".join(self._lines("GET", "/models", None))

@@ -73,7 +73,8 @@ def tune(
 
 
 def _checked(path: Path) -> dict[str, Any] | None:
-    """The profile that is there, None if there is none. What cannot be written or read is said before the work."""
+    """Read the existing profile, None without one. Files that cannot be written or read are reported before the
+    work."""
     make_room("output", path)
     if not path.exists():
         return None

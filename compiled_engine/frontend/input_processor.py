@@ -69,8 +69,8 @@ class InputProcessor:
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
-        """The vocabulary that the core needs before the first request with a grammar. Raises ValueError without a
-        tokenizer, or for one that the library `tokenizers` cannot read.
+        """Return the vocabulary, which the core needs before the first request with a grammar. Raises ValueError
+        without a tokenizer, or if the library `tokenizers` cannot read it.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and there is none")

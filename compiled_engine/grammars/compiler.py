@@ -67,12 +67,12 @@ class GrammarCompiler:
         return compiled
 
     def cancel(self, grammar: str, compiled: Future[CompiledGrammar]) -> None:
-        """Nobody waits for it any more: it is not compiled unless that has begun."""
+        """Drop a request: its grammar is not compiled unless that has begun."""
         if compiled.cancel() and self._compiled.get(grammar) is compiled:
             del self._compiled[grammar]
 
     def constraint(self, compiled: Future[CompiledGrammar]) -> GrammarConstraint:
-        """For one request, from what is compiled. Raises ValueError if that failed."""
+        """Make a request's matcher from the compiled grammar. Raises ValueError if compiling failed."""
         matcher, probe = compiled.result()
         vocabulary = self._vocabulary.result()
         strings = StringMasks.of(vocabulary.tokens, probe)
@@ -94,7 +94,7 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, probe_for(grammar, WHITESPACE))
 
     def metrics(self) -> dict[str, int | float]:
-        """Since the start: grammar_compiles, those that failed, seconds of threads, and hits among those kept."""
+        """Return counts since the start: grammar_compiles, failures, seconds of threads, and hits in the cache."""
         return {
             "grammar_compiles": self._compiles,
             "grammar_failures": self._failures,

@@ -22,10 +22,9 @@ NO_TEXT = "no text has this form: its rules contradict each other, or lead to ea
 
 
 class GrammarConstraint:
-    """Implements Constraint. Where the text may end, the end-of-sequence tokens are allowed.
+    """Implements Constraint. If the text may end, the end-of-sequence tokens are allowed.
 
-    A matcher raises nothing: what is wrong with it, for example that a step took more than its limits allow, is asked
-    for after each call.
+    A matcher raises nothing: its error, for example a step beyond its limits, is read after each call.
     """
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, strings: StringMasks | None = None) -> None:
@@ -38,7 +37,7 @@ class GrammarConstraint:
             self.strings.accept(token_ids)
 
     def fill_known(self, words_W: np.ndarray) -> bool:
-        """Write the mask if the matcher need not be asked."""
+        """Write the mask if the matcher is not needed for it."""
         return self.strings is not None and self.strings.fill(words_W)
 
     def fill(self, words_W: np.ndarray) -> None:
@@ -48,12 +47,12 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> str:
-        """What is wrong with the matcher."""
+        """Return the matcher's error."""
         return failure_text(self.matcher)
 
 
 def is_complete(constraint: Constraint | None) -> bool:
-    """Whether it is a grammar's, and the text as far as it is has the form."""
+    """Return whether a grammar constrains the text, and the text may end here."""
     return isinstance(constraint, GrammarConstraint) and constraint.matcher.is_accepting()
 
 

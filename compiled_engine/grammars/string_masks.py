@@ -14,7 +14,7 @@ from compiled_engine.sampling.token_mask import num_words
 
 # Which JSON schemas have strings of which nothing but the length is bounded, and no doubt where one is.
 
-# What says nothing about a value.
+# Keywords without effect on values.
 _NOTES = frozenset({"title", "description", "default", "examples", "$schema", "$comment", "deprecated"})
 _KEYS = {
     "object": frozenset({"type", "properties", "required", "additionalProperties"}),
@@ -34,11 +34,11 @@ PROBES = "éñжяλ中の가"
 
 
 def probe_for(grammar: str, whitespace: str) -> str | None:
-    """A character that may come next only where a string is being written whose length alone is bounded: no key,
-    constant or pattern of the schema has it. None if the grammar is another than a schema of known keywords, if two
-    kinds of strings may begin at one place, or if it is not said that objects have no other keys.
+    """Return a character that may come next only inside a string bounded by its length alone: no key, constant or
+    pattern of the schema contains it. None if the grammar is not a schema of known keywords, if two kinds of strings
+    may begin at one place, or unless objects exclude other keys.
 
-    grammar: as llguidance reads it. whitespace: the pattern that may stand between two parts, or none at all.
+    grammar: as llguidance reads it. whitespace: the pattern allowed between two parts, or none.
     """
     given = json.loads(grammar) if grammar.startswith("{") else None
     match given:
@@ -90,7 +90,7 @@ def _may_hold_text(schema: dict[str, Any]) -> bool:
 
 
 def _is_narrow(pattern: str) -> bool:
-    """Whether it matches nothing with a character beyond ASCII."""
+    """Return whether the pattern matches nothing beyond ASCII."""
     if not _NARROW.fullmatch(pattern):
         return False
     depth = 0
@@ -107,14 +107,15 @@ if TYPE_CHECKING:
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\x7f]+')
 _OF_STRING = re.compile(rb'(?:[^"\\]|\\u[0-9A-Fa-f]{0,4}|\\.)*\\?', re.DOTALL)
 _ESCAPE = re.compile(rb"\\(?:u[0-9A-Fa-f]{0,4}|.)?", re.DOTALL)
-# A string with room for so many characters more than the longest token takes is looked at again when they are written.
+# If more characters are allowed than the longest token takes by this number, the string is examined again after they
+# are written.
 _FURTHER = 64
 
 
 class StringTokens:
-    """What the tokens of a vocabulary are within a JSON string.
+    """The tokens of a vocabulary within a JSON string.
 
-    lengths: of each token, its characters if it goes on with the string and needs no escape, else 0.
+    lengths: the characters of each token that continues the string and needs no escape, otherwise 0.
     """
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
@@ -128,7 +129,7 @@ class StringTokens:
         self._within: dict[int, np.ndarray] = {}
 
     def within(self, room: int) -> np.ndarray:
-        """A mask of the tokens that take at most so many characters of the string that they begin in."""
+        """Return a mask of the tokens that take at most this many characters of the string in which they begin."""
         room = min(room, self.longest)
         if room not in self._within:
             self._within[room] = np.packbits(self._taken_V <= room, bitorder="little").view(np.int32)
@@ -137,9 +138,9 @@ class StringTokens:
 
 @dataclass
 class _Open:
-    """A string that is being written: the mask at its beginning, or since, and how many characters may follow.
+    """A string in progress: the mask at or after its beginning, and how many characters may follow.
 
-    at_least: there may be room for more.
+    at_least: more characters may be allowed.
     """
 
     words_W: np.ndarray
@@ -148,8 +149,8 @@ class _Open:
 
 
 class StringMasks:
-    """Of one request. probe, quote: tokens of a character that may come next only in such a string, and of what ends
-    it."""
+    """The masks of one request. probe, quote: tokens of a character that may come next only in a bounded string, and of
+    the closing quote."""
 
     def __init__(self, tokens: StringTokens, probe: list[int], quote: list[int]) -> None:
         self._tokens, self._probe, self._quote = tokens, probe, quote
@@ -157,7 +158,7 @@ class StringMasks:
 
     @classmethod
     def of(cls, tokens: StringTokens, probe: str | None) -> StringMasks | None:
-        """None without a probe, and if the vocabulary cannot write it."""
+        """Return the masks for a request; None without a probe, and if the vocabulary cannot write it."""
         if probe is None:
             return None
         written = [tokens.tokenizer.greedy_tokenize(text) for text in (probe, '"')]
@@ -166,7 +167,7 @@ class StringMasks:
         return cls(tokens, *written)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Take in what was generated."""
+        """Follow the generated tokens."""
         for token_id in token_ids:
             if self._open is None:
                 return
@@ -183,7 +184,7 @@ class StringMasks:
         return True
 
     def note(self, words_W: np.ndarray, matcher: LLMatcher) -> None:
-        """Keep a mask that the matcher has made, if it is one of such a string, and the string may end here."""
+        """Keep a mask of the matcher if it belongs to a bounded string that may end here."""
         word, bit = divmod(self._probe[0], 32)
         if not words_W[word] >> bit & 1 or not matcher.validate_tokens(self._quote):
             return
@@ -202,7 +203,7 @@ def _plain_length(token: bytes) -> int:
 
 
 def _taken(token: bytes) -> int:
-    """Characters of the string that a token begins in; one that it begins to write counts."""
+    """Count the characters of the string in which a token begins, including the token's own."""
     found = _OF_STRING.match(token)
     assert found is not None
     text = _ESCAPE.sub(b"x", found[0])

@@ -1,4 +1,4 @@
-"""From StructuredOutputs to the text that llguidance compiles, within limits, and whether it can be compiled."""
+"""Translate StructuredOutputs to the text that llguidance compiles, within limits, and check that it compiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def on_large_stack(work: Callable[[], Result]) -> Result:
-    """In a thread of its own, which is waited for. Raises what `work` raises."""
+    """Run in a thread of its own, and wait. Raises what `work` raises."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -45,7 +45,7 @@ def on_large_stack(work: Callable[[], Result]) -> Result:
     return done.result()
 
 
-# What a grammar may cost. Requests bring grammars, so each of these is met by an attack.
+# Limits of a grammar's cost. Requests bring grammars, so each limit guards against an attack.
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -63,9 +63,9 @@ def mask_threads() -> int:
 
 
 def parser_limits() -> LLParserLimits:
-    """Of one grammar. Fuel is a count of steps: a thousand take less than a millisecond.
+    """Limits of one grammar. Fuel is a count of steps: a thousand take less than a millisecond.
 
-    A compilation or a mask that needs more is an error of its request.
+    Exceeding a limit is an error of the request.
     """
     from llguidance import LLParserLimits
 
@@ -86,9 +86,9 @@ if TYPE_CHECKING:
 # Between any two parts of JSON: a space, or a line end and an indentation.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
-# What only the model's own vocabulary can say of a grammar: whether it has these tokens.
+# Errors that only the model's own vocabulary shows: whether it has these tokens.
 SPECIAL_TOKEN_MARKS = ("<[", "<|")
-# As llguidance tells Lark from GBNF, but each line is read once.
+# The distinction of Lark and GBNF is llguidance's, but each line is read once.
 _IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 # The converter compares each of these rules with the others.
 MOST_GBNF_RULES = 1000
@@ -137,8 +137,8 @@ def _text(given: StructuredOutputs) -> str:
 
 @lru_cache(maxsize=KEPT_GRAMMARS)
 def _error(text: str) -> str:
-    """What is wrong with a grammar; empty if nothing is. It is compiled for a vocabulary of bytes, without the GIL, and
-    asked for the bytes that may come first: rules that lead to each other without end compile, but allow none."""
+    """Return the error of a grammar; empty without one. It is compiled for a vocabulary of bytes, without the GIL, and
+    its first mask is computed: endlessly recursive rules compile, but allow nothing."""
     from llguidance import LLMatcher
 
     def error() -> str:
@@ -159,7 +159,7 @@ def _bytes() -> LLTokenizer:
 
 
 class _Bytes:
-    """As TokenizerWrapper wants it."""
+    """A vocabulary of bytes with the interface of TokenizerWrapper."""
 
     eos_token_id = 256
     bos_token_id = None

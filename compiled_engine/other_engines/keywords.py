@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 class Honoured:
     """A keyword with a meaning here. means: its description in the documents.
 
-    option: of this engine, which takes the value. values: those that have another name here, by their names in small
-    letters; others are taken as they are. nothing: values that ask for nothing.
-    choices: instead, all values that are allowed, each with the options that it stands for; names may be in small
-    letters. read: instead, the reader in `translate` that takes the value. Without any of these, what the value asks
-    for is the case.
+    option: of this engine, which takes the value. values: values with another name here, by their names in lower case;
+    others are unchanged. nothing: values without effect. choices: instead, all allowed values, each with its options;
+    names may be in lower case. read: instead, the reader in `translate` for the value. Without any of these, the engine
+    always does what the value asks for.
     """
 
     means: str

@@ -58,8 +58,8 @@ def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[Stage, ..
 
 @dataclass(frozen=True)
 class ParameterPlaces:
-    """The places at which a model uses its parameters, by name. attentions: how many attentions come before the first
-    use; tied ones are there under each name. of_logits: those that the logits need."""
+    """The places at which a model uses its parameters, by name. attentions: the number of attentions before the first
+    use; tied parameters appear under each name. of_logits: the parameters of the logits."""
 
     attentions: Mapping[str, int]
     of_logits: frozenset[str]
@@ -151,9 +151,7 @@ class _Watch(TorchDispatchMode):
 
 
 class StageLink:
-    """On a GPU transfers are only launched; the host does not wait. rank, tensor: this rank's number, and the
-    tensor-parallel size.
-    """
+    """Launch transfers on a GPU without waiting. rank, tensor: this rank's number, and the tensor-parallel size."""
 
     def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):
         """Every rank makes one at the same time; waits for the neighbours."""

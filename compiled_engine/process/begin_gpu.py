@@ -23,16 +23,16 @@ _ELSEWHERE = ("multiprocess", "mp", "ray")
 
 @cache
 def cuda_driver() -> InBackground[bool]:
-    """The driver without a context. The result says whether there is one."""
+    """Initialise the driver without a context. The result is whether that succeeded."""
     return InBackground(lambda: _driver() is not None)
 
 
 @cache
 def cuda_context(index: int) -> InBackground[bool]:
-    """The primary context of the GPU `index`, as CUDA counts them. The first call starts a thread, and every call gives
-    the same one.
+    """Create the primary context of the GPU `index`, in CUDA's numbering. The first call starts a thread; all calls
+    return the same one.
 
-    The result says whether there is a context; what is wrong, if there is none, torch will say.
+    The result is whether there is a context; if there is none, torch will report the reason.
     """
     return InBackground(lambda: _make(index))
 
@@ -67,13 +67,13 @@ def _make(index: int) -> bool:
 
 @cache
 def triton_digest(index: int) -> InBackground[bool]:
-    """Triton's digest of its own files, hundreds of megabytes, after which it names every binary: the first kernel
-    waits for it. Python keeps it for the rest of the process.
+    """Compute Triton's digest of its own files, hundreds of megabytes, which is part of every binary's name: the first
+    kernel needs it. Python keeps it for the rest of the process.
 
-    The first call starts a thread, and every call gives the same one. For a process that will run on the GPU `index`,
-    see `cuda_context`.
+    The first call starts a thread; all calls return the same one. For a process that will run on the GPU `index`, see
+    `cuda_context`.
 
-    The result says whether the digest was made, which it is not without that GPU.
+    The result is whether the digest was computed; without that GPU it is not.
     """
     context = cuda_context(index)
     return InBackground(lambda: context.result() and _make_digest())
@@ -90,8 +90,8 @@ def _make_digest() -> bool:
 
 
 def begin_gpu(device: str, *, runs_here: bool) -> None:
-    """Begin all that the option `device` needs. runs_here: this process runs on the GPU; else it only asks which there
-    are."""
+    """Begin all that the option `device` needs. runs_here: this process runs on the GPU; otherwise it only enumerates
+    GPUs."""
     index = index_of(device)
     if index is None:
         return
@@ -107,8 +107,8 @@ def given_device(options: Mapping[str, Any]) -> str:
 
 
 def core_has_device(options: Mapping[str, Any]) -> bool:
-    """Whether the process of the engine core has the device, by keywords of `LLM` that are not checked yet; False where
-    replicas or workers have it."""
+    """Return whether the core's process uses the device, by unchecked keywords of `LLM`; False if replicas or workers
+    use it."""
     sizes = [options.get(name, 1) for name in _SIZES]
     is_alone = all(type(size) is int and size == 1 for size in sizes)
     return is_alone and not any(str(options.get(name)) in _ELSEWHERE for name in _EXECUTORS)

@@ -1,7 +1,7 @@
 """Python's bytecode of PyTorch, kept in the cache where the installation has none and Python would write none.
 
-Packages that nobody has compiled, in a folder that cannot be written to, are compiled by every process that imports
-them. Containers are often built so. PyTorch and its compiler have some thousand files.
+Packages without bytecode, in a folder that cannot be written to, are compiled by every process that imports them. Many
+container images are built this way. PyTorch and its compiler have some thousand files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = "bytecode"
 
 
 class _Starts:
-    """How many of this process keep bytecode now, and what Python was told before the first of them."""
+    """The number of starts in progress in this process, and Python's settings before the first of them."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -51,9 +51,9 @@ def bytecode_kept() -> Iterator[None]:
 
 
 def keep_bytecode() -> None:
-    """From now on Python writes and reads bytecode below `default_root`, if PyTorch has none otherwise.
+    """Have Python write and read bytecode below `default_root`, unless PyTorch has its own.
 
-    For processes of this program. A folder that the user has given Python for it (PYTHONPYCACHEPREFIX) stays.
+    For processes of this program. A folder set by the user (PYTHONPYCACHEPREFIX) stays.
     """
     if sys.pycache_prefix is not None or (installed := _lacks_bytecode()) is None:
         return
@@ -82,6 +82,6 @@ def _lacks_bytecode() -> Path | None:
 
 
 def _digest(folder: Path) -> str:
-    """A digest of the packages there: Python knows a changed file by its time, which images may set, and its size."""
+    """Digest the packages there: Python detects a changed file by its time, which images may set, and its size."""
     installed = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))
     return hashlib.sha256("\n".join([str(folder), *installed]).encode()).hexdigest()[:16]

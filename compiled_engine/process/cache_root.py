@@ -18,8 +18,8 @@ def default_root() -> Path:
 
 
 def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
-    """The folder `name` below a root, both made if they are not there. `uid`: whose it must be; None for this process's
-    user.
+    """Return the folder `name` below a root; both are created if missing. `uid`: the required owner; None for this
+    process's user.
 
     Raises OSError with the reason if it cannot be created or others could change it.
     """

@@ -48,8 +48,8 @@ def environment_variables(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def import_path() -> str:
-    """This process's, as PYTHONPATH of one that starts in the same folder: a prompt and a notebook import from there,
-    which is "" in sys.path, and which PYTHONPATH needs another name for."""
+    """Return this process's import path, as PYTHONPATH of a process that starts in the same folder: prompts and
+    notebooks import from there, which is "" in sys.path, and which PYTHONPATH needs another name for."""
     return os.pathsep.join(path or os.curdir for path in sys.path)
 
 

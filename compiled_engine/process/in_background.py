@@ -22,7 +22,7 @@ class InBackground(Generic[Value]):
         self._start = time.perf_counter()
         self._seconds = 0.0
         thread = ThreadPoolExecutor(1)
-        self._future = thread.submit(self._timed, make)  # which is not kept: it may refer to whoever keeps this
+        self._future = thread.submit(self._timed, make)  # which is not kept: it may refer to the owner of this object
         thread.shutdown(wait=False)
 
     def _timed(self, make: Callable[[], Value]) -> Value:
@@ -37,7 +37,7 @@ class InBackground(Generic[Value]):
 
     @property
     def seconds(self) -> float:
-        """How long it took, once the result is there."""
+        """Return how long the work took, once the result is there."""
         return self._seconds
 
 

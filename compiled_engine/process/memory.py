@@ -1,4 +1,5 @@
-"""This process's memory: Python's garbage collector, held back while it would only get in the way, and freed memory."""
+"""Control of this process's memory: Python's garbage collector is held back while it only costs time, and freed memory
+is returned."""
 
 from __future__ import annotations
 
@@ -10,11 +11,10 @@ from contextlib import contextmanager, suppress
 
 
 def freeze_heap() -> None:
-    """From now on no collection goes through the objects that exist: with PyTorch and a tokenizer these are many.
+    """Exclude all existing objects from later collections: with PyTorch and a tokenizer these are many.
 
-    For a process that serves or generates until it ends, once it has started. Such a collection takes a tenth of a
-    second, in which no request gets a token. What is garbage already stays, until the process ends: then all is taken
-    down in order.
+    For a process that serves or generates until it ends, once it has started. A full collection takes a tenth of a
+    second, in which no request gets a token. Existing garbage stays until the process ends.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)
@@ -34,9 +34,10 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def no_full_gc() -> Iterator[None]:
-    """Within it no collection goes through all objects, of which a process with PyTorch has very many.
+    """Within this context no collection goes through all objects, of which a process with PyTorch has very many.
 
-    What is new is collected as ever. For work that makes many objects that stay, which would bring such collections on.
+    New objects are collected as usual. For work that makes many long-lived objects, which would trigger full
+    collections.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)

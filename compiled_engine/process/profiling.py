@@ -52,7 +52,7 @@ class StepClock:
         return dict(self._laps)
 
     def device_seconds(self) -> float:
-        """From the first to the last kernel of each step, over all steps; waits for the device."""
+        """Return the time from the first to the last kernel of each step, over all steps; waits for the device."""
         if self._events:
             self._events[-1][1].synchronize()
         return sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
@@ -61,7 +61,7 @@ class StepClock:
 class Profiler:
     """Writes Chrome traces (gzipped JSON, for ui.perfetto.dev or chrome://tracing) into a folder.
 
-    device: whose kernels are in the trace, beside the operators that the caller's thread runs.
+    device: its kernels are in the trace, beside the operators that the caller's thread runs.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:

@@ -45,7 +45,7 @@ class SmallestFirst:
         self._lock = threading.Lock()
 
     def submit(self, size: int, work: Callable[[], Result]) -> Future[Result]:
-        """What the work returns or raises. Work that is cancelled before it begins is not kept."""
+        """Queue work; the future gets its result or error. Work that is cancelled before it begins is dropped."""
         done: Future[Result] = Future()
         waiting = _Waiting(size, next(self._numbers), work, done)
         with self._lock:

@@ -1,4 +1,4 @@
-"""When each stage of the start-up began and how long it took, from the start of the process on."""
+"""The stages of the start-up: when each began and how long it took, from the start of the process on."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def seconds_since_process_start() -> float:
 
 @cache
 def _process_origin_s(process: int) -> float:
-    """When this process began, in seconds of time.perf_counter.
+    """Return when this process began, in seconds of time.perf_counter.
 
-    Read once in a process, so that all timelines of the process agree: two readings differ by as much as the
-    process was kept from running between its two clocks. A forked child has another `process` and reads its own.
+    Read once in a process, so that all timelines are consistent: readings differ by the time for which the process did
+    not run between reading its two clocks. A forked child has another `process` and reads its own.
     """
     return time.perf_counter() - seconds_since_process_start()
 
@@ -86,7 +86,7 @@ class Timeline:
         ]
 
     def seconds(self) -> dict[str, float]:
-        """The duration of each stage by name; of those that happened several times the sum."""
+        """Return the duration of each stage by name, summed over repetitions."""
         found: dict[str, float] = {}
         for span in self.spans:
             found[span.name] = found.get(span.name, 0.0) + span.seconds

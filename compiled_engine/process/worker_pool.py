@@ -38,16 +38,16 @@ class Worker:
         self._ready = False
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Its answer. Raises WorkerEnded."""
+        """Return the answer. Raises WorkerEnded."""
         try:
             self._ready = self._ready or "ready" in self._receive()
             if self._ready:
-                with suppress(BrokenPipeError):  # the answer that does not come says it
+                with suppress(BrokenPipeError):  # the missing answer reports it
                     self._connection.sendall(json.dumps(message).encode() + b"\n")
                 if answer := self._receive():
                     return answer
             last_words = self._last_words()
-        except (OSError, ValueError) as error:  # closed meanwhile
+        except (OSError, ValueError) as error:  # closed in the meantime
             raise WorkerEnded(f"worker {self.number} was closed") from error
         raise WorkerEnded(f"worker {self.number} {'died' if self._ready else 'did not start'}: {last_words}")
 
@@ -92,7 +92,7 @@ class WorkerProcesses:
                 their.close()
 
     def begin(self, order: dict[str, Any]) -> None:
-        """Say what they are to prepare; to be called once, before anything is asked."""
+        """Send what the workers are to prepare; call it once, before any request."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answers that do not come say it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -103,7 +103,7 @@ class WorkerProcesses:
         self._process.terminate()
         self._process.wait()
         if self._process.stdin is not None:
-            with suppress(OSError):  # of an order that nobody took
+            with suppress(OSError):  # of an order that no worker took
                 self._process.stdin.close()
         self._close_files()
 
@@ -124,9 +124,10 @@ log = logging.getLogger("compiled_engine")
 
 
 class WorkerPool:
-    """Processes that run `main()` of a module. What cannot be started, or ends, is done without; there may be none.
+    """Processes that run `main()` of a module. Processes that cannot start, or end, are not replaced; there may be
+    none.
 
-    They start at once; from `begin` on their imports run beside whatever the caller does before it asks.
+    They start at once; from `begin` on their imports run beside the caller's work before its first request.
     """
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
@@ -142,7 +143,7 @@ class WorkerPool:
             log.warning("no worker process is started: %s", error)
 
     def __len__(self) -> int:
-        """How many were started."""
+        """Return the number of processes that were started."""
         return len(self._processes.workers) if self._processes else 0
 
     def begin(self, order: dict[str, Any]) -> None:
@@ -155,9 +156,9 @@ class WorkerPool:
             self._idle.extend(self._processes.workers)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer of whichever is idle first, with its number as "worker"; None if it ended, or if all have.
+        """Return the answer of the first idle worker, with its number as "worker"; None if it ended, or if all have.
 
-        For threads that nobody interrupts: one that is would take its worker along.
+        For threads that are not interrupted: an interrupted one would end its worker.
         """
         worker = self._take()
         if worker is None:
@@ -195,7 +196,7 @@ class WorkerPool:
                 self._waiting.popleft().set_result(None)
 
     def close(self) -> None:
-        """End them. What is asked meanwhile has no answer."""
+        """End the workers. Requests made during this get no answer."""
         self._closed = True
         if self._processes is not None:
             self._processes.close()

@@ -1,8 +1,8 @@
-"""The program of worker processes: prepare once, fork the workers, and end with them when it is told to, or when nobody
-can ask them any more.
+"""The program of worker processes: prepare once, fork the workers, and end with them on request, or when no process can
+reach them any more.
 
-The workers, and what they start, are a process group of their own, which the process that forked them ends and waits
-for: nobody else need do so, as the first process of a container does not.
+The workers, and their children, are a process group of their own, which the process that forked them ends and waits
+for: the first process of a container would not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run_workers(prepare: Callable[[dict[str, Any]], Work]) -> None:
         return
     work = prepare(json.loads(order))
     workers: list[int] = []
-    # Until here it ends at once when it is told to; from here on it ends what it has forked.
+    # Until here it ends at once on request; from here on it first ends the processes that it has forked.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, _exit)
     try:
@@ -65,7 +65,7 @@ def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
         descriptor = descriptors.pop(0)
         if worker := os.fork():
             workers.append(worker)
-            with suppress(OSError):  # it has ended; both do it, since nobody knows who is first
+            with suppress(OSError):  # it has ended; both wait, since either may be first
                 os.setpgid(worker, workers[0])
             os.close(descriptor)
             continue
@@ -84,7 +84,7 @@ def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
 
 
 def _require_cuda() -> None:
-    """Raise RuntimeError if PyTorch is here and CUDA cannot be used: what was prepared has asked CUDA something."""
+    """Raise RuntimeError if PyTorch is imported and CUDA cannot be used: the preparation has used CUDA."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():
         raise RuntimeError("CUDA cannot be used in this worker: an import before the fork has asked it something")

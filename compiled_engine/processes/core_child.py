@@ -39,7 +39,7 @@ class RunningCore(Protocol):
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for its end; say how it came, as far as it can be told from outside."""
+        """Wait for the process to end; return how it ended, as far as this is visible from outside."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -68,12 +68,12 @@ class ForeignCore:
 
 
 class CoreChild:
-    """See RunningCore. The process begins to import what it needs at once, and waits for `start`.
+    """See RunningCore. The process starts its imports at once, and waits for `start`.
 
-    device: the engine's option; on a GPU the process makes its context meanwhile. "cpu" where other processes have the
-    device. environment: variables that the process has beside the caller's, or instead of them.
+    device: the engine's option; on a GPU the process creates its context during the imports. "cpu" if other processes
+    use the device. environment: variables added to the caller's, or overriding them.
 
-    Callers connect to a socket that only this user may open, in a folder that only this user may enter. Nobody
+    Callers connect to a socket that only this user may open, in a folder that only this user may enter. No process
     inherits a connection, so a caller's death closes its own.
     """
 
@@ -135,7 +135,7 @@ class CoreChild:
 
 
 def _private_folder() -> Path:
-    """A new folder of mode 0700, whose path is short enough for a socket's address."""
+    """Create a folder of mode 0700 with a path short enough for a socket's address."""
     folder = tempfile.mkdtemp(prefix="compiled-engine-")
     if len(os.fsencode(folder)) > _LONGEST_ADDRESS - len("/core.socket"):
         os.rmdir(folder)

@@ -32,7 +32,7 @@ _EXIT_S = 2.0
 
 
 class EngineDeadError(FatalError):
-    """The engine core has ended; the text says why."""
+    """The engine core has ended; the message has the reason."""
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
@@ -51,12 +51,12 @@ def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
 
 
 class CoreClient:
-    """Sends requests, hands on what steps gave them, and finds out when the core ends.
+    """Sends requests, passes on their outputs, and detects the end of the core.
 
-    on_outputs is called for each step with outputs of ours; on_death once, when the core has ended by itself.
-    `dead`: why it has, None while it lives.
+    on_outputs is called for each step with outputs of this client; on_death once, if the core ends by itself. `dead`:
+    the reason, None while the core lives.
 
-    The socket is read on one event loop at a time, the one that `attach` was called on last.
+    The socket is read on one event loop at a time, that of the last call of `attach`.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class CoreClient:
                 self._death_watchers.remove(end)
 
     def close(self, reason: str) -> None:
-        """Leave the core, which ends if nobody else is there. `on_death` is not called; control calls fail."""
+        """Leave the core, which ends if this was its last client. `on_death` is not called; control calls fail."""
         self._detach()
         self.dead = self.dead or reason
         self._connection.close()
-        self._tell_waiting()
+        self._fail_waiting()
 
     def _send(self, message: ToCore) -> None:
         if self.dead is not None:
             return
         data = frame(encode(message))
-        with suppress(OSError):  # the core has ended: reading says so, and it may have left a reason
+        with suppress(OSError):  # the core has ended: reading reports it, and it may have left a reason
             self._connection.send(data)
         self._watch_writing()
 
@@ -188,11 +188,11 @@ class CoreClient:
         self._detach()
         self._connection.close()
         self.dead = f"the engine core has ended: {reason}"
-        self._tell_waiting()
+        self._fail_waiting()
         self._on_death(self.dead)
 
-    def _tell_waiting(self) -> None:
-        """That the core is dead."""
+    def _fail_waiting(self) -> None:
+        """Fail the waiting calls: the core is dead."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed
             for answer in self._calls.values():

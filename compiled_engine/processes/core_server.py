@@ -1,4 +1,4 @@
-"""The loop around the engine core: take in what API processes ask, step, send what the step gave."""
+"""The loop around the engine core: receive messages of API processes, step, send outputs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from compiled_engine.sampling.token_mask import TokenMask
 
 
 class ApiProcess:
-    """While it does not read, steps wait as objects, and are encoded one at a time when there is room.
+    """While the client does not read, steps wait as objects, and are encoded one at a time as the socket takes them.
 
-    What waits is bounded by what its requests may still generate: it cannot send new ones without reading.
+    The queue is bounded by the tokens that its requests may still generate: it cannot send new ones without reading.
     """
 
     def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
-        """give_up: called with the id of a request whose output is too large for a message, so that it has ended."""
+        """give_up: called with the id of a request with an output too large for a message; the request ends."""
         self.number = number
         self.connection = connection
         self._give_up = give_up
@@ -97,10 +97,10 @@ _LAST_WORDS_S = 5.0
 
 
 class CoreServer:
-    """Serves API processes until the one that started the core is gone, in the caller's thread.
+    """Serves API processes in the caller's thread, until the process that started the core has ended.
 
-    starter: the connection to it. listener: where further API processes connect. token_masks: where the masks of
-    requests are, by request id, if an API process is this one; a request takes its own out.
+    starter: the connection to that process. listener: socket for further API processes. token_masks: masks by request
+    id, if an API process is this one; a request removes its own.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class CoreServer:
         self._starter = self._welcome(starter)
 
     def run(self) -> None:
-        """Returns when the starter is gone. Raises what a step raises, after it has told all of them."""
+        """Return when the starter has ended. Raises what a step raises, after reporting it to all clients."""
         core = self._core
         try:
             while self._starter in self._api_processes:
                 self._serve_sockets(0 if core.can_step() else None)
                 if core.can_step():
-                    self._hand_out(core.step())
+                    self._send_outputs(core.step())
         except BaseException as error:
-            self._say_farewell(Failed.of(error))
+            self._report_failure(Failed.of(error))
             raise
         finally:
             for api_process in self._api_processes:
@@ -143,7 +143,7 @@ class CoreServer:
             self._selector.close()
 
     def _serve_sockets(self, timeout_s: float | None) -> None:
-        """Send what waits and take in what has come; without a timeout wait for something to do."""
+        """Send queued messages and process received ones; without a timeout wait for something to do."""
         for key, events in self._selector.select(timeout_s):
             api_process = key.data
             if api_process is None:
@@ -219,7 +219,7 @@ class CoreServer:
             value |= {"api_processes": len(self._api_processes)}
         return Answered(number, value)
 
-    def _hand_out(self, outputs: StepOutputs) -> None:
+    def _send_outputs(self, outputs: StepOutputs) -> None:
         if not len(outputs):
             return
         if len(self._api_processes) == 1:
@@ -247,7 +247,7 @@ class CoreServer:
         return [(process, part) for process, part in own if len(part)]
 
     def _give_up(self, request_id: str) -> None:
-        """Its API process has been told that it has ended."""
+        """Abort a request whose API process already has its end."""
         if request_id in self._owners:
             self._core.abort(request_id)
             self._release(request_id)
@@ -258,7 +258,7 @@ class CoreServer:
             api_process.request_ids.discard(request_id)
 
     def _send(self, api_process: ApiProcess, message: ToApi) -> None:
-        """If it is gone, reading from it says so."""
+        """Send, ignoring a closed connection: reading reports it."""
         with suppress(OSError):
             api_process.send(message)
             self._watch(api_process)
@@ -270,7 +270,7 @@ class CoreServer:
             self._selector.modify(api_process.connection, events, api_process)
 
     def _forget(self, api_process: ApiProcess) -> None:
-        """Its requests end with it."""
+        """End the connection's requests with it."""
         self._selector.unregister(api_process.connection)
         api_process.connection.close()
         self._api_processes.remove(api_process)
@@ -278,7 +278,7 @@ class CoreServer:
             self._core.abort(request_id)
             del self._owners[request_id]
 
-    def _say_farewell(self, message: Failed) -> None:
+    def _report_failure(self, message: Failed) -> None:
         """Tell everyone, for as long as they take to read it, within bounds."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for api_process in self._api_processes:

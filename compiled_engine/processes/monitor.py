@@ -1,4 +1,4 @@
-"""Watches the workers: takes in what they send, and notices at once when one of them ends, fails or stops."""
+"""Watches the workers: receives their messages, and detects at once when one of them ends, fails or hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_engine.processes.ranks import Heartbeats, WorkerChild, end_all
 from compiled_engine.processes.wire import Answered, Ready, StepFailed, decode_from_worker
 
 _LOOK_S = 0.5
-# What is longer between two looks does not count: this process itself stood still, as may have its workers.
+# A longer gap between two checks is not counted: this process itself was stopped, and perhaps its workers too.
 _STOOD_STILL_S = 1.0
 _STOPPED_S = 6.0
 _LAST_WORDS_S = 1.0
@@ -28,13 +28,13 @@ _APART_S = 3.0
 
 
 class WorkerError(FatalError):
-    """A worker has failed, has ended or does not answer: the executor is of no use any more. The message says why."""
+    """A worker has failed, ended, or does not answer: the executor is unusable. The message has the reason."""
 
 
 class Monitor:
-    """A thread that watches until `end`, or until something is wrong: then it ends all workers and keeps the reason.
+    """A thread that watches until `end`, or until a worker fails: then it ends all workers and keeps the reason.
 
-    bell: a descriptor that is readable from then on; closed by `end`.
+    bell: a descriptor that becomes readable then; closed by `end`.
     """
 
     def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
@@ -59,7 +59,8 @@ class Monitor:
         self._thread.start()
 
     def wait_ready(self) -> list[Ready]:
-        """Wait until all ranks are ready. Raises WorkerError if one ends, and the error of one that cannot start."""
+        """Wait until all ranks are ready. Raises WorkerError if a worker ends, or the error with which one fails to
+        start."""
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
@@ -73,11 +74,11 @@ class Monitor:
         return futures
 
     def expect_result_within(self, seconds: float | None) -> None:
-        """Somebody waits for the result of a step; None: nobody does, or it may take as long as it will."""
+        """Expect a result within this time; None: no result is awaited, or there is no limit."""
         self._overdue_s = 0.0 if seconds is None else self._ran_s + seconds
 
     def survives(self, step: int) -> bool:
-        """Whether all ranks have failed in a step, all at the same place and none inside a collective."""
+        """Return whether all ranks have failed in a step, all at the same place and none inside a collective."""
         with self._step_failed:
             reports = self._failed_steps.setdefault(step, {})
             self._step_failed.wait_for(lambda: len(reports) == len(self._workers) or self.failure is not None, _APART_S)
@@ -92,7 +93,7 @@ class Monitor:
             raise self.failure
 
     def fail(self, error: Exception) -> Exception:
-        """Nothing goes on: end all workers. Returns the first such error, which `check` raises from now on."""
+        """End all workers after a failure. Returns the first error, which `check` raises from now on."""
         with self._lock:
             if self.failure is None:
                 futures: list[Future[Any]] = [*self._ready, *self._answers.values()]
@@ -100,7 +101,7 @@ class Monitor:
                 self._answers.clear()
                 try:
                     end_all(self._workers)
-                finally:  # whoever hears of it finds all ended, but for one that its device holds up
+                finally:  # readers of the failure find all workers ended, except one that its device blocks
                     self.failure = error
                     os.eventfd_write(self.bell, 1)
                     self._step_failed.notify_all()
@@ -109,12 +110,11 @@ class Monitor:
             return self.failure
 
     def close(self) -> None:
-        """The workers are being told to stop: their ends are no failures any more."""
+        """Expect the workers to end: from now on this is not a failure."""
         self._closing = True
 
     def end(self) -> None:
-        """After the workers have ended or were killed, before the connections to them are closed. Whoever asks for
-        something later is told so."""
+        """Mark the workers as ended or killed, before the connections to them are closed. Later requests raise."""
         with self._lock:
             if self.failure is None:
                 self.failure = WorkerError("the workers have been told to stop")
@@ -135,7 +135,7 @@ class Monitor:
         self._selector.close()
 
     def _take(self, rank: int) -> bool:
-        """Whether the worker is still there after what it has sent."""
+        """Process a worker's message; return whether the worker goes on."""
         worker, name = self._workers[rank], self._layout.name(rank)
         try:
             message = decode_from_worker(receive(worker.socket))
@@ -181,7 +181,7 @@ class Monitor:
         return failed.as_exception(f"the worker of {name}", f"{name}: ")
 
     def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
-        """The rank whose result says that a step has failed may be waiting for another rank."""
+        """Fail the executor unless a reported failure is settled: the failed rank may be waiting for another rank."""
         with self._lock:
             is_settled = step not in self._failed_steps
         if not is_settled and not self._closing:
@@ -201,8 +201,8 @@ class Monitor:
             self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))
 
     def _silent_s(self, rank: int) -> float:
-        """Seconds since a rank's last sign of life; while it starts, and may run foreign code for long, since it was
-        found to stand still."""
+        """Return the seconds since a rank's last sign of life; during its start, when foreign code may run for long,
+        since it was first found stopped."""
         if self._ready[rank].done():
             sign = self._heartbeats.last_s(rank)
         else:

@@ -1,7 +1,7 @@
-"""The executor whose ranks are processes of their own on this host, one for each device.
+"""The executor with ranks in processes of their own on this host, one for each device.
 
-Each step is written once into a ring of shared memory that all workers read; one rank writes each result into another.
-A step is on its way before the one before it has ended. No process is a rank and the engine's core at the same time, so
+Each step is written once into a ring buffer in shared memory that all workers read; one rank writes each result into a
+second ring buffer. A step is sent before its predecessor has ended. No process is both a rank and the engine core, so
 neither waits for the other's Python.
 """
 
@@ -37,7 +37,7 @@ from compiled_engine.processes.wire import (
     encode,
 )
 
-# How long the result of a step on GPUs is waited for, for each so many tokens of the largest step. A rank hangs then.
+# Time limit for the result of a step on GPUs, per this many tokens of the largest step. Beyond it a rank hangs.
 STEP_S = 8.0
 STEP_TOKENS = 8192
 # Where nothing else hides the way to the workers and back, both sides stay awake for so long.
@@ -46,13 +46,13 @@ _STOP_S = 10.0
 
 
 class StepError(RuntimeError):
-    """A step failed in all workers alike, which go on."""
+    """A step failed in all workers at the same place; the workers continue."""
 
 
 class MultiprocessExecutor:
-    """See Executor. Raises WorkerError if a worker cannot start; later, if one ends, `submit` and `result` raise it.
+    """See Executor. Raises WorkerError if a worker cannot start; `submit` and `result` raise it if a worker ends later.
 
-    workers: those that the configuration asks for; the executor ends them.
+    workers: the workers of the configuration; the executor ends them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MultiprocessExecutor:
             spans=tuple(timeline.spans),
         )
         for worker in self._workers.children:
-            with suppress(OSError):  # it has ended: the monitor says how
+            with suppress(OSError):  # it has ended: the monitor has the reason
                 send(worker.socket, encode(start))
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
@@ -135,7 +135,7 @@ class MultiprocessExecutor:
             return result
         name = self._layout.name(self._layout.result_rank)
         text = f"{name}: {result.kind}: {result.text}"
-        # What stages have sent one another for the steps in flight would be left over.
+        # Otherwise messages between stages for the steps in flight would be left over.
         goes_on = self._layout.pipeline == 1 and (self._layout.size == 1 or self._monitor.survives(step))
         if goes_on:
             self._steps.write(encode(GoOn()))
@@ -144,12 +144,13 @@ class MultiprocessExecutor:
         raise error if goes_on else self._monitor.fail(error)
 
     def _wait(self) -> None:
-        """For the results' doorbell; raises WorkerError if there will be no result."""
+        """Wait for the results' doorbell; raises WorkerError if there will be no result."""
         await_bell(self._poll, self._busy_s)
         self._monitor.check()
 
     def _no_room(self) -> None:
-        """Make room for steps: the rank of the results may wait for room too. Raises WorkerError if it has ended."""
+        """Take in results while steps have no room: their rank may wait for room too. Raises WorkerError if a worker
+        has ended."""
         self._monitor.check()
         self._results.take_in()
 
@@ -169,7 +170,7 @@ class MultiprocessExecutor:
         return metrics
 
     def close(self) -> None:
-        """Wait for the steps that are under way, and for all workers to end; those that do not are ended."""
+        """Wait for the steps in flight, and for all workers to end; kill workers that do not."""
         if self._closed:
             return
         self._closed = True
@@ -182,7 +183,7 @@ class MultiprocessExecutor:
                     for worker in self._workers.children:
                         worker.wait(max(0.0, deadline - time.monotonic()))
             for worker in self._workers.children:
-                worker.kill()  # the monitor may wait for the rest of what it says
+                worker.kill()  # the monitor may wait for the rest of its messages
             self._monitor.end()
         finally:
             self._workers.close()
@@ -191,7 +192,7 @@ class MultiprocessExecutor:
 
 
 class _PendingResult:
-    """The result of a step that was submitted. Results are asked for in the order of the steps."""
+    """The result of a submitted step. Results must be read in the order of the steps."""
 
     def __init__(self, executor: MultiprocessExecutor, step: int):
         self._executor, self._step = executor, step

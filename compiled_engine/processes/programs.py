@@ -64,9 +64,9 @@ def _begin() -> None:
 
 
 def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
-    """End at once, whatever this process is at, when the one that started it is gone."""
+    """End this process at once, whatever it is doing, when its starter has ended."""
     poll = select.poll()
-    poll.register(connection, 0)  # tells of a hang-up alone
+    poll.register(connection, 0)  # reports a hang-up only
     poll.poll()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

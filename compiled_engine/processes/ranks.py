@@ -31,9 +31,9 @@ _WORD = 8
 _PROGRAMS = "compiled_engine.processes.programs"
 # How long a process that was killed may take to end.
 _END_S = 3.0
-# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may
-# leave the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since
-# for each rank its own is the first, and to give each tensor an allocation of its own, which begins where it does.
+# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a killed process may leave the
+# switches unusable for others. Symmetric memory is configured for ranks whose device is always number 0, and for one
+# allocation per tensor, which begins where the tensor does.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -58,7 +58,7 @@ class Heartbeats:
         self._times = memoryview(self._map).cast("d")
 
     def last_s(self, rank: int) -> float:
-        """When the rank last gave a sign of life; 0 before its first."""
+        """Return when the rank last gave a sign of life; 0 before its first."""
         return self._times[rank]
 
     def beat(self, rank: int) -> None:
@@ -78,12 +78,13 @@ class Heartbeats:
 
 
 class WorkerChild:
-    """It imports what it needs at once, joins the other ranks, and waits for a StartWorker on its socket.
+    """A worker process: it starts its imports at once, joins the other ranks, and waits for a StartWorker on its
+    socket.
 
-    gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
-    so that all run the same code, and it sees those of the others, whose memory it reads and writes. folder: where it
-    finds the others. steps: the ring that it reads; results: the one that the last stage writes. heartbeats: descriptor
-    of their memory.
+    gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank sees its own GPU first, so that
+    all run the same code, and the others too, to read and write their memory. folder: where the ranks find each other.
+    steps: the ring buffer of steps; results: that of results, written by the last stage. heartbeats: descriptor of
+    their memory.
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class WorkerChild:
         return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
-        """Whether it stands still, as after SIGSTOP, or is dying."""
+        """Return whether the process is stopped, as after SIGSTOP, or dying."""
         return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 
     def is_dying(self) -> bool:
-        """Whether it runs no more, though something that its device does may keep its connection open."""
+        """Return whether the process runs no more, even if its device's work keeps the connection open."""
         return self._status() == psutil.STATUS_ZOMBIE
 
     def _status(self) -> str:
@@ -130,14 +131,14 @@ class WorkerChild:
         return status
 
     def is_killed(self, within_s: float) -> bool:
-        """Whether a signal has ended it, or does so within that time."""
+        """Return whether a signal has ended the process, or does within the timeout."""
         return self.wait(within_s) and self._process.returncode < 0
 
     def kill(self) -> None:
         self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within that time."""
+        """Return whether the process has ended within the timeout."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -145,14 +146,14 @@ class WorkerChild:
         return True
 
     def close(self, within_s: float) -> None:
-        """After `kill`. Within that time it should have ended; what its device still does may hold it up."""
+        """Wait after `kill`. The process should end within the timeout, unless its device's work blocks it."""
         if not self.wait(within_s):
             log.warning("process %d was killed and has not ended: its device is still busy", self.pid)
         self.socket.close()
 
 
 def end_all(workers: Sequence[WorkerChild]) -> None:
-    """End all at once, in a few seconds: one that waits for another on the device may only end when that one does."""
+    """Kill all at once, in a few seconds: a rank that waits for another on the device may only end after it."""
     for worker in workers:
         worker.kill()
     deadline = time.monotonic() + _END_S
@@ -202,7 +203,7 @@ class LaunchedWorkers:
 
     @classmethod
     def of(cls, config: EngineConfig) -> LaunchedWorkers:
-        """Those that the configuration asks for."""
+        """Create the workers of the configuration."""
         return cls(config.parallel.devices_per_replica, config.device.type)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Replicas on the nodes of a Ray cluster. Ray places them and tells of their end; each is a core as on one host.
+"""Replicas on the nodes of a Ray cluster. Ray places them and reports their end; each is a core as on one host.
 
-A replica's devices, and the ranks on them, are on one node: Ray never divides a bundle of a placement group. What
-crosses between hosts is what router and core say to each other, a message a step; what ranks say stays on the node.
+A replica's devices, and the ranks on them, are on one node: Ray never divides a bundle of a placement group. Only
+messages of router and core cross between hosts, one a step; messages between ranks stay on the node.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ReplicaActor:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def clock(self) -> float:
-        """This machine's time.perf_counter."""
+        """Return this machine's time.perf_counter."""
         return time.perf_counter()
 
     def start(self, message: bytes, elapsed_s: float, environment: dict[str, str]) -> list[str]:
@@ -103,7 +103,7 @@ class ReplicaActor:
         return wrong
 
     def send(self, data: bytes) -> None:
-        """To the core. That it has ended, `receive` says."""
+        """Send bytes to the core. `receive` reports its end."""
         with suppress(OSError):
             self._child.socket.sendall(data)
 
@@ -120,7 +120,7 @@ class ReplicaActor:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._child.socket.shutdown(socket.SHUT_RDWR)  # wakes who receives
+            self._child.socket.shutdown(socket.SHUT_RDWR)  # wakes the receiver
         self._child.close(_EXIT_S if self._has_started else 0)
 
 
@@ -158,7 +158,8 @@ class RayCore:
             threading.Thread(target=pump, name=f"{self._name} on Ray", daemon=True).start()
 
     def clock_ahead_s(self) -> float:
-        """How far this machine's time.perf_counter is ahead of the node's, to half the time of a call."""
+        """Return how far this machine's time.perf_counter is ahead of the node's, accurate to half the time of a
+        call."""
         if self.node.startswith(ray.util.get_node_ip_address()):
             return 0.0
         before = time.perf_counter()
@@ -195,7 +196,7 @@ class RayCore:
             self._own.shutdown(socket.SHUT_RDWR)
 
     def _pump_out(self) -> None:
-        """Pass on the router's bytes in order, one call at a time. Bytes that arrive meanwhile are the next call's."""
+        """Pass on the router's bytes in order, one call at a time. Bytes that arrive during a call go with the next."""
         with suppress(RayError, OSError):
             while data := self._own.recv(_CHUNK):
                 ray.get(self._actor.send.remote(data))
@@ -206,7 +207,7 @@ def _first_line(error: BaseException) -> str:
 
 
 _PLACED_S = 60.0
-# Calls of an actor that go on at the same time: one receives, one sends, one asks or closes.
+# Concurrent calls of an actor: one receives, one sends, one queries or closes.
 _CALLS = 3
 
 
@@ -271,7 +272,7 @@ class RayCluster:
 
 
 def _require_room(count: int, bundle: dict[str, float]) -> None:
-    """Raise ValueError unless the nodes, were they idle, could hold so many bundles."""
+    """Raise ValueError unless the nodes, if idle, could hold this number of bundles."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     most = sum(min(math.floor(node.get(name, 0) / needed) for name, needed in bundle.items()) for node in nodes)
     if most < count:

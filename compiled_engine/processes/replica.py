@@ -18,10 +18,10 @@ _EXIT_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request under way, and all that it takes to run it again.
+    """A running request, with all that is needed to run it again.
 
-    order: (priority, arrival number). route: where it is; None while it waits for room. token_ids: what it has
-    generated. lost: replicas that died with it.
+    order: (priority, arrival number). route: its replica; None while it is queued. token_ids: generated so far. lost:
+    replicas that died while running it.
     """
 
     request: EngineRequest
@@ -32,7 +32,7 @@ class RoutedRequest:
     lost: int = 0
 
     def add(self, output: EngineOutput) -> None:
-        """Take in what a step gave it."""
+        """Add the outputs of a step."""
         self.token_ids += output.new_token_ids
         if output.prompt_logprobs is not None:
             first, rows = output.prompt_logprobs
@@ -83,7 +83,7 @@ class Replica:
         self.core.close(timeout_s)
 
 
-# What adds up. Of those that ended, what they have counted stays; what they held does not.
+# Metrics that add up. Counts of ended replicas stay, gauges do not.
 COUNTED = (
     *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
     *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
@@ -99,7 +99,7 @@ OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "g
 
 
 def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
-    """From what each has answered last; at least one lives."""
+    """Combine the replicas' newest answers; at least one lives."""
     answers = [replica.metrics for replica in replicas if replica.metrics]
     living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
     found = dict((living or answers)[0])

@@ -1,9 +1,9 @@
-"""Data parallelism: several engine cores, each in a process of its own on its own devices, behind the methods of one.
+"""Data parallelism: several engine cores, each in its own process on its own devices, behind the methods of one.
 
-Replicas exchange nothing. Requests go where the router says; those that would only wait there wait here, so that no
-replica runs dry while another has a queue. What a replica has generated is known here, so its requests go on elsewhere
-when it dies, from their prompt and their tokens so far: noise depends on a request's seed and on positions alone, and
-every request has a seed from here on.
+Replicas exchange nothing. The router chooses a replica for each request; a request that could only wait there waits
+here, so that no replica is idle while another has a queue. Generated tokens are kept here, so requests continue
+elsewhere when a replica dies, from their prompt and their tokens so far: noise depends on a request's seed and on
+positions alone, and every request gets a seed here.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _LOOK_S = 1.0
 
 
 class Replicas:
-    """See EngineCore, whose methods these are. Each raises EngineDeadError once no replica is left.
+    """Has the methods of EngineCore. Each raises EngineDeadError once no replica is left.
 
-    bell: a descriptor that is readable when a replica has said something. start_s: seconds that the start took.
-    when_ended: called once all have ended.
+    bell: a descriptor that is readable when a replica has sent something. start_s: seconds that the start took.
+    when_ended: called once all replicas have ended.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Replicas:
         self.num_slots = min(replica.num_slots for replica in replicas)
         self._all = tuple(replicas)
         self._living = {replica.number: replica for replica in replicas}
-        self._free = weakref.finalize(self, _end, self._all, when_ended)  # if nobody calls `close`
+        self._free = weakref.finalize(self, _end, self._all, when_ended)  # if `close` is not called
         block_size = config.cache.block_size
         num_blocks = self.num_slots // block_size if config.cache.enable_prefix_caching else 0
         self._router = Router(len(replicas), AHEAD * config.max_running, block_size, num_blocks)
@@ -79,8 +79,8 @@ class Replicas:
             self._selector.register(replica.connection, selectors.EVENT_READ, replica)
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
-        """Raises ValueError if its id is in use, or if it has a token mask. One that a replica refuses ends with
-        finish_reason "error"."""
+        """Queue a request. Raises ValueError if its id is in use, or if it has a token mask. A request that a replica
+        refuses ends with finish_reason "error"."""
         self._require_living()
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
@@ -93,7 +93,7 @@ class Replicas:
         routed = RoutedRequest(request, (priority, next(self._arrivals)))
         self._requests[request.request_id] = routed
         heapq.heappush(self._waiting, routed)
-        self._hand_out()
+        self._send_queued()
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
         for replica in self._living.values():
@@ -106,7 +106,7 @@ class Replicas:
         if routed.route is not None:
             self._send(self._living[routed.route.replica], Abort((request_id,), stopped))
         self._end(routed, finished=stopped)
-        self._hand_out()
+        self._send_queued()
 
     def step(self) -> StepOutputs:
         """The outputs of one step of one replica; may be empty. Waits, unless `can_step`, but not for ever."""
@@ -119,18 +119,18 @@ class Replicas:
         return self._outputs.popleft()
 
     def can_step(self) -> bool:
-        """Whether a step finds something that has been said."""
+        """Return whether a step would find a message."""
         return bool(self._outputs) or bool(self._selector.select(0))
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests) or bool(self._outputs)  # what has been said may not have been told
+        return bool(self._requests) or bool(self._outputs)  # messages that were read may not have been processed
 
     def call(self, call: ControlCall) -> Any:
-        """Have all replicas apply a call, and wait for them; return what the first of them returns. Raises ControlError
-        if one of them does, or does not answer in time.
+        """Have all replicas apply a call, and wait; return the first one's result. Raises ControlError if one of them
+        does, or does not answer in time.
 
-        metrics: the figures of all together, and under "replicas" some of each. Those that do not add up, such as
-        stages of the start, are the first one's. Of a replica that does not answer in time they are its last ones.
+        metrics: totals, and under "replicas" some figures of each. Figures that do not add up, such as stages of the
+        start, are the first replica's. A replica that does not answer in time contributes its last figures.
         """
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
@@ -160,8 +160,8 @@ class Replicas:
         self._free()
         self._selector.close()
 
-    def _hand_out(self) -> None:
-        """Send what waits, the first in order first, while there is room."""
+    def _send_queued(self) -> None:
+        """Send queued requests in order, while replicas take them."""
         while self._waiting and self._living:
             routed = self._waiting[0]
             request = routed.rest()
@@ -182,7 +182,7 @@ class Replicas:
             self._router.end(routed.route, routed.request, routed.token_ids, finished=finished)
 
     def _look(self, timeout_s: float) -> None:
-        """Take in what has been said; wait for it."""
+        """Wait for messages of replicas and process them."""
         for key, events in self._selector.select(timeout_s):
             replica: Replica = key.data
             try:
@@ -208,7 +208,7 @@ class Replicas:
                 self._lose(replica, f"a step failed: {kind}: {text}")
 
     def _take_step(self, replica: Replica, outputs: StepOutputs) -> None:
-        """Take in a step's outputs. Those of requests that were aborted meanwhile are dropped."""
+        """Process a step's outputs. Outputs of requests that were aborted in the meantime are dropped."""
         requests, known = replica.requests, True
         for request_id, tokens in outputs.rows():
             routed = requests.get(request_id)
@@ -233,11 +233,11 @@ class Replicas:
         if len(outputs):
             self._outputs.append(outputs)
         if ended:
-            self._hand_out()
+            self._send_queued()
 
     def _lose(self, replica: Replica, why: str) -> None:
-        """A replica is gone. Its requests go on elsewhere, before those that came later, unless they may be the cause;
-        if none is left, all that wait for it hear why."""
+        """Handle the end of a replica. Its requests continue elsewhere, before later ones, unless they may be the
+        cause; if no replica is left, all waiting requests get the reason."""
         if replica.dead is not None:
             return
         replica.dead = f"{replica.name} has ended: {why}"
@@ -261,10 +261,10 @@ class Replicas:
             del self._requests[output.request_id]
         if suspects:
             self._outputs.append(StepOutputs(others=suspects))
-        self._hand_out()
+        self._send_queued()
 
     def _send(self, replica: Replica, message: ToCore) -> None:
-        """If it is gone, reading from it says so."""
+        """Send, ignoring a closed connection: reading reports it."""
         if replica.dead is None:
             try:
                 replica.send(message)
@@ -279,7 +279,7 @@ class Replicas:
             self._selector.modify(replica.connection, events, replica)
 
     def _call_all(self, call: ControlCall) -> Mapping[int, Answered]:
-        """The answers, by replica. One that has answered before is not waited for longer than _ANSWER_S."""
+        """Return the answers by replica. A replica that has answered before is not waited for longer than _ANSWER_S."""
         self._require_living()
         self._call_number += 1
         self._answers = {}

@@ -1,8 +1,8 @@
-"""A stream of messages through shared memory, from one process to one or several that each read all of it.
+"""A stream of messages through a ring buffer in shared memory, from one process to one or more readers of all messages.
 
-The memory is anonymous and has no name: the processes inherit its descriptor, and it is gone when the last of them is,
-however they end. So is each reader's doorbell, an eventfd, which is also what orders the memory accesses of the two
-sides: the writer rings after it has written, and a reader looks after it has heard.
+The memory is anonymous: the processes inherit its descriptor, and it is freed when the last of them ends, however it
+ends. The same holds for each reader's doorbell, an eventfd, which also orders the memory accesses of the two sides: the
+writer signals after writing, and a reader reads after the signal.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class _Memory:
 
 
 class RingWriter:
-    """Only one thread of one process may write. no_room: called while there is none; raises once nobody will read."""
+    """Only one thread of one process may write. no_room: called while the buffer is full; raises once the readers are
+    gone."""
 
     def __init__(self, ring: RingDescriptors, no_room: Callable[[], None]):
         self._bells = ring.bells
@@ -73,7 +74,7 @@ class RingWriter:
         self._no_room = no_room
 
     def write(self, message: bytes) -> None:
-        """A message may be longer than the ring: then it goes through in parts. Raises what `no_room` raises."""
+        """Write a message. A message longer than the buffer goes through in parts. Raises what `no_room` raises."""
         counts, content = self._memory.counts, self._memory.content
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
@@ -114,7 +115,7 @@ class RingReader:
         return self._take(length, wait)
 
     def take_in(self) -> bool:
-        """Whether there was something. The writer has its room again, and `read` gives it later."""
+        """Return whether there was a message. Its room is free for the writer again, and `read` returns it later."""
         counts, content, own = self._memory.counts, self._memory.content, self._own
         read = counts[own]
         place = read % len(content)

@@ -1,12 +1,12 @@
 """The choice of a replica for each request.
 
-The one that would be done with it first, as far as it can be told: work ahead is what its requests still need, in
-prompt tokens that are not known to be cached, and generated tokens, each of which counts as several of a prompt's; the
-request's own prompt counts where it is not cached. So a prompt goes where its beginning was computed, until that
-replica has so much more to do than another that computing the beginning again there is less; then both have it.
+The chosen replica would finish the request first, by estimate: its work ahead is what its requests still need, in
+prompt tokens not known to be cached, and generated tokens, each of which counts as several prompt tokens; the uncached
+part of the request's own prompt is added. So a prompt goes where its beginning was computed, until that replica has so
+much more work than another that computing the beginning again there takes less; then both have it.
 
-That the router weighs cached blocks against load, from a history that it keeps itself, follows the routers of SGLang
-(Zheng et al., 2024, arXiv:2312.07104) and NVIDIA Dynamo, and Preble (Srivatsa et al., 2024, arXiv:2407.00023).
+Weighing cached blocks against load, from the router's own history, follows the routers of SGLang (Zheng et al., 2024,
+arXiv:2312.07104) and NVIDIA Dynamo, and Preble (Srivatsa et al., 2024, arXiv:2407.00023).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from compiled_engine.messages import EngineRequest
 class PrefixHistory:
     """The hashes of the `capacity` blocks that were sent last; a prefix cache evicts in nearly the same order.
 
-    Whoever asks again for blocks makes them the newest, the first of a sequence above all: without that one the others
-    are not found.
+    Looking blocks up makes them the newest, the first of a sequence last: without the first the others are not found.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,7 +33,7 @@ class PrefixHistory:
         return len(self._hashes)
 
     def num_known(self, hashes: Sequence[bytes]) -> int:
-        """How many of a sequence's first blocks are there."""
+        """Return how many of a sequence's first blocks are known."""
         known = self._hashes
         return next((index for index, block_hash in enumerate(hashes) if block_hash not in known), len(hashes))
 
@@ -51,7 +50,7 @@ class PrefixHistory:
         self._hashes.clear()
 
 
-# What generating a token takes in a large batch, in tokens of a prompt.
+# The cost of generating a token in a large batch, in prompt tokens.
 GENERATED = 4
 # How long an answer is taken to be before there was one, and how much each changes that.
 FIRST_GUESS, CHANGE = 256.0, 1 / 32
@@ -79,9 +78,9 @@ class _Load:
 
 @dataclass(eq=False)
 class Router:
-    """Knows what every replica was sent, and nothing else of it.
+    """Chooses replicas from the requests sent to each, without other knowledge of them.
 
-    most_requests: that a replica gets at a time. num_blocks: of its KV cache; 0 where no prefixes are shared.
+    most_requests: the most that a replica gets at a time. num_blocks: of its KV cache; 0 if no prefixes are shared.
     """
 
     num_replicas: int
@@ -123,7 +122,7 @@ class Router:
         return Route(chosen, work, hashes)
 
     def end(self, route: Route, request: EngineRequest, output_token_ids: Sequence[int], *, finished: bool) -> None:
-        """A request needs nothing any more. finished: by itself, so that its length says how long answers are."""
+        """Remove a request. finished: by itself, so that its length informs the estimate of output lengths."""
         load = self._loads[route.replica]
         load.num_requests -= 1
         load.work = load.work - route.work if load.num_requests else 0.0
@@ -135,7 +134,7 @@ class Router:
             load.prefixes.add(route.hashes)
 
     def remove(self, replica: int) -> None:
-        """It is gone, with all that was sent there."""
+        """Remove a replica that has ended, with everything sent to it."""
         del self._loads[replica]
 
     def forget_prefixes(self) -> None:

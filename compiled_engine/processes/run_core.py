@@ -39,9 +39,10 @@ def run_core(
     token_masks: MutableMapping[str, TokenMask] | None = None,
     when_started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start a core and serve until the other end of `connection` is gone. See CoreServer.
+    """Start a core and serve until the other end of `connection` closes. See CoreServer.
 
-    If the start fails, the caller is told, and nothing is raised. What a step raises is raised, after all were told.
+    If the start fails, this is reported to the caller, and nothing is raised. An error of a step is reported to all
+    clients, then raised.
     """
     timeline = Timeline(start.origin_s, start.spans)
     so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
@@ -63,9 +64,9 @@ def run_core(
 
 
 def serve(listener: socket.socket, folder: Path) -> None:
-    """Take the starter's connection from `listener`, start what it asks for, and serve until it is gone.
+    """Accept the starter's connection from `listener`, start the requested core, and serve until the starter ends.
 
-    folder: what to remove if the starter goes while the core starts, which ends this process.
+    folder: removed if the starter ends while the core starts, which ends this process.
     """
     connection: Connection[ToCore] = Connection(listener.accept()[0], decode_to_core)
     start = _receive_start(connection)
@@ -84,7 +85,7 @@ def serve(listener: socket.socket, folder: Path) -> None:
 
 
 def _receive_start(connection: Connection[ToCore]) -> Start | None:
-    """None if the caller is gone."""
+    """Receive the order to start; None if the caller has ended."""
     messages: list[ToCore] = []
     try:
         while not messages:
@@ -100,7 +101,7 @@ def _receive_start(connection: Connection[ToCore]) -> Start | None:
 def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
     """End the process if the caller goes while the core starts: until it has started, the socket is not read."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # tells of a hang-up alone
+    poll.register(descriptor, 0)  # reports a hang-up only
     while not started.is_set():
         if poll.poll(_WATCH_S * 1000) and not started.is_set():
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Start one engine core in this process, or several replicas in processes of their own, as the configuration says."""
+"""Start one engine core in this process, or several replicas in processes of their own, depending on the
+configuration."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class LaunchedCore(RunningCore, Protocol):
         ...
 
     def clock_ahead_s(self) -> float:
-        """How far this machine's time.perf_counter is ahead of the one that the core has."""
+        """Return how far this machine's time.perf_counter is ahead of the core's."""
         ...
 
 
@@ -157,6 +158,6 @@ def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:
 
 
 def _environment(config: EngineConfig, number: int) -> dict[str, str]:
-    """Its own GPUs, which are the first that it sees."""
+    """Return the GPUs of a replica, which it sees first."""
     gpus = gpus_of_replica(config, number)
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

@@ -48,7 +48,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a request. One that cannot be is answered by its end, with finish_reason "error"."""
+    """Queue a request. A refused request is answered by its end, with finish_reason "error"."""
 
     request: EngineRequest
 
@@ -123,23 +123,23 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Through the ring, to all."""
+    """Execute a step; sent to all workers through the ring buffer."""
 
     step: SchedulerOutput
 
 
 class Masks(msgspec.Struct, tag=True, frozen=True):
-    """Through the ring, to all: for the step that was sent last, which awaits them."""
+    """Masks for the newest step, which awaits them; sent to all workers through the ring buffer."""
 
     masks: TokenMasks
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Through the ring, to all: the step that failed has failed on all of them. Until then they execute none."""
+    """Continue after a step that failed on all workers; until then they execute none. Sent through the ring buffer."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Through the ring, to all: free the device and end."""
+    """Free the device and end; sent to all workers through the ring buffer."""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
@@ -196,7 +196,7 @@ def decode_from_worker(data: bytes) -> FromWorker:
 
 
 def encode_result(result: Result) -> bytes:
-    """Encode what the rank with the results writes for each step, into its own ring."""
+    """Encode the result of a step, written by the rank with the results into its ring buffer."""
     return (b"F" if isinstance(result, Failed) else b"O") + _encoder.encode(result)
 
 

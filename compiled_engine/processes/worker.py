@@ -1,4 +1,4 @@
-"""A worker once PyTorch is imported: it makes its rank's runner, then executes the messages of the ring."""
+"""A worker after importing PyTorch: it creates its rank's runner, then executes the messages of the ring buffer."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """device: its kind. folder: where the ranks find each other. descriptors: those that WorkerChild passes, after the
+    """device: its type. folder: where the ranks find each other. descriptors: those passed by WorkerChild, after the
     socket's."""
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     try:
-        # What needs no configuration is done before there is one.
+        # Work that needs no configuration is done first.
         join_ranks(device, rank, len(steps_bells), folder)
         start = decode_start(receive(connection))
         layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
@@ -74,7 +74,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
             _send(connection, Failed.of(error))
         except OSError:  # the executor is gone
             shutil.rmtree(folder, ignore_errors=True)
-        # What still runs on the device, or waits for other ranks, would keep an orderly exit waiting.
+        # Work on the device, or waiting for other ranks, would delay an orderly exit.
         os._exit(1)
 
 
@@ -103,10 +103,11 @@ class Worker:
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.steps_in_flight > 1 and config.device.type == "cuda":
             self._pending = queue.SimpleQueue()
-            threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
+            threading.Thread(target=self._write_results, args=(self._pending,), name="results", daemon=True).start()
 
     def run(self, steps: RingReader) -> None:
-        """Until it is told to stop. Whether the ranks can go on after a step that failed, the executor says."""
+        """Execute messages until the worker is stopped. After a failed step the executor decides whether the ranks
+        continue."""
         while True:
             match decode_to_worker(steps.read()):
                 case Step(step):
@@ -124,12 +125,12 @@ class Worker:
                     return
 
     def _execute(self, step: SchedulerOutput) -> None:
-        self._hand_over_unsampled()
+        self._report_missing_masks()
         pending = self._guarded(step.step, lambda: self.executor.submit(step))
         if step.awaits_masks and self._samples and not isinstance(pending, _Raised):
             self._unsampled = step.step, pending
         else:
-            self._hand_over(pending)
+            self._send_result(pending)
 
     def _sample(self, masks: TokenMasks) -> None:
         """The step that awaits them; there is none if it has failed."""
@@ -141,17 +142,17 @@ class Worker:
             self.executor.sample(masks)
             return pending
 
-        self._hand_over(self._guarded(number, sampled))
+        self._send_result(self._guarded(number, sampled))
 
-    def _hand_over_unsampled(self) -> None:
-        """A step whose masks did not come: its result says so."""
+    def _report_missing_masks(self) -> None:
+        """Return a result that reports a step's missing masks."""
         if self._unsampled is not None:
             (_, pending), self._unsampled = self._unsampled, None
-            self._hand_over(pending)
+            self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """Return the result of `launch`, for step `number`. If it fails, the executor is told, and no step is executed
-        until it says so."""
+        """Return the result of `launch`, for step `number`. A failure is reported to the executor, and no step is
+        executed until the executor continues."""
         try:
             if self._failure is not None:  # of a step before
                 raise self._failure
@@ -164,13 +165,13 @@ class Worker:
             _send(self._connection, StepFailed(number, Failed.of(error), between, place))
             return _Raised(error)
 
-    def _hand_over(self, pending: PendingOutput) -> None:
+    def _send_result(self, pending: PendingOutput) -> None:
         if self._pending is not None:
             self._pending.put(pending)
         elif self._results is not None:
             self._results.write(encode_result(_outcome(pending)))
 
-    def _hand_in(self, launched: queue.SimpleQueue[PendingOutput]) -> None:
+    def _write_results(self, launched: queue.SimpleQueue[PendingOutput]) -> None:
         assert self._results is not None
         while True:
             self._results.write(encode_result(_outcome(launched.get())))
@@ -182,7 +183,7 @@ class Worker:
             return Answered(number, error=str(error))
 
     def metrics(self) -> dict[str, Any]:
-        """Those of this rank's runner, and what carries the collectives."""
+        """Return the metrics of this rank's runner, and how collectives are transported."""
         return self.executor.runner.metrics() | {"collectives": self._group.kind}
 
 

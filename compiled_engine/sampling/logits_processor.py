@@ -70,7 +70,7 @@ def is_processor(value: Any) -> bool:
 
 
 def has_methods(value: Any) -> bool:
-    """Whether it, or its instances if it is a class, has the methods of a LogitsProcessor."""
+    """Return whether the object, or an instance if it is a class, has the methods of a LogitsProcessor."""
     return all(callable(getattr(value, name, None)) for name in METHODS)
 
 
@@ -157,7 +157,7 @@ class ProcessedRows:
         return any(applies_N[row] for _, applies_N in self._processors)
 
     def remove_row(self, row: int) -> None:
-        """Call the processors that the row concerns, up to one that fails."""
+        """Call the processors that apply to the row, up to a failing one."""
         for processor, applies_N in self._processors:
             if applies_N[row]:
                 applies_N[row] = False

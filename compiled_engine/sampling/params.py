@@ -1,9 +1,9 @@
-"""SamplingParams: what one request asks of sampling, checked when it is made and whenever it is changed.
+"""SamplingParams: the sampling parameters of one request, checked on creation and on every change.
 
-Parameters of other engines that are not ours are settled here too, so that scripts run or say why not. Of vLLM these
-are all names of its signature, and some of earlier versions. A value that asks for nothing is taken without a word. Any
-other is either without effect here, with a warning, or an error that says what to do instead. A name of transformers'
-`generate` is an error that has our name for it.
+Other engines' parameters are handled here too, so that scripts run or fail with a reason. Of vLLM these are all names
+of its signature, and some of earlier versions. A value without effect is accepted silently. Any other either has no
+effect here, with a warning, or is an error with the alternative. A name of transformers' `generate` is an error with
+our name for it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ OTHER_PARAMS: dict[str, Settle] = {
     "early_stopping": _refused(_BEAM_SEARCH, _NO_BEAMS, False),
 }
 
-# This engine's names for transformers' names.
+# Names of parameters of transformers, with this engine's names.
 OF_TRANSFORMERS = {
     "max_new_tokens": "use max_tokens",
     "min_new_tokens": "use min_tokens",
@@ -139,7 +139,7 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
 
 
 def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Whether it is one of the values; 0 is not False."""
+    """Return whether the value is one of these; 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 

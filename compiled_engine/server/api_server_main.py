@@ -19,7 +19,7 @@ from compiled_engine.server.shared_figures import SharedFigures
 def main() -> None:
     """Arguments: the file descriptors of the listening socket and of the figures, and this process's number.
 
-    The order comes through stdin; without one there is nobody to serve for.
+    The order comes through stdin; without one the process ends.
     """
     listening, figures, number = map(int, sys.argv[1:4])
     order = sys.stdin.buffer.read()

@@ -1,6 +1,6 @@
 """Further processes that answer requests at the server's socket, each with its own connection to the engine core.
 
-The process that starts them serves as well, and is number 0. Whoever has the fewest connections takes the next.
+The process that starts them serves as well, and is number 0. The process with the fewest connections accepts the next.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from compiled_engine.server.shared_figures import SharedFigures
 
 
 class Place:
-    """What the processes of a server know of each other, in columns of their figures: who serves, and how many
-    connections each has. To be made first of all that reserves columns."""
+    """The shared state of a server's processes, in columns of their figures: which serve, and how many connections each
+    has. Create it before any other user of columns."""
 
     def __init__(self, figures: SharedFigures) -> None:
         self._figures = figures
@@ -34,18 +34,18 @@ class Place:
         self._connections = figures.reserve(1)
 
     def serve(self) -> None:
-        """This process takes connections from now on."""
+        """Mark this process as accepting connections."""
         self._figures.own[self._serving] = 1
 
     def serves(self, number: int) -> bool:
         return bool(self._figures.of(number, self._serving))
 
     def count(self, change: int) -> None:
-        """So many connections of this process have begun, or ended."""
+        """Count connections of this process that begin, or end."""
         self._figures.own[self._connections] += change
 
     def has_most(self) -> bool:
-        """Whether another process that serves has fewer connections than this one."""
+        """Return whether another serving process has fewer connections than this one."""
         others = zip(self._figures.of_others(self._serving), self._figures.of_others(self._connections), strict=True)
         own = self._figures.own[self._connections]
         return any(serves and connections < own for serves, connections in others)
@@ -65,7 +65,7 @@ _EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class Order:
-    """What a process is to serve. address: of the engine core. model_name: see `build_app`."""
+    """The engine and options for a process to serve. address: of the engine core. model_name: see `build_app`."""
 
     address: str
     options: ServerOptions
@@ -73,12 +73,13 @@ class Order:
 
 
 class ApiServers:
-    """They begin to import what they need at once, wait for their order, and serve until SIGTERM or the core's end.
+    """The further processes: they start their imports at once, wait for their order, and serve until SIGTERM or the
+    core's end.
 
     figures: with a row for each process. place: that of this process, number 0.
 
-    The death of one costs its own requests, which the core aborts; a new process takes its place. One that dies before
-    it serves would do so again, so that ends the server.
+    The death of a process loses its own requests, which the core aborts; a new process replaces it. A process that dies
+    before it serves would do so again, so this ends the server.
     """
 
     def __init__(self, options: ServerOptions, bound: socket.socket) -> None:
@@ -96,7 +97,7 @@ class ApiServers:
             _send(process, self._order)
 
     async def wait_ready(self) -> None:
-        """Until all serve. Raises RuntimeError if one has ended instead."""
+        """Wait until all serve. Raises RuntimeError if one has ended instead."""
         while waiting := [number for number in self._processes if not self.place.serves(number)]:
             for number in waiting:
                 if (status := self._processes[number].poll()) is not None:
@@ -104,7 +105,8 @@ class ApiServers:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self, forget: Callable[[int], None]) -> str:
-        """Replace those that end, until one has to be given up; why. forget: called with the number of each."""
+        """Replace processes that end, until one has to be given up; return the reason. forget: called with the number
+        of each."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for number, process in self._processes.items():
@@ -119,14 +121,14 @@ class ApiServers:
                 _send(self._processes[number], self._order)
 
     def stop(self) -> None:
-        """As the signal does: the first time they finish what is under way, the second time they end at once."""
+        """Signal the processes: the first time they finish running requests, the second time they end at once."""
         self._stopping = True
         for process in self._processes.values():
             with contextlib.suppress(OSError):
                 process.send_signal(signal.SIGTERM)
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Until all have ended; after `timeout_s` they are killed."""
+        """Wait until all have ended; after `timeout_s` kill them."""
         self.stop_replacing()
         deadline = time.monotonic() + timeout_s + _EXIT_S
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
@@ -151,7 +153,8 @@ class ApiServers:
 
 
 def _send(process: subprocess.Popen[bytes], order: bytes) -> None:
-    """Through its input, so that no key shows in a list of processes. If it has ended, its status says so."""
+    """Send through stdin, so that no key shows in a list of processes. If the process has ended, its status shows
+    it."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.write(order)

@@ -1,4 +1,4 @@
-"""Whose prompts a request shares its prefix with: those of its own salt, and on request those of its API key."""
+"""The salt of a request: prefixes are shared among requests of one salt, and on request of one API key."""
 
 from __future__ import annotations
 

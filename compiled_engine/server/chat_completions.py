@@ -61,7 +61,7 @@ async def chat_completions(request: Request) -> Reply:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What all parts of an answer share."""
+    """The fields that all parts of an answer share."""
 
     id: str
     created: int
@@ -75,7 +75,7 @@ class _Answer:
         return chat_logprobs(completion.logprobs, self.fields.top_logprobs or 0)
 
     def shown(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces that the client wants to see."""
+        """Return the pieces that the client requested."""
         if self.fields.include_reasoning is False:
             return [piece for piece in pieces if not isinstance(piece, Reasoning)]
         return pieces

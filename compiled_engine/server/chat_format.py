@@ -1,4 +1,4 @@
-"""How the model chats: its template, and the formats in which it calls tools and reasons."""
+"""The model's chat format: its template, and the formats of its tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compiled_engine.server.parsers.registry import (
     tool_format_of,
 )
 
-# Special tokens within a user's text are text: only those that the chat template writes are tokens.
+# Special tokens within a user's text are text: only the chat template writes special tokens.
 
 # Code points that no text has: one of them is put into special tokens that come from the user.
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -45,11 +45,11 @@ class SpecialTokenGuard:
         return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
     def is_special(self, text: str) -> bool:
-        """Whether it is that of a special token."""
+        """Return whether the id is that of a special token."""
         return text in self._ids
 
     def concerns(self, values: Any) -> bool:
-        """Whether a special token stands in any text of these lists, dicts and strings."""
+        """Return whether any text of these lists, dicts and strings contains a special token."""
         return any(self._special.search(text) for text in _texts(values))
 
     def render(self, values: Any, render: Callable[[Any], str]) -> tuple[str, tuple[int, ...]]:
@@ -112,11 +112,12 @@ class ChatFormat:
     allowed_settings: tuple[str, ...]
 
     def knows(self, name: str) -> bool:
-        """Whether the template makes use of a variable."""
+        """Return whether the template uses a variable."""
         return name in self.template
 
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
-        """What the template is given beside messages and tools. Raises ApiError 400 for what requests may not give."""
+        """Return the template's variables besides messages and tools. Raises ApiError 400 for what requests may not
+        set."""
         settings = dict(given or {})
         for name, value in settings.items():
             if name not in self.allowed_settings:
@@ -143,7 +144,7 @@ class ChatFormat:
         return settings
 
     def parser(self, prompt: str, tool_names: Sequence[str], *, one_call: bool) -> AnswerParser:
-        """For an answer to the prompt. tool_names: of the tools that it may call."""
+        """Make the parser of an answer to the prompt. tool_names: of the tools that it may call."""
         reasoning = None if self.reasoning is None else reasoning_parser(self.reasoning, prompt)
         tools = self.tools.parser(tool_names) if self.tools is not None and tool_names else None
         return AnswerParser(reasoning, tools, one_call=one_call)

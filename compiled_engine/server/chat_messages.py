@@ -57,8 +57,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """parameters: a JSON schema, which the model reads. strict: calls follow it; they do so as well where tool_choice
-    asks for one."""
+    """parameters: a JSON schema, which the model reads. strict: calls follow it, as they do if tool_choice requires
+    one."""
 
     name: Name
     description: str | None = None
@@ -101,8 +101,8 @@ def _message(where: str, message: ChatMessage, chat: ChatFormat, limits: Limits)
 
 
 def _tool_call(call: MessageToolCall, max_depth: int) -> dict[str, Any]:
-    """With the arguments as an object: templates write them as JSON themselves. What is none, or too
-    deep, stays text: the model may have written it, and has to see what it did."""
+    """Return the call with its arguments as an object: templates write them as JSON themselves. Invalid or too deep
+    arguments stay text: the model may have written them, and must see its own output."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str) and not is_deeper_than(arguments.encode(errors="replace"), max_depth):
         try:
@@ -115,7 +115,8 @@ def _tool_call(call: MessageToolCall, max_depth: int) -> dict[str, Any]:
 
 
 def tools_for_template(tools: list[Tool] | None, chat: ChatFormat, limits: Limits) -> list[dict[str, Any]] | None:
-    """None if there are none. Raises ApiError 400 if there are too many, or if the template has no place for them."""
+    """Return the tools, None without any. Raises ApiError 400 if there are too many, or if the template does not
+    support them."""
     if not tools:
         return None
     require_at_most("tools", tools, limits.max_tools, "tools")

@@ -1,4 +1,4 @@
-"""What a chat asks of the engine: the rendered prompt, sampling parameters, and how the answer is read."""
+"""The engine's input for a chat: the rendered prompt, sampling parameters, and the parser of the answer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
 
 
 def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> ToolUse | None:
-    """What the answer may call, None for nothing. Raises ApiError 400 for what is no choice among the tools."""
+    """Return the tools that the answer may call, None without any. Raises ApiError 400 for an invalid choice."""
     if tool_choice == "none" or (tool_choice in (None, "auto") and not tools):
         return None
     tools = tools or []

@@ -57,7 +57,8 @@ async def completions(request: Request) -> Reply:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What all parts of an answer share. `unwanted`: of each prompt a token is generated that nobody asked for."""
+    """The fields that all parts of an answer share. `unwanted`: a token of each prompt is generated that was not
+    requested."""
 
     id: str
     created: int
@@ -75,7 +76,7 @@ class _Answer:
         return self.tokenizer.decode(output.prompt_token_ids)
 
     def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> CompletionLogprobs | None:
-        """Those of the prompt, where they come before those of its completions."""
+        """Log-probabilities of the prompt, if they come before those of its completions."""
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
         ids = output.prompt_token_ids
@@ -87,7 +88,7 @@ class _Answer:
 
 
 async def _prompts(serving: Serving, fields: CompletionRequest, params: SamplingParams) -> list[Any]:
-    """The prompts as the engine takes them: it tokenises texts itself, but for those without special tokens."""
+    """Return the prompts for the engine, which tokenises texts itself, except texts without special tokens."""
     prompts: list[Any] = list(parse_prompts(fields.prompt, serving.options.limits.max_completions))
     if not isinstance(prompts[0], str) or fields.add_special_tokens in (None, True):
         return prompts
@@ -145,7 +146,7 @@ async def _whole(answer: _Answer, outputs: Outputs) -> CompletionResponse:
 
 @dataclass
 class _Place:
-    """How far a completion's parts have come: characters of text, and whether the prompt is out."""
+    """The progress of a completion's parts: characters of text, and whether the prompt is sent."""
 
     characters: int = 0
     begun: bool = False
@@ -159,8 +160,8 @@ def _part(
     place: _Place,
     echoed: CompletionLogprobs | None,
 ) -> CompletionChoice:
-    """What a completion adds at this place, or the whole of it. The first part begins with the prompt if that is to be
-    echoed. echoed: its log-probabilities."""
+    """Return what a completion adds at this place, or all of it. The first part begins with the prompt if it is echoed.
+    echoed: its log-probabilities."""
     fields = answer.fields
     text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())
     if answer.unwanted:

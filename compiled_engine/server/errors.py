@@ -22,12 +22,12 @@ TYPES = {
     503: "service_unavailable_error",
 }
 UNEXPECTED = "the server failed; its log has the reason"
-# What could be a path of the server, or an address in its memory.
+# Possible paths of the server, or addresses in its memory.
 _INTERNAL = re.compile(r"(?:(?<![\w/])/[\w.+-]+(?:/[\w.+-]*)+)|(?:0x[0-9a-fA-F]{4,})")
 
 
 class ErrorDetails(msgspec.Struct, kw_only=True):
-    """What went wrong; `param` names the field of the request that is to blame."""
+    """An error for the client; `param` names the field of the request at fault."""
 
     message: str
     type: str
@@ -76,9 +76,9 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
 
 
 def blamed_on_request(error: Exception, prompt_field: str = "prompt") -> ApiError:
-    """The 400 for a TypeError or ValueError of the engine's own checks, whose text begins with the field's name.
+    """Make the 400 for a TypeError or ValueError of the engine's checks, with a text that begins with the field's name.
 
-    prompt_field: what the request calls what is `prompts` there.
+    prompt_field: the request's name for `prompts`.
     """
     text = str(error).removeprefix("sampling_params: ").removeprefix("sampling_params[0]: ")
     text = re.sub(r"^prompts(\['\w+'\]|\[0\])*", prompt_field, text)
@@ -89,7 +89,8 @@ def blamed_on_request(error: Exception, prompt_field: str = "prompt") -> ApiErro
 
 
 def engine_failure(reason: str) -> ApiError:
-    """The 500 for a request that the engine could not complete; `reason` loses what it tells of the server."""
+    """Make the 500 for a request that the engine could not complete; details of the server are removed from
+    `reason`."""
     return ApiError(500, f"the engine failed: {without_internals(reason)}", code="engine_error")
 
 

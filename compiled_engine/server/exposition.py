@@ -52,12 +52,12 @@ LABELLED = {
     "graph_fallbacks_by_reason": ("graph_fallbacks", "reason", "Batches that ran without a CUDA graph, and why."),
 }
 
-# Of several replicas together, by key of the engine's metrics.
+# Totals over several replicas, by key of the engine's metrics.
 FOR_REPLICAS = {
     "requests_queued": ("requests_queued", "Completions that wait for room at a replica.", GaugeMetricFamily),
     "requests_rerun": ("requests_rerun", "Completions that went on when their replica died.", CounterMetricFamily),
 }
-# Of each of several replicas, with the label "replica": the same, and whether they count something.
+# Figures of each of several replicas, with the label "replica", and whether they count.
 OF_REPLICAS = {
     "lives": ("replica_up", "Whether the replica takes requests.", GaugeMetricFamily),
     "running": ("replica_requests_running", "Completions that run there.", GaugeMetricFamily),
@@ -95,7 +95,7 @@ def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
 
 
 def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """The engine's own figures. Those that an engine does not have are left out."""
+    """Return the engine's own figures, as far as it has them."""
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
     for key, (name, text) in {**GAUGES, **COUNTERS}.items():
@@ -139,7 +139,7 @@ def _as_vllm(families: Iterable[Metric]) -> list[Metric]:
 
 
 def _of_replicas(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Without a sample where there is one engine core."""
+    """Return the figures of replicas; without samples if there is one engine core."""
     families: list[Metric] = []
     for key, (name, text, make) in FOR_REPLICAS.items():
         family = make(PREFIX + name, text, labels=list(labels))
@@ -165,7 +165,7 @@ def _admission(serving: Serving) -> list[Metric]:
 
 
 class _Families:
-    """Families of one moment, as a registry wants them."""
+    """A snapshot of families, as a registry's collector."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -1,4 +1,4 @@
-"""One listening socket for several processes: whoever has the fewest connections takes the next."""
+"""One listening socket for several processes: the process with the fewest connections accepts the next."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PAUSE_S = 1.0
 
 
 class FairListener:
-    """Takes connections one at a time. The system alone would give most of them to whoever is woken first.
+    """Accepts connections one at a time. Without it, the process that wakes first would get most of them.
 
-    has_most: whether another process has fewer connections. Stands in for asyncio's own server in uvicorn's.
+    has_most: whether another process has fewer connections. Replaces asyncio's server in uvicorn's.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FairListener:
         try:
             connection, _ = self._bound.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # somebody else has it
+            return  # another process has accepted it
         except OSError as error:
             log.error("no connection can be taken: %s", error)
             self._rest(PAUSE_S, lambda: None)

@@ -1,4 +1,4 @@
-"""The form of an answer as one grammar: reasoning, calls of tools, a requested form, or text."""
+"""The form of an answer as one grammar: reasoning, tool calls, a requested form, or text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compiled_engine.server.parsers.call_grammars import CallableTool, quoted
 from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
 from compiled_engine.server.parsers.registry import begins_inside
 
-# `response_format`, and `structured_outputs`: the form that a request asks its answer to have.
+# `response_format`, and `structured_outputs`: the form that a request requires of its answer.
 
 TYPES = ("text", "json_object", "json_schema")
 
@@ -30,9 +30,9 @@ async def asked_form(
     given: dict[str, Any] | None,
     name: str = "response_format",
 ) -> StructuredOutputs | None:
-    """What one of the two fields asks for; None for any text. name: what the first is called.
+    """Return the form requested by one of the two fields; None for any text. name: of the first field.
 
-    Raises ApiError 400 for both at once, and for what is no form or cannot be compiled.
+    Raises ApiError 400 for both at once, and for an invalid form or one that cannot be compiled.
     """
     values = _of_format(response_format, name)
     if given is None:
@@ -43,7 +43,8 @@ async def asked_form(
 
 
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """As fields of StructuredOutputs. The Responses API has the schema beside the type, the others below it."""
+    """Return the form as fields of StructuredOutputs. The Responses API has the schema beside the type, the others
+    below it."""
     kind = "text" if response_format is None else response_format.get("type")
     if kind not in TYPES:
         raise bad_request(name, f"{name}.type must be one of {', '.join(map(repr, TYPES))}, got {shown(kind)}")
@@ -84,7 +85,7 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Which tools an answer may call. required: it has to call one. several: it may make more than one call."""
+    """The tools that an answer may call. required: it must call one. several: it may make more than one call."""
 
     tools: Sequence[Tool]
     required: bool
@@ -92,14 +93,15 @@ class ToolUse:
 
     @property
     def follows_schemas(self) -> bool:
-        """Whether some call has to follow its schema."""
+        """Return whether some call has to follow its schema."""
         return self.required or any(tool.function.strict for tool in self.tools)
 
 
 async def answer_form(
     checks: LongWork, chat: ChatFormat, prompt: str, use: ToolUse | None, asked: StructuredOutputs | None
 ) -> StructuredOutputs | None:
-    """None where any text will do. prompt: as rendered, which tells whether reasoning comes first.
+    """Return the grammar of an answer; None if any text is allowed. prompt: as rendered, which shows whether reasoning
+    comes first.
 
     Raises ApiError 400 naming the tool whose schema is not supported.
     """
@@ -120,7 +122,7 @@ async def answer_form(
 
 
 def _body(chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], *, has_answer: bool) -> list[str]:
-    """The rule `body`, what comes after any reasoning, and those that it needs."""
+    """Return the rule `body`, the part after any reasoning, and the rules that it needs."""
     if use is None or not tools:
         return [f"body: @{ANSWER}"]
     assert chat.tools is not None
@@ -133,7 +135,7 @@ def _body(chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], 
 
 
 def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
-    """Its grammars, the first of which gets the name by which others refer to it."""
+    """Return the grammars of a requested form; the first gets the name by which others refer to it."""
     first, *others = json.loads(grammar_text(asked))["grammars"]
     return [{**first, "name": ANSWER}, *others]
 
@@ -159,14 +161,14 @@ def _callable(use: ToolUse) -> list[CallableTool]:
 
 @dataclass(frozen=True)
 class _ReasoningRules:
-    """before: what stands before an answer in a rule. rules: those that it needs."""
+    """before: the part before an answer in a rule. rules: the rules that it needs."""
 
     before: str
     rules: str
 
 
 def _reasoning(chat: ChatFormat, prompt: str) -> _ReasoningRules | None:
-    """None if none comes."""
+    """Return the rule of reasoning, None without any."""
     inside = None if chat.reasoning is None else begins_inside(chat.reasoning, prompt)
     if inside is None:
         return None

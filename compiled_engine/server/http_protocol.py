@@ -25,10 +25,10 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
     """The class of a server's connections. count: called with 1 for each that begins, and -1 for each that ends."""
 
     class BoundedProtocol(HttpToolsProtocol):
-        """Refuses a request with too much beside its body, with trailers, or that does not arrive in time. Cuts a
-        connection whose client does not read, or goes on sending a body after the answer.
+        """Refuses a request with too many bytes besides its body, with trailers, or that does not arrive in time.
+        Closes a connection if its client does not read, or continues a body after the answer.
 
-        The bytes beside a body are headers, the heads of chunks, and their extensions.
+        The bytes besides a body are headers, the heads of chunks, and their extensions.
         """
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -52,7 +52,7 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            """As uvicorn's own, without a line in the log for what is no HTTP or asks for an upgrade."""
+            """Receive data as uvicorn does, without a log line for invalid HTTP or upgrades."""
             if self._refused:
                 return
             self._unset_keepalive_if_required()
@@ -137,7 +137,7 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
             if not (idle or (cycle is not None and not cycle.response_started)):
                 self.transport.close()
                 return
-            if cycle is not None:  # whoever answers it has lost its client
+            if cycle is not None:  # the handler has lost its client
                 cycle.disconnected = True
                 cycle.message_event.set()
             body = error.body()

@@ -20,7 +20,8 @@ Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Of /v1/completions, with an entry a token; null where nothing precedes it. text_offset: in characters."""
+    """Log-probabilities of /v1/completions, with an entry a token; null for a first token. text_offset: in
+    characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -54,7 +55,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Of /v1/chat/completions, with an entry a token."""
+    """Log-probabilities of /v1/chat/completions, with an entry a token."""
 
     content: list[TokenLogprob]
 
@@ -66,7 +67,7 @@ PromptLogprobs = Annotated[
 
 
 class PromptLogprob(msgspec.Struct):
-    """Of one token; rank 1 is the most likely."""
+    """Alternatives of one token; rank 1 is the most likely."""
 
     logprob: float
     rank: int
@@ -76,7 +77,8 @@ class PromptLogprob(msgspec.Struct):
 def completion_logprobs(
     entries: Entries, token_ids: Sequence[int], offset: int = 0, first_text: str = ""
 ) -> CompletionLogprobs:
-    """Entries of consecutive tokens, whose text begins at `offset`. first_text: of a token without an entry."""
+    """Return entries of consecutive tokens, with a text that begins at `offset`. first_text: of a token without an
+    entry."""
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry, token_id in zip(entries, token_ids, strict=True):
         chosen = None if entry is None else entry[token_id]
@@ -119,7 +121,7 @@ def finite(logprob: float) -> float:
 
 
 def _by_text(entry: dict[int, Logprob]) -> dict[str, float]:
-    """Of tokens with the same text the most likely one counts."""
+    """Among tokens with the same text the most likely counts."""
     best: dict[str, float] = {}
     for each in entry.values():
         text = each.decoded_token or ""
@@ -162,7 +164,7 @@ class TextLogprobs:
         for entry in chat_logprobs(completion.logprobs, self._top).content:
             if self._hidden is None or not self._hidden(entry.token):
                 start, self._num_characters = self._num_characters, self._num_characters + len(entry.token)
-                # One that ends within a character is of the character that begins there.
+                # A token that ends within a character belongs to the character that begins there.
                 self._tokens.append((start, max(start + 1, self._num_characters), entry))
         for character in completion.text:
             self._undecided += character
@@ -183,7 +185,7 @@ class TextLogprobs:
     def _decide(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             start = end = len(self._undecided)
-            if isinstance(piece, Content):  # markup stands before it, and after it what may become some
+            if isinstance(piece, Content):  # markup precedes it, and possible markup follows it
                 start = max(0, self._undecided.rfind(piece.text))
                 end = min(end, start + len(piece.text))
             self._is_text += bytes(start) + b"\x01" * (end - start)

@@ -20,10 +20,10 @@ RETRY_AFTER_S = 1
 
 
 class LongWork:
-    """Threads for one kind of work, so that no kind holds up another.
+    """Threads for one kind of work, so that kinds do not delay one another.
 
     name: of the threads. small: the largest size that is small. timeout: seconds for which work may wait and run. Work
-    whose client goes before it has begun is never begun.
+    is dropped if its client disconnects before it begins.
     """
 
     def __init__(self, name: str, small: int, timeout: float) -> None:
@@ -33,8 +33,8 @@ class LongWork:
         self._under_way: dict[bool, set[Future[Any]]] = {True: set(), False: set()}  # by whether it is small
 
     async def run(self, field: str, size: int, work: Callable[[], Result]) -> Result:
-        """What the work returns or raises. field: of the request, for errors. Raises ApiError: 503 if too much is under
-        way, 400 if it takes too long."""
+        """Run work; return its result or raise its error. field: of the request, for errors. Raises ApiError: 503 if
+        too much work is queued, 400 if it takes too long."""
         is_small = size <= self._small
         under_way = self._under_way[is_small]
         if (count := len(under_way)) >= (MOST_SMALL if is_small else MOST_LARGE):

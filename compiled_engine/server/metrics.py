@@ -1,4 +1,4 @@
-"""What the server counts itself: times, tokens and ends of requests, and HTTP responses."""
+"""The server's own counts: times, tokens and ends of requests, and HTTP responses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Counts:
 
 
 class ServerMetrics:
-    """Each process counts on one event loop; what is read is the sum of all. routes: those that responses have."""
+    """Each process counts on one event loop; reading gives the sum over all. routes: the routes of responses."""
 
     def __init__(self, figures: SharedFigures, routes: Sequence[str]) -> None:
         self.histograms = {name: Histogram(borders, figures) for name, (_, borders) in HISTOGRAMS.items()}
@@ -140,7 +140,7 @@ class ObservedRequest:
         self._ended = False
 
     def refused(self) -> None:
-        """It never began."""
+        """The request never began."""
         self._ended = True
 
     def output(self, result: RequestOutput) -> None:
@@ -160,7 +160,7 @@ class ObservedRequest:
             self._finish(result, result.metrics)
 
     def end(self) -> None:
-        """Nobody waits for it any more; completions that have not finished are aborted."""
+        """End the request for its client; unfinished completions are aborted."""
         if not self._ended:
             self._ended = True
             self._metrics.finish_reasons.add(ABORTED, self._unfinished)
@@ -184,7 +184,7 @@ class ObservedRequest:
         for name, value in observed.items():
             if value is not None:
                 metrics.histograms[name].observe(value)
-        if times.tpot_s is not None and self._gaps == 0:  # nobody saw the tokens come: their mean, for each
+        if times.tpot_s is not None and self._gaps == 0:  # no gap was observed: record their mean for each
             metrics.histograms["inter_token_latency_seconds"].observe(times.tpot_s, times.num_generation_tokens - 1)
 
 

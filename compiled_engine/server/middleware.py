@@ -1,4 +1,4 @@
-"""Around every request: its id, who may enter, and the count of responses."""
+"""The layer around every request: its id, access control, and the count of responses."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
 
-# Which web pages may use a server that asks for no key: a browser sends requests for any page that its user opens.
+# Web pages that may use a server without keys: a browser sends requests for any page that its user opens.
 
 Headers = Mapping[str, str]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether an address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -32,11 +32,11 @@ def is_loopback(host: str) -> bool:
 
 
 def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None]:
-    """What refuses a request by its headers `host` and `origin`; nothing where there are keys, which no page has.
+    """Return the check of the headers `host` and `origin`; nothing is refused if there are keys, which no page has.
 
-    Pages of other sites are told by their origin. A site that lets its own name point to this machine (DNS rebinding)
-    is told by the host: a name with a dot, as a site's is, and not an address or the name of a machine nearby. Only a
-    server at a loopback address can know that such a name is not its own.
+    Pages of other sites are recognised by their origin. A site that lets its own name point to this machine (DNS
+    rebinding) is recognised by the host: a name with a dot, not an address or the name of a machine nearby. Only a
+    server at a loopback address can exclude that this is its own name.
     """
     if options.api_key:
         return lambda headers: None
@@ -59,7 +59,7 @@ def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None
 
 
 def _is_near(host: str) -> bool:
-    """Whether no site elsewhere can have this host."""
+    """Return whether no other site can have this host."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
@@ -97,9 +97,9 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestScope:
-    """The outermost layer. A request's id comes back in the response; one that is no plain word is replaced.
+    """The outermost layer. A request's id is returned in the response; an id that is not a plain word is replaced.
 
-    routes: the paths that responses are counted by. open_paths: those that need no API key.
+    routes: the paths by which responses are counted. open_paths: the paths that need no API key.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RequestScope:
         given = _header(scope, REQUEST_ID) or b""
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        route = path if path in self._routes else OTHER_ROUTE  # a label must not grow with what is asked
+        route = path if path in self._routes else OTHER_ROUTE  # a label must not grow with requests
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -132,7 +132,7 @@ class RequestScope:
         await app(scope, receive, send_with_id)
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
-        """Every key is compared, each in constant time: how long it takes tells nothing of them."""
+        """Compare with every key, each in constant time, so that the time reveals nothing about them."""
         if not self._keys or path in self._open_paths:
             return None
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")

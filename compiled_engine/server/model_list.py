@@ -1,4 +1,4 @@
-"""/v1/models, and what the server says of itself: /version, /health, /ready, /load."""
+"""/v1/models, and the server's description of itself: /version, /health, /ready, /load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may ask of the server, and what a request may ask of it at most."""
+"""The options of the server, and the limits of requests."""
 
 from __future__ import annotations
 

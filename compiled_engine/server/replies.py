@@ -1,4 +1,4 @@
-"""From a request's body to its fields, and from an answer to a response or a stream of events."""
+"""Parse a request's body into its fields, and send an answer as a response or a stream of events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
 from compiled_engine.server.serving import Serving
 
-# Server-sent events, and answers that nobody waits for any more.
+# Server-sent events, and answers to clients that have disconnected.
 
 log = logging.getLogger("compiled_engine")
 
@@ -30,7 +30,7 @@ HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """One event whose data is `value` as JSON."""
+    """Return one event with `value` as JSON."""
     data = b"data: " + msgspec.json.encode(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
@@ -50,9 +50,10 @@ async def with_errors(events: AsyncGenerator[bytes, None], last: bytes = DONE) -
 
 
 class EventStream:
-    """A response whose body is sent piece by piece, until it ends or the client goes; then the generator is closed.
+    """A response with a body sent piece by piece, until it ends or the client disconnects; then the generator is
+    closed.
 
-    A client that reads slowly holds up the generator, which therefore has more to give the next time.
+    A client that reads slowly delays the generator, which then yields more the next time.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
@@ -75,7 +76,8 @@ class EventStream:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns. Raises ClientDisconnect, with the work cancelled, if the client goes before."""
+    """Return the result of `work`. Raises ClientDisconnect, with the work cancelled, if the client disconnects
+    first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
     try:
@@ -155,9 +157,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def is_deeper_than(body: bytes, depth: int) -> bool:
-    """Whether JSON has more arrays and objects within each other; found without recursion, and before it is parsed.
+    """Return whether JSON has more nested arrays and objects; found without recursion, before it is parsed.
 
-    Of a text that is no JSON, what a parser may read of it counts: all before its first error.
+    In a text that is no JSON everything before its first error counts, which a parser may read.
     """
     if _count_opening(body) <= depth:
         return False
@@ -170,7 +172,7 @@ def _count_opening(body: bytes) -> int:
 
 
 def _outside_strings(body: bytes) -> np.ndarray:
-    """The brackets and commas that stand in no string, in their order, and the quotes that end one.
+    """Yield the brackets and commas outside of strings, in order, and the quotes that end strings.
 
     A regular expression would take a microsecond a string, on the event loop.
     """
@@ -208,7 +210,7 @@ async def read_body(
 
     async def read_in_turn() -> tuple[Fields, list[str]]:
         async with serving.decoding:
-            await asyncio.sleep(0)  # whoever is ready comes between this body and the one before
+            await asyncio.sleep(0)  # other work runs between this body and the one before
             return read()
 
     return read() if len(body) < LONG_BODY else await unless_gone(request.receive, read_in_turn())
@@ -225,7 +227,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def warned(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that says what of a request was ignored."""
+    """Return the header that lists ignored fields of a request."""
     text = "; ".join(ignored)[:LONGEST_HEADER]
     printable = "".join(character if character.isascii() and character.isprintable() else "?" for character in text)
     return {WARNING_HEADER: printable} if ignored else {}

@@ -1,4 +1,4 @@
-"""From a JSON object to a typed request: what is absent, what is known, what is refused, what is ignored."""
+"""Turn a JSON object into a typed request: absent, known, refused and ignored fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_UNKNOWN = 16  # fields of a request that a warning names
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 
-# What clients send by habit. It changes nothing in the answer of a server for one model that keeps nothing.
+# Fields that clients send by habit, without effect on a server for one model that stores nothing.
 HABITS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id"),
@@ -73,10 +73,10 @@ def read_request(
     refused: Mapping[str, Refused] = REFUSED,
     habits: frozenset[str] = HABITS,
 ) -> tuple[Request, list[str]]:
-    """The typed request, and a warning for each field that is ignored. A null is absent.
+    """Return the typed request, and a warning for each ignored field. A null is absent.
 
     Raises ApiError 400, naming the field: for a value of the wrong type, for a known field that is not supported, and,
-    if `strict`, for a field that nobody knows.
+    if `strict`, for an unknown field.
     """
     known = dict.fromkeys(kind.__struct_encode_fields__)
     values: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def convert(values: Any, kind: type[Request], within: str = "") -> Request:
 
 
 def _wrong(error: msgspec.ValidationError, values: Any, kind: type[Any], within: str) -> ApiError:
-    """What is wrong with `values`."""
+    """Return the errors of `values`."""
     text, _, path = str(error).partition(" - at `")
     path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
     if missing := re.search(r"missing required field `(\w+)`", text):
@@ -143,7 +143,7 @@ def _texts_at(kind: type[Any], path: str) -> list[str]:
 
 
 def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
-    """What a type has under a name, or a list at an index."""
+    """Return the type of a field, or of a list's entries."""
     if isinstance(kind, inspect.StructType):
         inner = [field.type for field in kind.fields if field.encode_name == name]
     elif isinstance(kind, inspect.ListType):
@@ -154,7 +154,7 @@ def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
 
 
 def _with_integers(values: Any) -> Any:
-    """With 1 for 1.0, between which JSON makes no difference; floats too large to be exact stay."""
+    """Replace 1.0 by 1, between which JSON makes no difference; floats too large to be exact stay."""
     if isinstance(values, dict):
         return {key: _with_integers(value) for key, value in values.items()}
     if isinstance(values, list):
@@ -163,14 +163,14 @@ def _with_integers(values: Any) -> Any:
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:
-    """Raise ApiError 400 unless the value asks for nothing."""
+    """Raise ApiError 400 unless the value has no effect."""
     if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
         but = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""
         raise bad_request(name, f"{name} is not supported: {field.why}{but}", code="unsupported_parameter")
 
 
 def _settle(name: str, value: Any) -> list[str]:
-    """What becomes of a sampling parameter of another engine: warnings, or ApiError 400."""
+    """Handle a sampling parameter of another engine: return warnings, or raise ApiError 400."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -280,7 +280,7 @@ async def _whole(
 
 
 async def _stream(events: ResponseEvents, all_events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """As server-sent events; a failure is an event too."""
+    """Yield server-sent events; a failure is an event too."""
     async with aclosing(all_events):
         try:
             async for each in all_events:
@@ -402,5 +402,5 @@ class ResponseEvents:
 
 
 def new_id(kind: str) -> str:
-    """Of a response or an item."""
+    """Make the id of a response or an item."""
     return f"{kind}_{uuid.uuid4().hex}"

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compiled_engine")
 
-# So long the server stays after the engine's death, for its clients and its monitoring to be told.
+# The server stays this long after the engine's death, so that its clients and its monitoring see the error.
 FAREWELL_S = 1.0
 BACKLOG = 2048
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """The server's socket, on which nobody listens yet. Raises OSError naming the address if it cannot be had."""
+    """Bind the server's socket, without listening yet. Raises OSError naming the address if it is not available."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     if not options.api_key and not is_loopback(options.host):
         log.warning("anybody who reaches %s may use this server: it asks for no API key", options.host)
@@ -49,7 +49,7 @@ def bind(options: ServerOptions) -> socket.socket:
 class Server(uvicorn.Server):
     """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once.
 
-    place: its place among several processes. others: those that it has started, which signals are for as well.
+    place: its place among several processes. others: the processes that it has started, which get its signals too.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
         self._app.serving.admission.forget(process)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What a signal does. That it came is no reason to die of it in the end."""
+        """Handle a signal; the process does not die of it."""
         if self.others is not None:
             self.others.stop()
         if self.should_exit:
@@ -174,7 +174,7 @@ async def _end_with_others(others: ApiServers, server: Server) -> str:
 
 
 def address(options: ServerOptions, bound: socket.socket) -> str:
-    """Where the server is found."""
+    """Return the server's URL."""
     host, port = bound.getsockname()[:2]
     scheme = "http" if options.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

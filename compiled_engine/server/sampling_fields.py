@@ -1,4 +1,4 @@
-"""The fields of SamplingParams in requests: all of them, under their own names, but for objects of Python."""
+"""The fields of SamplingParams in requests: all of them, under their own names, except Python objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common beside sampling parameters, or in another form than these."""
+    """The fields that completions and chats share, besides sampling parameters, or in another form than these."""
 
     model: str | None = None
     stream: bool | None = None
@@ -51,7 +51,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
         return bool(self.stream)
 
 
-# What JSON schema calls bounds, as msgspec has it. Of integers the most is a limit of the server's.
+# Names of bounds in JSON schema, and in msgspec. The maximum of integers is a limit of the server.
 BOUNDS = {
     "minimum": "ge",
     "exclusiveMinimum": "gt",
@@ -63,7 +63,7 @@ TYPES: dict[str, Any] = {"integer": int, "number": float, "boolean": bool, "stri
 
 
 def request_type(schema: JsonSchema) -> Any:
-    """The type of a field whose values are declared so."""
+    """Return the type of a field from the declaration of its values."""
     if "enum" in schema:
         return Literal[tuple(schema["enum"])]  # type: ignore[misc]
     if "anyOf" in schema:
@@ -75,19 +75,19 @@ def request_type(schema: JsonSchema) -> Any:
     return Annotated[kind, Meta(**bounds)] if bounds else kind
 
 
-# `logprobs` has a form of its own in completions and in chats; token_mask is an object of Python.
+# `logprobs` differs between completions and chats; token_mask is a Python object.
 DECLARED = {
     each.name: request_type(each.kind.schema)
     for each in declarations(SamplingParams)
     if each.kind.schema and each.name not in {*RequestFields.__struct_fields__, "logprobs"}
 }
-# Fields that stand for themselves.
+# Fields with the names of their parameters.
 SAME = (*DECLARED, "max_tokens")
 
 if TYPE_CHECKING:
 
     class SamplingFields(RequestFields):
-        """What completions and chats have in common."""
+        """The fields that completions and chats share."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -124,7 +124,7 @@ def sampling_params(
 
 
 def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs: int | None) -> None:
-    """Raise ApiError 400 where a request asks for more than the server allows."""
+    """Raise ApiError 400 if a request exceeds the server's limits."""
     most = limits.max_token_list
     if isinstance(fields.stop, list):
         require_at_most("stop", fields.stop, limits.max_stop, "strings")

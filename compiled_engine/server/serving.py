@@ -22,16 +22,16 @@ from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.shared_figures import SharedFigures
 
-# How many completions the server takes on at a time; beyond it, it says that it is busy.
+# The completions that the server accepts at a time; beyond this it answers that it is busy.
 
 RETRY_AFTER_S = 1
 
 
 class Admission:
-    """Counts completions that run or wait: each has its state here and in the engine, whether it runs or not.
+    """Counts completions that run or wait: both have state here and in the engine.
 
-    The bound is the whole server's, over all its processes. Each counts its own before it looks at the sum, so that
-    together they never take on more.
+    The bound applies to the whole server, over all its processes. Each counts its own before it reads the sum, so that
+    together they never exceed it.
     """
 
     def __init__(self, most: int, figures: SharedFigures) -> None:
@@ -42,7 +42,7 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Of all processes."""
+        """Return the completions of all processes."""
         return int(self._figures.total(self._taken))
 
     @property
@@ -52,7 +52,8 @@ class Admission:
 
     @contextmanager
     def admit(self, completions: int) -> Iterator[None]:
-        """Around the work for so many completions. Raises ApiError 503 where there are too many already."""
+        """Hold a place for this many completions during their work. Raises ApiError 503 if there are too many
+        already."""
         own = self._figures.own
         own[self._taken] += completions
         try:
@@ -76,12 +77,11 @@ class Admission:
 
 @dataclass(frozen=True)
 class Serving:
-    """names: of the model, the first of which is in answers. chat: None without a tokenizer or a template.
+    """names: of the model; answers have the first. chat: None without a tokenizer or a template.
 
-    max_new_tokens: of an answer in a chat, where the checkpoint says it. created: when the server began, in seconds
-    since 1970. forms: checks of grammars. texts: tokenising and rendering. decoding: held by
-    whoever decodes a long body, so that others have the event loop in between. stopping: set once no more requests are
-    taken.
+    max_new_tokens: of an answer in a chat, if the checkpoint has it. created: the start of the server, in seconds since
+    1970. forms: checks of grammars. texts: tokenising and rendering. decoding: held while a long body is decoded, so
+    that other work runs in between. stopping: set once no more requests are accepted.
     """
 
     engine: AsyncLLM
@@ -98,7 +98,7 @@ class Serving:
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def default_chat_params(self) -> SamplingParams:
-        """The checkpoint's sampling, and an answer as long as the model's length allows unless it says otherwise."""
+        """Return the checkpoint's sampling; answers may be as long as the model's length unless it sets a limit."""
         params = self.engine.get_default_sampling_params()
         params.max_tokens = self.max_new_tokens
         return params
@@ -119,7 +119,7 @@ class Serving:
         return self.max_model_len if limit == -1 else min(limit, self.max_model_len)
 
     def model(self, requested: str | None) -> str:
-        """The model's name for an answer. Raises ApiError 404 if the request asks for another."""
+        """Return the model's name for an answer. Raises ApiError 404 if the request names another."""
         if requested is not None and requested not in self.names:
             raise ApiError(
                 404, f"the model {shown(requested)} does not exist; this server has {', '.join(self.names)}",
@@ -149,6 +149,6 @@ class Serving:
 
 
 def serving_of(request: Request) -> Serving:
-    """What the application was built with."""
+    """Return the state that the application was built with."""
     serving: Serving = request.app.state.serving
     return serving

@@ -15,12 +15,12 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 class SharedFigures:
-    """Rows of float64, in a file that has no name.
+    """Rows of float64, in an anonymous file.
 
-    rows: one for each process. own: the number of this process's row, the only one that it may write to. descriptor: of
+    rows: one for each process. own: the number of this process's row, the only row that it may write. descriptor: of
     the file, if another process has made it. All processes reserve the same columns in the same order.
 
-    A row outlives its process, so what it counted stays counted; the process that takes its place goes on with it.
+    A row outlives its process, so its counts stay; the process that replaces it continues them.
     """
 
     def __init__(self, rows: int = 1, own: int = 0, descriptor: int | None = None) -> None:
@@ -32,7 +32,7 @@ class SharedFigures:
         self._reserved = 0
 
     def reserve(self, columns: int) -> int:
-        """The first of so many columns that nobody else has."""
+        """Reserve this many columns; return the first."""
         first = self._reserved
         self._reserved += columns
         assert self._reserved <= _COLUMNS
@@ -47,7 +47,7 @@ class SharedFigures:
         return [self.total(column) for column in columns]
 
     def of_others(self, column: int) -> list[float]:
-        """What the other processes have written."""
+        """Return the values of the other processes."""
         return [row[column] for row in self._rows if row is not self.own]
 
     def forget(self, number: int, column: int) -> None:
@@ -55,7 +55,7 @@ class SharedFigures:
         self._rows[number][column] = 0.0
 
     def of(self, number: int, column: int) -> float:
-        """What a process has written."""
+        """Return the value of a process."""
         return self._rows[number][column]
 
 

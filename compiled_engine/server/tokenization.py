@@ -18,7 +18,7 @@ from compiled_engine.server.serving import Serving, serving_of
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Either `prompt` or `messages`. add_special_tokens: those that the tokenizer puts around a prompt.
+    """Either `prompt` or `messages`. add_special_tokens: add the tokenizer's special tokens around a prompt.
 
     return_token_strs: the vocabulary's entries as well. The rest is about messages, as in a chat.
     """

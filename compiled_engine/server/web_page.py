@@ -37,7 +37,7 @@ def page_files() -> dict[str, Path]:
 
 
 def answers(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """GET: the file's text. It says nothing of the model or the server, so nobody needs a key for it."""
+    """GET: the file's text. It contains nothing about the model or the server, so it needs no key."""
     body = file.read_bytes()
     headers = {**HEADERS, "content-type": f"{TYPES[file.suffix]}; charset=utf-8"}
 
@@ -61,9 +61,9 @@ REPORT_POLICY = (
 
 
 class Inspection:
-    """GET: the report of `compiled-engine inspect`, for the engine as it runs now. One is made at a time.
+    """GET: the report of `compiled-engine inspect` for the running engine. One is made at a time.
 
-    It names folders of the server, so it is for whoever runs it: there is none unless the option says so.
+    It names folders of the server, so it must be enabled by an option.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Inspection:
 
 
 def _response(config: EngineConfig, metrics: Mapping[str, Any], as_json: bool) -> Response:
-    from compiled_engine.graphs.inspection.html import render_html  # imported for who asks, not with every server
+    from compiled_engine.graphs.inspection.html import render_html  # imported on request, not with every server
 
     report = report_of_engine(config, metrics)
     if as_json:
@@ -87,7 +87,7 @@ def _response(config: EngineConfig, metrics: Mapping[str, Any], as_json: bool) -
 
 
 def report_of_engine(config: EngineConfig, metrics: Mapping[str, Any]) -> Report:
-    """metrics: what the engine says of itself now."""
+    """metrics: the engine's current metrics."""
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
 
     folder = metrics["cache_entry"]

@@ -40,7 +40,7 @@ class MeasuredProfile:
     hopper_products: tuple[TunedLinear, ...] = ()
 
     def as_record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the profile as JSON."""
         gains = {name: {str(tokens): gain for tokens, gain in by.items()} for name, by in self.gains_us.items()}
         lists = {name: [_row(linear) for linear in getattr(self, name)] for name in LISTS}
         return {"device": self.device, "noise_us": self.noise_us, "gains_us": gains, **lists}
@@ -54,10 +54,10 @@ def device_name() -> str:
 
 
 def tune_device(folders: Sequence[Path], progress: Progress, ranks: Sequence[int] = (1,)) -> MeasuredProfile:
-    """The profile of this GPU for models with the shapes of these checkpoint folders.
+    """Measure the profile of this GPU for models with the shapes of these checkpoint folders.
 
-    ranks: the linears are those that each of so many has; what passes gain is of the whole model. Raises ValueError for
-    a number that does not divide a shape."""
+    ranks: the linears of each of this many ranks are tuned; the gains of passes are those of the whole model. Raises
+    ValueError for a number that does not divide a shape."""
     configs = [_config(folder, ranks) for folder in folders]
     linears: dict[tuple[Any, ...], TunedLinear] = {}
     hopper_linears: dict[tuple[Any, ...], TunedLinear] = {}

@@ -17,7 +17,7 @@ from compiled_engine.passes.norm import rms_norm
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linears import SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, cases_of, tune_on_hopper
 
-# Of the time before, what a kernel may take to be chosen.
+# A kernel is chosen if it takes at most this share of the previous time.
 WORTH = 0.98
 # Columns of a product of the tensor cores: the least, and more than are worth trying.
 FEWEST_TOKENS, MOST_COLUMNS = 8, 128
@@ -32,7 +32,7 @@ def hopper_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
 
 
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
-    """Those that give most SMs something to do, and fill the shared memory of one alone or with the next kernel's."""
+    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's."""
     tokens = max(FEWEST_TOKENS, next(most for most in TOKEN_BUCKETS if case.num_tokens <= most))
     found: dict[HopperTiles, None] = {}
     for groups, parts, products in product((1, 2, 3), (1, 2, 4), (1, 2, 4)):
@@ -54,7 +54,8 @@ def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
 
 
 def _registers(groups: int, columns: int) -> int:
-    """Few, so that another program fits beside it, unless the product has so many columns that they are needed."""
+    """Return the registers of a thread: few, so that another program fits beside it, unless the product has many
+    columns."""
     if columns <= 32:
         return 64
     return 128 if groups == 1 else 0
@@ -111,7 +112,7 @@ def _library(
 
 
 def _small_batch(case: LinearCase, *arguments: object) -> torch.Tensor:
-    """Without what an earlier profile says of Hopper's kernel."""
+    """Launch the small-batch kernels, ignoring an earlier profile of Hopper's kernel."""
     device = torch.cuda.get_device_name()
     tiles = choose_tiles(case.num_tokens, case.num_rows, case.k, case.silu_mul, torch.bfloat16, device)
     launch: Linear = small_batch_linear_op.launch

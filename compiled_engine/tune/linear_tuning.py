@@ -42,7 +42,7 @@ def _one_token(case: LinearCase) -> list[Tiles]:
     found = []
     for outputs, block_k, warps in product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):
         rows = outputs * halves
-        # Of a tile, as many elements for each thread: too few leave the memory idle, too many fill the registers.
+        # Elements of a tile per thread: too few leave the memory idle, too many fill the registers.
         if block_k <= next_power_of_2(case.k) and 16 <= rows * block_k // (32 * warps) <= 128:
             found.append(Tiles(1, rows, block_k, num_warps=warps))
     return found

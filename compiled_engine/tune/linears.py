@@ -19,7 +19,7 @@ from compiled_engine.process.progress import Progress
 
 SHARED_MEMORY = 220 << 10
 REPEATS = 9
-# So many bytes of weights in turn that the L2 cache holds none of them.
+# Bytes of weights used in turn, more than the L2 cache holds.
 WORKING_SET = 800 << 20
 
 
@@ -37,8 +37,8 @@ class LinearCase:
 
 
 def cases_of(model: ModelConfig, num_tokens: int, num_ranks: int = 1) -> list[LinearCase]:
-    """The five linears of a decoder-only model, as the passes leave them: with several ranks those that each has, whose
-    norms and residual adds are part of the sums between."""
+    """Return the five linears of a decoder-only model after the passes: with several ranks those of one rank, whose
+    norms and residual adds are part of the sums between them."""
     model, alone = local_share(model, num_ranks), num_ranks == 1
     heads, width = model.num_heads + 2 * model.num_kv_heads, model.intermediate_size
     hidden = model.hidden_size
@@ -89,7 +89,8 @@ class Chain:
         x_TK = self.x_TK
         for weights in self.layers[:layers]:
             for i, case in enumerate(self.cases):
-                # Of the qkv projection only q goes on; a linear measured alone may be too narrow for the next layer.
+                # Only q of the qkv projection is passed on; a linear measured alone may be too narrow for the next
+                # layer.
                 x_TK = linears[i](
                     (x_TK if x_TK.shape[1] >= case.k else self.x_TK)[:, : case.k],
                     weights[i],

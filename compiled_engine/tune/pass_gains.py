@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Gain:
-    """Microseconds of a step of so many tokens that leaving a pass out costs, and what repeats differ by."""
+    """Microseconds that a step with this number of tokens loses without a pass, and the spread of repeats."""
 
     tokens: int
     gain_us: float

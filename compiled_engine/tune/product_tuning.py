@@ -24,13 +24,13 @@ from compiled_engine.passes.linear.hopper_product import (
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linears import Chain, LinearCase, TunedLinear, cases_of, tune_on_hopper
 
-# Of the time before, what a kernel may take to be chosen.
+# A kernel is chosen if it takes at most this share of the previous time.
 WORTH = 0.985
 # Tokens that are measured for all batches beyond the last bucket.
 TOKENS_OF_MANY = 8192
 # Bytes of shared memory for a program, barriers aside; candidates of a case.
 SHARED_MEMORY, CANDIDATES = (227 << 10) - 256, 12
-# What a program reads per element of its tile and column, in units of what that takes to compute.
+# The cost of reading an element of a tile and column, in units of computing it.
 READING = 16
 PARTS = ((256,), (128, 128), (128, 64), (128, 32, 16), (128, 16), (128,), (64, 32))
 
@@ -42,7 +42,7 @@ def product_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
 
 
 def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
-    """Those that promise most: each multiprocessor has little area to compute, and little to read for it."""
+    """Return the most promising tiles: each multiprocessor has little area to compute, and little to read for it."""
     tokens = tokens_measured(case)
     found: list[tuple[float, ProductTiles]] = []
     for (groups, rows), parts, together in product(((2, 64), (3, 64), (2, 128)), PARTS, (4, 8, 16)):

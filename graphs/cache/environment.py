@@ -29,7 +29,7 @@ from compiled_engine.passes.framework.profile import DeviceProfile, profile_of
 from compiled_engine.process.in_background import import_apart
 
 # What shapes a compiled graph: every file directly in these packages, and modules at the top.
-SOURCE_ROOMS = (
+SOURCE_PACKAGES = (
     "quantisation",
     "attention",
     "graphs.compiler",
@@ -214,21 +214,23 @@ def _json_value(value: Any) -> Any:
 @cache
 def source_digests() -> dict[str, str]:
     """Digest of every file that shapes the compiled graph: models, passes, the compiler itself."""
-    return digests_of(SOURCE_ROOMS)
+    return digests_of(SOURCE_PACKAGES)
 
 
-def digests_of(rooms: tuple[str, ...]) -> dict[str, str]:
+def digests_of(packages: tuple[str, ...]) -> dict[str, str]:
     """Digest of every file directly in these packages."""
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(rooms).items()}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(packages).items()}
 
 
-def source_files(rooms: tuple[str, ...] = SOURCE_ROOMS) -> dict[str, Path]:
+def source_files(packages: tuple[str, ...] = SOURCE_PACKAGES) -> dict[str, Path]:
     """The files that are digested, by their names below the package compiled_engine."""
     files: dict[str, Path] = {}
-    for room in rooms:
-        module = import_module(f"compiled_engine.{room}")
+    for package in packages:
+        module = import_module(f"compiled_engine.{package}")
         if hasattr(module, "__path__"):
-            files |= {f"{room.replace('.', '/')}/{path.name}": path for path in Path(module.__path__[0]).glob("*.py")}
+            files |= {
+                f"{package.replace('.', '/')}/{path.name}": path for path in Path(module.__path__[0]).glob("*.py")
+            }
         else:
-            files[f"{room}.py"] = Path(str(module.__file__))
+            files[f"{package}.py"] = Path(str(module.__file__))
     return dict(sorted(files.items()))

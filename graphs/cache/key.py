@@ -45,7 +45,7 @@ GRAPH_FIELDS = (
     "attention_backend",
 )
 # Packages that define a rank's share of parameters and checkpoints, and the sums over ranks.
-RANK_ROOMS = ("parallel", "models.checkpoint")
+RANK_PACKAGES = ("parallel", "models.checkpoint")
 # Packages for models with transformers' code.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # Of a quantised model.
@@ -121,7 +121,7 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
     if asked := step_tensors(config.compile.passes):
         factors["step_tensors"] = {t.name: [list(t.dims), str(t.dtype), t.padding] for t in asked}
     if config.parallel.tensor_parallel_size > 1:
-        factors["source"] |= digests_of(RANK_ROOMS)
+        factors["source"] |= digests_of(RANK_PACKAGES)
     if config.model.transformers is not None:
         factors["source"] |= digests_of(("models.foreign",))
     return factors

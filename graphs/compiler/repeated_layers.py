@@ -1,8 +1,8 @@
-"""Gives the graph of the layers that were traced (traced_layers.py) all the others.
+"""Complete the graph of the traced layers (traced_layers.py) with all others.
 
-A layer's ops are copied from a traced layer in the same role. That traced layers of a kind take the same values from
-the layer before, and that those in a role do the same with them, is checked node by node. Where one of them does not,
-nothing is copied, and all layers have to be traced.
+A layer's ops are copied from a traced layer of the same class. Traced layers of a kind must take the same values from
+the layer before, and those of a class must compute the same with them; both are checked node by node. If a layer
+differs, nothing is copied, and all layers are traced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from compiled_engine.graphs.compiler.traced_layers import Role, TracedLayers
+from compiled_engine.graphs.compiler.traced_layers import LayerClass, TracedLayers
 from compiled_engine.passes.framework.graph_inputs import source_of
 
 Segments = dict[int, list[fx.Node]]
@@ -30,8 +30,8 @@ def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
         return False
     taken = _taken(segments)
     given = _given(segments, taken, layers)
-    missing = {layers.roles[n] for before, behind in layers.gaps() for n in range(before + 1, behind)}
-    if given is None or not all(_alike_in_role(role, segments, taken, layers) for role in missing):
+    missing = {layers.classes[n] for before, behind in layers.gaps() for n in range(before + 1, behind)}
+    if given is None or not all(_equal_in_class(layer_class, segments, taken, layers) for layer_class in missing):
         return False
     for before, behind in layers.gaps():
         _fill(graph, before, behind, segments, taken, given, layers)
@@ -78,12 +78,12 @@ def _taken(segments: Segments) -> Taken:
     return taken
 
 
-def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Role, list[int]] | None:
-    """For each layer class, the nodes that the next layer takes, in that layer's order.
+def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[LayerClass, list[int]] | None:
+    """Return for each layer class the nodes that the next layer takes, in that layer's order.
 
     None if traced layers of a class give different nodes, or take them at different places.
     """
-    given: dict[Role, list[int]] = {}
+    given: dict[LayerClass, list[int]] = {}
     first_uses: dict[int, list[int]] = {}
     for before, number in pairwise(segments):
         places = [segments[before].index(node) for node in taken[number]]
@@ -91,25 +91,25 @@ def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Role,
             next(place for place, node in enumerate(segments[number]) if value in node.all_input_nodes)
             for value in taken[number]
         ]
-        if given.setdefault(layers.roles[before], places) != places:
+        if given.setdefault(layers.classes[before], places) != places:
             return None
-        if first_uses.setdefault(layers.roles[number].kind, uses) != uses:
+        if first_uses.setdefault(layers.classes[number].kind, uses) != uses:
             return None
     return given
 
 
-def _template(role: Role, taken: Taken, layers: TracedLayers) -> int:
-    """The traced layer that shows what a role does. It is not the first of all, which takes what no layer gives."""
-    return next(number for number in layers.traced_in_role(role) if number in taken)
+def _template(layer_class: LayerClass, taken: Taken, layers: TracedLayers) -> int:
+    """Return the traced layer to copy for a class: not the very first, which takes values that no layer gives."""
+    return next(number for number in layers.traced_in_class(layer_class) if number in taken)
 
 
-def _alike_in_role(role: Role, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
-    template = _template(role, taken, layers)
-    others = [number for number in layers.traced_in_role(role) if number != template]
-    return bool(others) and all(_alike(number, template, segments, taken, layers) for number in others)
+def _equal_in_class(layer_class: LayerClass, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
+    template = _template(layer_class, taken, layers)
+    others = [number for number in layers.traced_in_class(layer_class) if number != template]
+    return bool(others) and all(_equal(number, template, segments, taken, layers) for number in others)
 
 
-def _alike(number: int, template: int, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
+def _equal(number: int, template: int, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
     """Return whether two layers compute the same function of their inputs."""
     own = {node: place for place, node in enumerate(segments[number])}
     of_template = {node: place for place, node in enumerate(segments[template])}
@@ -153,7 +153,7 @@ def _fill(
     behind: int,
     segments: Segments,
     taken: Taken,
-    given: dict[Role, list[int]],
+    given: dict[LayerClass, list[int]],
     layers: TracedLayers,
 ) -> None:
     """Put copies between two traced layers; the second of them then takes what the last copy gives."""
@@ -161,8 +161,8 @@ def _fill(
     last_input = [node for node in inputs if layers.layer_of(node) == before][-1]
     newest = taken[behind]
     for number in range(before + 1, behind):
-        role = layers.roles[number]
-        template = _template(role, taken, layers)
+        layer_class = layers.classes[number]
+        template = _template(layer_class, taken, layers)
         copies = dict(zip(taken[template], newest, strict=True))  # what the layer before gives
         for node in [node for node in inputs if layers.layer_of(node) == template]:
             with graph.inserting_after(last_input):
@@ -172,7 +172,7 @@ def _fill(
         with graph.inserting_before(segments[behind][0]):
             for node in segments[template]:
                 copies[node] = graph.node_copy(node, partial(_copied, copies))
-        newest = [copies[segments[template][place]] for place in given[role]]
+        newest = [copies[segments[template][place]] for place in given[layer_class]]
     for value, newer in zip(taken[behind], newest, strict=True):
         for node in segments[behind]:
             node.replace_input_with(value, newer)

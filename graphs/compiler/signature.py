@@ -1,7 +1,7 @@
-"""What the compiler has to know of a callable before it traces it: arguments, results, compile ranges.
+"""The declaration of a callable for the compiler: arguments, results, compile ranges.
 
-A callable is a function of a module's that is compiled by itself, with an argument list of its own. Nothing of the
-compiler depends on which one it is.
+A callable is a method of a module that is compiled separately, with an argument list of its own. The compiler treats
+all callables alike.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.registry import step_tensors
 
 FORWARD, LOGITS = "forward", "logits"
-# Of the examples that are traced: three requests of four tokens. Every size in them is dynamic in the trace.
+# Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 
 
 @dataclass(frozen=True)
 class Signature:
-    """arguments: the names of what is passed, in order. tensors: what these consist of; the name of each is its path in
-    the arguments. asked: the step tensors that passes ask for, which come behind the arguments and which the model does
-    not read. backend: of attention_inputs, where these are among the arguments.
+    """arguments: their names, in order. tensors: the tensors in them; the name of each is its path in the arguments.
+    asked: the step tensors that passes declare, which follow the arguments and which the model does not read. backend:
+    of attention_inputs, if these are among the arguments.
 
     results: Python for each value that may be returned, by name, of `model`, the arguments and the results before it.
-    returns: the names of those that the code returns; small_returns: that of a small range, where it is something else.
-    ranges: the last one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code
-    does, so that a start can load them without a compiler.
+    returns: the names of the returned results; small_returns: that of a small range, if it differs. ranges: the last
+    one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code does, so that a
+    start can load them without a compiler.
     """
 
     arguments: tuple[str, ...]
@@ -54,7 +54,7 @@ class Signature:
 
     @property
     def most_tokens(self) -> int:
-        """Of a batch; a trace must hold for its example as well, also where a step may have fewer tokens."""
+        """Sizes of a batch; a trace must hold for its example too, even if a step may have fewer tokens."""
         return max(_EXAMPLE["tokens"], self.ranges[-1].high)
 
     def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
@@ -72,11 +72,11 @@ class Signature:
         }
 
     def examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return a small value for each tensor, by name, which nobody reads."""
+        """Return a small value for each tensor, by name; the values are not read."""
         return padding_of(self.tensors, _EXAMPLE, device)
 
     def passed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Return the arguments, those that are asked for apart, that consist of these tensors, by name."""
+        """Return the arguments, declared ones apart, that consist of these tensors, by name."""
         return tuple(self._argument(name, tensors) for name in self.arguments)
 
     def _argument(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -94,7 +94,7 @@ def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
 
 
 def callables_of(config: EngineConfig) -> dict[str, Signature]:
-    """What is compiled of a model, by name."""
+    """Return the callables of a model, by name."""
     return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)}
 
 

@@ -27,7 +27,7 @@ class Border:
 
     @property
     def row_bytes(self) -> int:
-        """Of a token."""
+        """Elements per token."""
         return sum(map(_row_bytes, self.values))
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -36,9 +36,9 @@ from compiled_engine.passes.layout.lowering import lower
 class TracedGraph:
     """The ATen graph of a callable; each placeholder's meta holds its `source`, each node's its fake `val`.
 
-    Its outputs are the signature's results; `for_range` keeps those that are returned. The rest is what the inspector
-    shows: Dynamo's graph and the bytecode that it made of the entry, the declared sizes, the guards with what
-    discharges each, and what the passes did that lower foreign code.
+    Its outputs are the signature's results; `for_range` keeps the returned ones. The inspector shows the rest: Dynamo's
+    graph and the bytecode that it made of the entry, the declared sizes, the guards with what discharges each, and the
+    reports of the passes that lower foreign code.
     """
 
     signature: Signature
@@ -176,7 +176,7 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 
 @dataclass(frozen=True)
 class _DynamoResult:
-    """What Dynamo made of a callable; `fakes` are the values of the graph's placeholders."""
+    """Dynamo's trace of a callable; `fakes` are the values of the graph's placeholders."""
 
     graph: fx.GraphModule
     fakes: list[Any]

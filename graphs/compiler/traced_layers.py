@@ -24,10 +24,10 @@ from compiled_engine.passes.framework.graph_inputs import Source, source_of
 from compiled_engine.passes.framework.parameter import Parameter
 
 
-class Role(NamedTuple):
-    """A layer's kind and that of the layer behind it; None: there is none.
+class LayerClass(NamedTuple):
+    """A layer's kind and that of the next layer; None: it is the last.
 
-    Ops of the layer behind come before the first use of its parameters, so they look like ops of this layer.
+    Ops of the next layer before the first use of its parameters look like ops of this layer.
     """
 
     kind: int
@@ -38,7 +38,7 @@ class Role(NamedTuple):
 class TracedLayers:
     """`stack` at `path`, the class of each of its layers, and the `numbers` of the traced ones.
 
-    Classes also hold in the trace: the next traced layer is of the right kind.
+    Classes also hold in the trace: the next traced layer is of the kind that follows.
 
     A stack of foreign code applies all its layers: layers that are not traced return their input, `in a tuple` if its
     layers do so.
@@ -46,7 +46,7 @@ class TracedLayers:
 
     stack: nn.ModuleList
     path: str
-    roles: tuple[Role, ...]
+    classes: tuple[LayerClass, ...]
     numbers: tuple[int, ...]
     in_tuple: bool = False
 
@@ -62,7 +62,7 @@ class TracedLayers:
             return
         every = list(self.stack)
         for number in set(range(len(every))) - set(self.numbers):
-            self.stack[number] = _HandsOn(self.in_tuple)
+            self.stack[number] = _Identity(self.in_tuple)
         try:
             yield
         finally:
@@ -73,8 +73,8 @@ class TracedLayers:
         """The traced layers before and after the missing ones."""
         return [(before, behind) for before, behind in pairwise(self.numbers) if behind > before + 1]
 
-    def traced_in_role(self, role: Role) -> list[int]:
-        return [number for number in self.numbers if self.roles[number] == role]
+    def traced_in_class(self, layer_class: LayerClass) -> list[int]:
+        return [number for number in self.numbers if self.classes[number] == layer_class]
 
     def layer_of(self, node: fx.Node) -> int | None:
         """The layer that a graph input belongs to; None for any other node."""
@@ -97,8 +97,8 @@ class TracedLayers:
         return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", name)
 
 
-class _HandsOn(nn.Module):
-    """A replacement of a layer of foreign code that is not traced."""
+class _Identity(nn.Module):
+    """A stand-in for a layer of foreign code that is not traced: it returns its input."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _HandsOn(nn.Module):
 
 
 def traced_layers(model: nn.Module) -> TracedLayers | None:
-    """The layers to trace; None for a model that must be traced whole.
+    """Return the layers to trace; None for a model that must be traced whole.
 
     Foreign layers have their number as an attribute. `layer_signatures`, recorded when the model was observed
     (models/foreign/observation.py), show whether they depend on it.
@@ -125,14 +125,14 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
         return None
     signatures: Any = model.layer_signatures if foreign else [0] * len(stack)
     kinds = _kinds(stack, signatures, beside=("layer_idx",) if foreign else ())
-    roles = tuple(map(Role, kinds, [*kinds[1:], None]))
-    numbers = _chosen(roles)
+    classes = tuple(map(LayerClass, kinds, [*kinds[1:], None]))
+    numbers = _chosen(classes)
     in_tuple = bool(foreign and model.layers_in_tuple)
-    return TracedLayers(stack, path, roles, numbers, in_tuple) if len(numbers) < len(stack) else None
+    return TracedLayers(stack, path, classes, numbers, in_tuple) if len(numbers) < len(stack) else None
 
 
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:
-    """For each layer, the number of the first equal one."""
+    """Return for each layer the number of the first equal one."""
     kinds: list[int] = []
     for number, layer in enumerate(stack):
         alike = (
@@ -144,19 +144,19 @@ def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str
     return kinds
 
 
-def _chosen(roles: Sequence[Role]) -> tuple[int, ...]:
-    """The first layer, the last, and of each role two before others in it are left out: one shows what to repeat, the
-    other that it can be."""
-    chosen, seen = [0], Counter([roles[0]])
-    while chosen[-1] < len(roles) - 1:
+def _chosen(classes: Sequence[LayerClass]) -> tuple[int, ...]:
+    """Return the first layer, the last, and two of each class before others of the class are left out: one to repeat,
+    the other to compare."""
+    chosen, seen = [0], Counter([classes[0]])
+    while chosen[-1] < len(classes) - 1:
         following = chosen[-1] + 1
-        for number in range(following + 1, len(roles)):
-            if seen[roles[number - 1]] < 2:
+        for number in range(following + 1, len(classes)):
+            if seen[classes[number - 1]] < 2:
                 break
-            if roles[number].kind == roles[chosen[-1]].following:
+            if classes[number].kind == classes[chosen[-1]].following:
                 following = number
         chosen.append(following)
-        seen[roles[following]] += 1
+        seen[classes[following]] += 1
     return tuple(chosen)
 
 

@@ -83,7 +83,7 @@ def families(keys: Iterable[GraphKey], decodes_first: bool) -> list[list[GraphKe
 # a file counts only if all its factors are those of this process.
 
 # Packages besides those in the entry's key whose code is captured or captures.
-CAPTURED_ROOMS = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
+CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
 # Fields that say where something is, or why: not what is captured.
 OF_NO_EFFECT = ("model.path", "model.hub_name", "model.revision", "tokenizer", "compile.cache_dir", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
@@ -103,7 +103,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
         "keys": list(keys),
         "stage": stage,
         "config": fields,
-        "source": digests_of(CAPTURED_ROOMS),
+        "source": digests_of(CAPTURED_PACKAGES),
         "device": _describe(config.device),
         "variables": {
             name: variables[name] for name in sorted(variables.keys() - {"TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"})

@@ -24,7 +24,7 @@ _STATIC = Rounding("e4m3", 0, 0, static=True)
 _CHANNELS = Rounding("e4m3", 1, 0)
 _TENSOR = Rounding("e4m3", 0, 0)
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
-# Names that stand for a group of compressed-tensors.
+# Names of a group of modules in compressed-tensors.
 _PRESETS = {
     "FP8": LinearScheme(_TENSOR, _STATIC),
     "FP8_DYNAMIC": LinearScheme(_CHANNELS, _TOKEN),
@@ -37,7 +37,7 @@ _MODELOPT = {
 
 
 def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
-    """The rules that a checkpoint states, None for one that is not quantised or in MXFP4.
+    """Return the rules of a checkpoint, None if it is not quantised or in MXFP4.
 
     fields: of config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
     """
@@ -115,7 +115,7 @@ def _require_e4m3(fields: JsonFields) -> None:
 
 
 def _block(fields: JsonFields, name: str) -> tuple[int, int]:
-    """Of [128, 128] or "128x128"."""
+    """Parse [128, 128] or "128x128"."""
     value: Any = fields.values.get(name)
     sizes = [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
@@ -140,7 +140,7 @@ def _fp8(config: JsonFields) -> Quantisation:
         scheme = LinearScheme(Rounding("e4m3", rows, columns), Rounding("e4m3", 1, columns))
         scale_name = "weight_scale_inv"
     named = [*_list(config, "modules_to_not_convert"), *_list(config, "ignored_layers")]
-    # A name stands for all modules below it too, and may lack its beginning.
+    # A name includes all modules below it, and may lack its beginning.
     ignore = [rf"re:(.*\.)?{re.escape(name)}(\..*)?$" for name in named] or [ROUTER]
     return Quantisation("fp8", (Rule((LINEAR,), str(scheme)),), (HEAD, *ignore), scale_name)
 

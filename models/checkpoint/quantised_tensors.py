@@ -21,7 +21,7 @@ KV_SCALES = re.compile(r".*(\.[qkv]_scale|\.[kv]_proj\.output_scale)$")
 
 @dataclass(frozen=True)
 class Stored:
-    """What is beside the codes of a weight: names of tensors. scheme: as the checkpoint states it."""
+    """The tensors that belong to the codes of a weight, by name. scheme: as stated by the checkpoint."""
 
     scales: str
     input_scale: str | None
@@ -31,7 +31,7 @@ class Stored:
 def find_stored(
     tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None
 ) -> tuple[dict[str, Stored], dict[str, list[str]]]:
-    """What is beside each tensor of codes, by its name, and problems: kind -> names."""
+    """Return the tensors that belong to each tensor of codes, by its name, and problems: kind -> names."""
     found: dict[str, Stored] = {}
     problems: dict[str, list[str]] = {"missing": [], "of another shape": [], "quantised against the rules": []}
     dtypes = {element.dtype for element in ELEMENTS.values()}
@@ -61,7 +61,7 @@ def find_stored(
 
 
 def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
-    """The placement of a tensor whose values are to be decoded, if it holds codes."""
+    """Return the placement of a tensor with values to be decoded, if it holds codes."""
     if placement.source not in stored:
         return placement
     beside = stored[placement.source]
@@ -71,10 +71,10 @@ def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
 def place_quantised(
     leaf: Parameter, of_weight: Sequence[Placement], stored: Mapping[str, Stored], tensors: dict[str, torch.Tensor]
 ) -> list[Placement]:
-    """Where what a weight's `leaf` is made of comes from: beside the tensors that hold the weight. Scales in `tensors`
-    become those of the leaf's tiles.
+    """Return the sources of a weight's `leaf` besides the tensors that hold the weight. Scales in `tensors` become
+    those of the leaf's tiles.
 
-    Raises ValueError, with names, where the checkpoint holds something else than the model's rules say.
+    Raises ValueError, with names, if the checkpoint differs from the model's rules.
     """
     assert leaf.role in QUANTISED
     name = leaf.name.rpartition(".")[0]

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 # The format of a weight that is stored as it is multiplied.
 PLAIN = "plain"
-# Of one that is stored as codes with scales, see LinearScheme.
+# The format of a weight that is stored as codes with scales, see LinearScheme.
 QUANTISED = "quantised"
 
 _LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")

@@ -17,7 +17,7 @@ from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework import rounding
 
 WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
-# Of a quantised weight of a checkpoint: its codes, their scales, and the scale of the linear's inputs.
+# Roles of a quantised weight of a checkpoint: its codes, their scales, and the scale of the linear's inputs.
 CODES, SCALES, INPUT_SCALE = QUANTISED = ("codes", "scales", "input_scale")
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
 Steps = tuple[tuple[str, float | str], ...]
@@ -25,10 +25,10 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "add": torch.add,
     "mul": torch.mul,
     "to": lambda tensor, dtype: tensor.to(getattr(torch, dtype)),
-    # Of a weight that is quantised while it is loaded; operand: its scheme.
+    # Make from a weight that is quantised while it is loaded; operand: its scheme.
     "codes": rounding.weight_codes,
     "scales": rounding.weight_scales,
-    # Each row so many times, for scales of smaller tiles.
+    # Repeat each row this many times, for scales of smaller tiles.
     "repeat_rows": lambda tensor, count: tensor.repeat_interleave(int(count), 0),
     "the_same": rounding.the_same,
 }

@@ -54,7 +54,7 @@ class RandomInputs:
         return compute(source, self.parameter) if source.make else self.parameter(source)
 
     def parameter(self, parameter: Parameter) -> torch.Tensor:
-        """With scale 1, products with matrices keep the size of values; the weights of norms are around 1."""
+        """Scale 1 keeps the size of values in products with matrices; the weights of norms are around 1."""
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)

@@ -35,7 +35,7 @@ def decode(codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) 
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """The scale of each of so many rows and columns; a dimension that shares one stays 1."""
+    """Spread the scales over this many rows and columns; a dimension with one scale stays 1."""
     for dim, size, tile in ((0, num_rows, rounding.rows), (1, num_columns, rounding.columns)):
         if tile > 1 and scales_RC.shape[dim] > 1:
             scales_RC = scales_RC.repeat_interleave(tile, dim).narrow(dim, 0, size)
@@ -68,7 +68,7 @@ def weight_codes(weight_NK: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 def weight_scales(weight_NK: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Their scales."""
+    """Return the scales."""
     return scales_of(weight_NK, LinearScheme.parse(scheme).weight)
 
 

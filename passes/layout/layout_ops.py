@@ -25,7 +25,7 @@ _BY_DIMENSION = {
 
 
 class LayoutOps:
-    """`form` gives the form of a value, `ordered` one with an ordered core, `view` a view of a core."""
+    """`form` returns a value's form, `ordered` one with an ordered core, `view` a view of a core."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ class _Normalisation:
         return self.ops.follow(node)
 
     def _expanded(self, node: fx.Node, form: Form) -> Form | None:
-        """Dimensions of one that become longer become dimensions of the core."""
+        """Dimensions of size one that grow become dimensions of the core."""
         wanted = node.meta["val"].shape
         if len(wanted) != form.rank:
             return None

@@ -23,7 +23,8 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 @dataclass(frozen=True)
 class Quantised:
-    """What a quantised weight has beside its codes: parameters, or None, and how both weight and inputs are rounded."""
+    """The tensors of a quantised weight besides its codes, as parameters or None, and how weight and inputs are
+    rounded."""
 
     scales: fx.Node
     zeros: fx.Node | None
@@ -32,7 +33,7 @@ class Quantised:
 
     @property
     def parameters(self) -> dict[str, fx.Node]:
-        """Those that there are, by the name of the op's argument."""
+        """Return the existing tensors, by the name of the op's argument."""
         found = {"scales_RC": self.scales, "zeros_RC": self.zeros, "input_scale_1": self.input_scale}
         return {name: node for name, node in found.items() if node is not None}
 
@@ -59,12 +60,12 @@ class Linear:
 
     @property
     def is_known(self) -> bool:
-        """Whether the weight is plain or quantised, the formats that our kernels take."""
+        """Return whether the weight is plain or quantised, the formats of our kernels."""
         return self.format == PLAIN or self.quantised is not None
 
     @property
     def parameters(self) -> list[fx.Node]:
-        """All that it reads beside x."""
+        """Return all operands besides x."""
         beside = self.quantised.parameters.values() if self.quantised else ()
         return [self.weight, *beside, *([] if self.bias is None else [self.bias])]
 
@@ -168,7 +169,7 @@ def multiplied_values(graph: fx.Graph) -> Counter[fx.Node]:
     """Values of tokens, with the number of matrices of parameters [N, K] that each is multiplied with: the contracts'
     count.
 
-    Any op counts that reads such a matrix and a value of tokens, whether `linear_of` knows the op or not. An op that
+    Every op that reads such a matrix and a value of tokens counts, whether `linear_of` recognises it or not. An op that
     takes weight^T and reads a parameter as it is multiplies with a matrix [K, N], as GPT-2 does.
     """
     readers: dict[fx.Node, fx.Node] = {}

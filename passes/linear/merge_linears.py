@@ -128,7 +128,7 @@ def _merge(graph: fx.Graph, group: list[Linear]) -> list[Replacement]:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """What the merged codes have beside them; None for plain weights."""
+    """Return the other tensors of merged codes; None for plain weights."""
     if not group:
         return None
     rows = math.gcd(*(each.scheme.weight.rows for each in group))

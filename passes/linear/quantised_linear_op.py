@@ -1,7 +1,7 @@
-"""The op of a linear whose weight is stored as codes with scales, and whose inputs are rounded: reference and launch.
+"""The op of a linear with a weight stored as codes with scales, and rounded inputs: reference and launch.
 
-Like small_batch_linear it may have taken its neighbours in. The reference is eager PyTorch on a CPU as well: it says
-what every kernel computes, from the formula in rounding.py.
+Like small_batch_linear it may contain its fused neighbours. The reference is eager PyTorch on a CPU as well: it defines
+what every kernel computes, by the formula in rounding.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In long prefills each rank normalises a share of the tokens, instead of every rank all of them.
+"""Divide norms in long prefills: each rank normalises a share of the tokens, not all of them.
 
 Why: a sum over ranks is a reduce-scatter and an all-gather anyway, as far as bytes go. Between the two each rank has
 its own rows of the sum; the residual add and the norm there read and write a rank's share of what they do after it

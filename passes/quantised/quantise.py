@@ -38,7 +38,7 @@ class Quantise(GraphPass):
         self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each matrix of parameters that the rules name and tokens are multiplied with, but for embeddings."""
+        """One for each matrix of parameters that the rules name and tokens are multiplied with, except embeddings."""
         weights = [node for node in graph.find_nodes(op="placeholder") if self._is_named(node)]
         return sum(not is_looked_up(weight) for weight in weights)
 
@@ -78,7 +78,7 @@ class Quantise(GraphPass):
         return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernel}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare each linear, on each rank, with what the checkpoint's own layout says; see quantise_verifier."""
+        """Compare each linear, on each rank, with the checkpoint's own layout; see quantise_verifier."""
         from compiled_engine.passes.quantised.quantise_verifier import verify_quantised
 
         assert self._before is not None
@@ -86,7 +86,7 @@ class Quantise(GraphPass):
 
 
 def is_looked_up(weight: fx.Node) -> bool:
-    """Whether a parameter is an embedding as well, whose rows are looked up."""
+    """Return whether a parameter is an embedding as well, from which rows are looked up."""
     return any(user.target in _EMBEDDINGS for user in weight.users)
 
 
@@ -131,7 +131,7 @@ def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: b
 
 
 def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
-    """The part of the scales that goes with a part of a weight, whose tiles end where the part does."""
+    """Return the part of the scales for a part of a weight, with tiles that end where the part does."""
     whole = scheme.weight.grid(*shard.whole)
     if shard.dim is None:
         return Shard(whole)

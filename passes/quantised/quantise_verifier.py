@@ -1,8 +1,8 @@
-"""Compares quantised linears with what the layout of the checkpoint says, element by element and on every rank.
+"""Compares quantised linears with the layout of the checkpoint, element by element and on every rank.
 
-A random checkpoint is made of each weight: codes and scales as its rules state them, undivided, or a weight that is
-quantised while it is loaded. The values that it stands for are computed from the element's place alone, as are rounded
-inputs; nothing is shared with the code that loads, retiles or rounds in the engine.
+Each weight gets a random checkpoint: codes and scales according to its rules, undivided, or a weight that is quantised
+while it is loaded. The values that it represents are computed from the element's place alone, as are rounded inputs; no
+code is shared with loading, retiling or rounding in the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compiled_engine.passes.linear.linears import Linear, linear_of
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 NUM_TOKENS = 5
-# Of a row's largest result: sums are taken in another order, and results rounded to x's dtype.
+# Relative to a row's largest result: sums have another order, and results are rounded to x's dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 
@@ -61,7 +61,7 @@ class _Checkpoint:
     device: torch.device
 
     def stands_for(self, name: str) -> torch.Tensor:
-        """This rank's part of the values that a quantised weight stands for, in fp32."""
+        """Return this rank's part of the values that a quantised weight represents, in fp32."""
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
             values = self.read(self.weights[name]).float()
@@ -74,7 +74,7 @@ class _Checkpoint:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """What this rank reads for a parameter without members."""
+        """Return this rank's part of a parameter without members."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == INPUT_SCALE:
             return self.input_scale(name)

@@ -1,4 +1,4 @@
-"""On a device without our kernels, the fused ops are decomposed to their plain-torch references.
+"""Decompose the fused ops to their plain-torch references on a device without our kernels.
 
 Inductor's C++ backend then fuses them with their neighbours; the fused ops are Triton kernels, which it cannot compile
 there.

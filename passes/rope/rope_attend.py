@@ -42,10 +42,10 @@ def rope_attend(
     scoring = Scoring(*without_inputs(others)[OF_ROTATION:])
     backend = get_backend(inputs.backend)
     if not backend.attend_unrotated(q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd, inputs, scoring):
-        in_two(attend, q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *others)
+        unfused(attend, q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *others)
 
 
-def in_two(
+def unfused(
     attention: Callable[..., None],
     q_THd: torch.Tensor,
     k_TKd: torch.Tensor,
@@ -78,7 +78,7 @@ class RopeAttend(GraphPass):
     name = "rope_attend"
     requires = ("rope_kv_write",)
     splitting_ops = (
-        SplittingOp("compiled_engine::rope_attend", rope_attend, True, lambda attention: partial(in_two, attention)),
+        SplittingOp("compiled_engine::rope_attend", rope_attend, True, lambda attention: partial(unfused, attention)),
     )
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:

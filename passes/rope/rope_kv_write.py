@@ -170,7 +170,7 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
     arguments = named(attention)
     out = arguments["out_THd"]
     if arguments["q_THd"] in out.all_input_nodes:
-        # The buffer must not come after the op: a piece with nothing else would stand between it and attend.
+        # The buffer must not come after the op: otherwise a piece with nothing else would be between it and attend.
         out.args = (q.x, *out.args[1:])
         out.kwargs = {**out.kwargs, "memory_format": torch.contiguous_format}
     with graph.inserting_before(attention):

@@ -1,4 +1,4 @@
-"""The benchmarks of executors and layouts: what they refuse before anything starts, and what they say."""
+"""The benchmark of layouts: refusals, and results that are kept."""
 
 from __future__ import annotations
 
@@ -10,27 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from compiled_engine.bench import family_comparison
-from compiled_engine.bench.executor import options_for
 from compiled_engine.bench.family_comparison import Difference
 from compiled_engine.cli.app import app
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; allowed: 1"),
-        ({"distributed_executor": "multiprocess"}, "distributed_executor is 'multiprocess'; allowed: none"),
-    ],
-)
-def test_executors_are_compared_on_one_device(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        options_for({"device": "cpu", **options}, 2, 4)
-
-
-def test_both_engines_have_room_for_every_request() -> None:
-    given = options_for({"device": "cpu", "block_size": 16}, 3, 4)
-    assert given["max_num_seqs"] == 3
-    assert given["num_blocks"] == 1 + 3 * -(-(128 + 4 * 4 + 16) // 16)
 
 
 def test_a_layout_that_is_refused_says_why_and_the_others_are_kept(

@@ -28,14 +28,12 @@ from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.kv_cache import block_bytes
 
-# The rooms that work for each step, whatever the model is.
-ROOMS = tuple(
-    str(Path(compiled_engine.__file__).parent / room) for room in ("core", "rows", "runner", "sampling", "scheduling")
-)
+# The packages that work for each step, whatever the model is.
+PACKAGES = tuple(str(Path(compiled_engine.__file__).parent / name) for name in ("core", "rows", "runner", "sampling"))
 NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48
-# Of these rooms' functions, in a steady step of one request; and for each request more, whose blocks fill up.
+# Of these packages' functions, in a steady step of one request; and for each request more, whose blocks fill up.
 MOST_CALLS = 88
 MOST_CALLS_MORE = 2
 
@@ -64,12 +62,12 @@ def blocks_kept(step: Callable[[], Any]) -> int:
 
 
 def calls(step: Callable[[], Any]) -> float:
-    """Python functions of ROOMS that a step calls, the mean of COUNTED_STEPS."""
+    """Python functions of PACKAGES that a step calls, the mean of COUNTED_STEPS."""
     count = 0
 
     def profiled(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(ROOMS)
+        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGES)
 
     before = sys.getprofile()
     sys.setprofile(profiled)

@@ -17,7 +17,7 @@ import torch._inductor.config as inductor_config
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
-    SOURCE_ROOMS,
+    SOURCE_PACKAGES,
     compiler_settings,
     describe_device,
     measured_gains,
@@ -25,7 +25,7 @@ from compiled_engine.graphs.cache.environment import (
     source_files,
     this_environment,
 )
-from compiled_engine.graphs.cache.key import RANK_ROOMS
+from compiled_engine.graphs.cache.key import RANK_PACKAGES
 from compiled_engine.passes.framework.profile import DeviceProfile
 
 PRINT_KEY = """
@@ -103,8 +103,8 @@ def test_the_source_digests_cover_what_shapes_the_graph() -> None:
 
 
 def test_what_the_digests_leave_out_takes_no_part_in_compiling() -> None:
-    """A digested file imports digested rooms, besides plain values, processes, and how kernels are launched."""
-    allowed = {*SOURCE_ROOMS, *RANK_ROOMS, "config", "kernels", "process"}
+    """A digested file imports digested packages, besides plain values, processes, and how kernels are launched."""
+    allowed = {*SOURCE_PACKAGES, *RANK_PACKAGES, "config", "kernels", "process"}
     for name, path in source_files().items():
         for node in ast.walk(ast.parse(path.read_text())):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""

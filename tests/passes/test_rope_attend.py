@@ -83,7 +83,7 @@ def difference(arguments: list[Any]) -> str | None:
     """What the op does otherwise than the two ops that it stands for; None where it is the same."""
     one, two = copied(arguments), copied(arguments)
     in_one(one)
-    op.in_two(attend, *two)
+    op.unfused(attend, *two)
     tolerance = TOLERANCE[arguments[4].dtype]
     slots = op.inputs_of(tuple(arguments)).slot_mapping_T
     for what, index in (("cache", 3), ("output", 4)):

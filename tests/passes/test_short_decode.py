@@ -129,7 +129,7 @@ def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, tiles: 
     arguments = arguments_of(case, dtype, "cuda", normed)
     one, two = copied(arguments), copied(arguments)
     in_one(one, tiles)
-    op.in_two(attend, *two)
+    op.unfused(attend, *two)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(one[3], two[3], rtol=tolerance, atol=tolerance, equal_nan=True)
     torch.testing.assert_close(one[4], two[4], rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""The packages: which there are, and which may import which."""
+"""The packages and the imports allowed between them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FOLDERS = {
     "compiled_engine.graphs": REPOSITORY / "graphs",
     "compiled_engine.models": REPOSITORY / "models",
 }
-# From the lowest floor up. A room, or a module at the top, may import what stands before it, and nothing else.
-FLOORS = (
+# From the lowest layer up. A package, or a module at the top, may import what precedes it, and nothing else.
+LAYERS = (
     "process",
     "quantisation",
     "config",
@@ -99,8 +99,8 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def room_of(module: str) -> str:
-    """The folder that a module stands in; a module at the top is a room of its own."""
+def package_of(module: str) -> str:
+    """Return the folder of a module; a module at the top is a package of its own."""
     if modules()[module].name == "__init__.py":
         return module
     return module.rpartition(".")[0] or module
@@ -120,19 +120,19 @@ def imports_of(module: str) -> frozenset[str]:
     return frozenset(name.partition(".")[2] for name in names if name.startswith("compiled_engine."))
 
 
-def within(name: str, room: str) -> bool:
-    return name == room or name.startswith(room + ".")
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
 
 
-def test_every_module_stands_on_a_floor() -> None:
-    rooms = {room_of(module) for module in modules()} - {"", "models"}
-    assert rooms == set(FLOORS)
+def test_every_module_has_a_layer() -> None:
+    packages = {package_of(module) for module in modules()} - {"", "models"}
+    assert packages == set(LAYERS)
 
 
-def test_no_import_runs_upwards() -> None:
+def test_no_import_goes_upwards() -> None:
     for module in modules():
-        floor = FLOORS.index(room_of(module)) if room_of(module) in FLOORS else len(FLOORS)
-        above = [name for name in imports_of(module) if name and FLOORS.index(room_of(name)) > floor]
+        layer = LAYERS.index(package_of(module)) if package_of(module) in LAYERS else len(LAYERS)
+        above = [name for name in imports_of(module) if name and LAYERS.index(package_of(name)) > layer]
         assert not above, f"{module} may not import {above}"
 
 
@@ -150,11 +150,11 @@ def test_no_import_runs_in_a_circle() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("room", sorted(FORBIDDEN))
-def test_a_room_knows_nothing_of_some_others(room: str) -> None:
+@pytest.mark.parametrize("package", sorted(FORBIDDEN))
+def test_a_package_does_not_import_some_others(package: str) -> None:
     for module in modules():
-        if within(module, room):
-            known = [name for name in imports_of(module) if any(within(name, other) for other in FORBIDDEN[room])]
+        if within(module, package):
+            known = [name for name in imports_of(module) if any(within(name, other) for other in FORBIDDEN[package])]
             assert not known, f"{module} may not import {known}"
 
 

@@ -15,7 +15,7 @@ from compiled_engine.bench.worker_workloads import HttpWorkload
 from compiled_engine.bench.workloads import summary
 from compiled_engine.process.progress import Progress
 
-# A run at a rate has so many times the requests of the workload: long enough for a steady state.
+# A run at a rate repeats the workload's requests this many times, to average over arrivals.
 TIMES = 2
 ENGINE = "the engine"
 TIMEOUT_S = 600.0
@@ -120,7 +120,7 @@ def _measure_server(
 def _load(
     plan: HttpPlan, url: str, prompts: RandomPrompts | tuple[PlannedRequest, ...], rates: tuple[Rate, ...]
 ) -> LoadPlan:
-    """Streams whose every part has token ids: so each token is an event, whether or not it is text yet."""
+    """Streams in which every part has token ids: each token is an event, whether or not it is text yet."""
     target = parse_target(url, None, [])
     count = plan.workload.num_requests
     return LoadPlan(

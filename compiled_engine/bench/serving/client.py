@@ -1,7 +1,7 @@
-"""The process that sends requests and reads their answers: nothing else runs in it, so that its clock can be trusted.
+"""The process that sends requests and reads answers: nothing else runs in it, so that its times are reliable.
 
-It reads a job, a line of JSON, says that it is ready, waits for a line with the time to start, says how many requests
-have ended, and in the end gives its report. How late it was itself is part of it.
+It reads a job, a line of JSON, reports that it is ready, waits for a line with the time to start, reports how many
+requests have ended, and finally writes its result, including its own delay.
 
 Connections are asyncio's protocols with httptools' parser: a load test that reads thousands of streams through a client
 library measures that library.
@@ -26,12 +26,11 @@ KEPT_TEXT = 300
 
 
 class Record(msgspec.Struct):
-    """A request and its answer. Times are seconds from the start of the run; those of a request that was not sent are
-    None.
+    """A request and its answer. Times are seconds from the start of the run; None if the request was not sent.
 
-    due: when it was to be sent. sent: when it was. chunk_times: of the parts of the answer that carry output. end: of
-    its last byte. output_tokens: as `counted_by` says it: usage (the server's own count), token_ids, or chunks, where
-    the server counts nothing. error: the kind of failure, for counting; message: the first one's words.
+    due: when it should be sent. sent: when it was. chunk_times: of the parts of the answer with output. end: of its
+    last byte. output_tokens: counted by `counted_by`: usage (the server's own count), token_ids, or chunks, if the
+    server counts nothing. error: the kind of failure, for counting; message: the text of the first.
     """
 
     index: int
@@ -155,7 +154,7 @@ class ConnectionLost(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """Asks one request after the other."""
+    """Sends requests one after the other."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -197,7 +196,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.monotonic()
-        if self._answered is None:  # nothing was asked for
+        if self._answered is None:  # no request is in progress
             self.close()
             return
         self._begun = True
@@ -230,7 +229,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """To one server; a connection that is done with its request is used again."""
+    """Connections to one server, reused after their request."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -238,9 +237,9 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """As `Connection.ask`. Raises OSError too, if there is no connection to be had.
+        """Call `Connection.ask`. Raises OSError too, if no connection can be made.
 
-        An idle connection that the server has closed meanwhile is replaced.
+        An idle connection that the server has closed is replaced.
         """
         while True:
             connection = await self._take()

@@ -1,9 +1,9 @@
-"""From the records of a run to its figures: rates, latencies, goodput, errors, and how late the client was.
+"""The figures of a run, from its records: rates, latencies, goodput, errors, and the client's delay.
 
-The latencies have their usual meanings, and are of answers that are whole. TTFT: from sending, connecting included, to
-the first part with output. E2EL: to the last one. TPOT: (E2EL - TTFT) / (output tokens - 1). ITL: between two parts
-with output. Where a part holds several tokens, ITL is the time between parts, not tokens: `tokens_per_chunk` says so,
-and TPOT does not depend on it.
+The latencies have their usual meanings, for complete answers. TTFT: from sending, connecting included, to the first
+part with output. E2EL: to the last one. TPOT: (E2EL - TTFT) / (output tokens - 1). ITL: between two parts with output.
+If a part holds several tokens, ITL is the time between parts, not tokens: `tokens_per_chunk` shows it, and TPOT does
+not depend on it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percenti
 
 
 def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
-    """How busy and how late the client was. is_suspect: its own limits may be in the figures."""
+    """Return the client's load and delay. is_suspect: its own limits may affect the figures."""
     lags = np.array([lag for report in reports for lag in report.lags_s] or [0.0])
     late = np.array([each for report in reports for each in report.late_s] or [0.0])
     busy = max((report.cpu_s / report.wall_s for report in reports if report.wall_s > 0), default=0.0)
@@ -187,7 +187,7 @@ SEVERAL = 1.005
 
 
 def notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How tokens were counted, and whether the client was the limit."""
+    """Return notes on how tokens were counted, and whether the client was the limit."""
     said = []
     if any("chunks" in run["tokens_counted_by"] for run in runs):
         said.append("The server counts no tokens: each part of an answer counts as one.")

@@ -25,10 +25,10 @@ from compiled_engine.process.progress import Progress
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All of a load test; see `compiled-engine bench serve --help`.
+    """The plan of a load test; see `compiled-engine bench serve --help`.
 
-    prompts: random ones, drawn anew for each run, or those of a dataset, the same for each. fields: of every request's
-    body, beside its prompt and length. wanted: requests of a run.
+    prompts: random ones, drawn for each run, or those of a dataset, the same for each. fields: of every request's body,
+    besides its prompt and length. wanted: requests of a run.
     """
 
     target: Target
@@ -50,7 +50,7 @@ class LoadPlan:
     detailed: bool
 
     def requests(self, generator: np.random.Generator) -> Sequence[PlannedRequest]:
-        """Those of one run."""
+        """Return the requests of one run."""
         if isinstance(self.prompts, RandomPrompts):
             return self.prompts.requests(self.endpoint, self.wanted, generator)
         return self.prompts
@@ -87,8 +87,8 @@ class LoadPlan:
 def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
     """{"benchmark": "serve", "runs": figures of each rate with `rate` (None for inf, or a ramp), ...}.
 
-    Raises ProcessError, and ValueError if the server answers no request of the warm-up, or none of a run at inf whose
-    share is asked for.
+    Raises ProcessError, and ValueError if the server answers no request of the warm-up, or none of a run at inf that
+    other rates are relative to.
     """
     generator = np.random.default_rng(plan.seed)
     if plan.warm_ups:
@@ -162,7 +162,8 @@ def shared_out(job: Job, processes: int) -> list[Job]:
 
 
 def send(job: Job, processes: int, name: str, progress: Progress) -> list[Report]:
-    """A report of each process; all start at the same time. Raises ProcessError for one that ends without."""
+    """Return a report of each process; all start at the same time. Raises ProcessError if a process ends without
+    one."""
     with ExitStack() as stack, progress.stage(name, total=len(job.requests)) as advance:
         senders = []
         for part in shared_out(job, processes):

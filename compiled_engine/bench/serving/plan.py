@@ -1,4 +1,4 @@
-"""From what a user asks of a load test to its plan: all of it is checked before the first request."""
+"""The plan of a load test, from the user's options: everything is checked before the first request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Asked:
 
 
 def make_plan(asked: Asked) -> LoadPlan:
-    """Raises ValueError naming the option for what cannot be done; the server is asked last."""
+    """Make the plan. Raises ValueError naming the option if it is impossible; the server is queried last."""
     endpoint = _endpoint(asked.endpoint)
     if not (asked.burstiness > 0 and math.isfinite(asked.burstiness)):
         raise ValueError(f"burstiness is {asked.burstiness}; allowed: above 0")

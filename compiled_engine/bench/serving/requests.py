@@ -1,9 +1,9 @@
 """The requests of a load test, and when they are due.
 
-Prompts are random, of drawn lengths, or the lines of a JSONL file. Requests arrive in a gamma process of a steady rate,
-or at a rate that ramps from one value to another. Burstiness is the shape of the gamma distribution of the gaps: 1 is a
-Poisson process, less comes in bursts, more is even. The gaps of a steady rate are scaled so that all requests together
-have exactly this rate.
+Prompts are random, of drawn lengths, or the lines of a JSONL file. Requests arrive in a gamma process of a constant
+rate, or at a rate that ramps from one value to another. Burstiness is the shape of the gamma distribution of the gaps:
+1 is a Poisson process, less comes in bursts, more is even. The gaps of a constant rate are scaled so that all requests
+together have exactly this rate.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Ramp:
-    """From `start` to `end` requests per second: by equal steps from request to request, or by equal factors."""
+    """A ramp from `start` to `end` requests per second: by equal steps from request to request, or by equal factors."""
 
     start: float
     end: float

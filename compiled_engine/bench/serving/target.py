@@ -1,4 +1,4 @@
-"""The server under test: where it is, and what it says of itself before the load begins."""
+"""The server under test: its address, and its own description before the load begins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Target(msgspec.Struct, frozen=True):
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """None for plain HTTP. Certificates are checked."""
+        """Return the TLS context; None for plain HTTP. Certificates are checked."""
         return ssl.create_default_context() if self.scheme == "https" else None
 
     def request(self, path: str, body: bytes) -> bytes:
@@ -78,10 +78,11 @@ def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Targe
 
 
 def find_model(target: Target, model: str | None, ready_timeout_s: float) -> tuple[str, int | None]:
-    """The model's name, the server's first without one, and its longest request in tokens, if the server says it.
+    """Return the model's name, by default the server's first, and its longest request in tokens, if the server reports
+    it.
 
-    Waits `ready_timeout_s` seconds for a server that does not answer yet. Raises ValueError if it does not come, or has
-    no such model.
+    Waits `ready_timeout_s` seconds for a server that does not answer yet. Raises ValueError if it does not answer, or
+    has no model of this name.
     """
     deadline = time.monotonic() + ready_timeout_s
     while True:

@@ -26,7 +26,7 @@ class CallableTool:
 
 @dataclass(frozen=True)
 class CallRules:
-    """calls, free: see above; each with all rules that it needs, but for those of `shared`."""
+    """calls, free: see above; each with all rules that it needs, except those of `shared`."""
 
     calls: str
     free: str

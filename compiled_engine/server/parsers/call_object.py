@@ -14,12 +14,12 @@ WHITESPACE = " \t\r\n"
 
 
 class CallObject:
-    """Reads one object, whose keys may come in any order, and gives out its arguments as they come.
+    """Reads one object, with keys in any order, and returns its arguments as they arrive.
 
-    name: of the tool, once `begun`. begun: it is a call for certain: its name and the beginning of its arguments are
-    known, or the object is complete and has no arguments. closed: the object is complete. failed: it is no call (or,
-    if it has begun, no object any more), and the character that says so is not part of it.
-    raw: all its characters until it has begun.
+    name: of the tool, once `begun`. begun: it is certainly a call: its name and the beginning of its arguments are
+    known, or the object is complete and has no arguments. closed: the object is complete. failed: it is no call (or, if
+    it has begun, no object any more); the character that shows this is not part of it. raw: all its characters until it
+    has begun.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
@@ -55,7 +55,7 @@ class CallObject:
         return ""
 
     def _push(self, character: str) -> str:
-        """Take in a character; the arguments' text that can be given out with it."""
+        """Read a character; return the text of the arguments that it completes."""
         taken = getattr(self, f"_in_{self._expected}")(character)
         if not taken:
             self.failed = True
@@ -139,8 +139,7 @@ class CallObject:
         self._value.ends_with(character)
 
     def _settle(self) -> bool:
-        """What a value that is complete says; whether the object may still be a call. Only the first of equal keys
-        counts."""
+        """Use a complete value; return whether the object may still be a call. Only the first of equal keys counts."""
         if self._key == "name" and self.name is None:
             name = decoded(self._text)
             if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
@@ -158,7 +157,7 @@ class CallObject:
         return self.name is not None
 
 
-NULL = ("null",)  # what `decoded` gives for null, as None says that the text is no JSON
+NULL = ("null",)  # the result of `decoded` for null, since None means that the text is no JSON
 
 
 def decoded(text: str) -> Any:

@@ -10,9 +10,9 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Text outside of calls is content. What stands where a call should be and is none is content, its markup included.
+    """Text outside of calls is content, as is an invalid call, with its markup.
 
-    Whitespace around a call belongs to its markup. A call whose closing tag is missing is a call all the same.
+    Whitespace around a call belongs to its markup. A call without its closing tag is still a call.
     """
 
     def __init__(self) -> None:

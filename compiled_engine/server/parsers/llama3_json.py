@@ -13,7 +13,7 @@ TAG = "<|python_tag|>"
 class Llama3JsonParser:
     """An object is a call if it names a tool of the request: any other JSON is an answer.
 
-    A tag may stand before the first object. From the first text on that is no call, all is content.
+    A tag may precede the first object. From the first text that is no call on, all is content.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -37,7 +37,7 @@ class Llama3JsonParser:
         if self._call is not None and not self._call.begun:
             held += self._call.raw
         if self._count and not held.strip(WHITESPACE + ";"):
-            return []  # nothing but what stands after a call
+            return []  # only separators after a call
         return [Content(held)] if held else []
 
     def _read_before(self, text: str) -> str:

@@ -17,7 +17,7 @@ class JsonValue:
         self._escaped = False
 
     def ends_with(self, character: str) -> bool:
-        """Take in the next character; whether the value is complete with it."""
+        """Read the next character; return whether it completes the value."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -48,7 +48,8 @@ class MarkerSearch:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """What is certain to come before the marker, and the text after it; None for the latter until it was found."""
+        """Return the text that certainly precedes the marker, and the text after it; None for the latter until it is
+        found."""
         self._held += text
         place = self._held.find(self._marker)
         if place >= 0:
@@ -60,7 +61,7 @@ class MarkerSearch:
         return released, None
 
     def flush(self) -> str:
-        """What is held back, when the marker does not come any more."""
+        """Return the text that was held back, when the marker can no longer follow."""
         held, self._held = self._held, ""
         return held
 

@@ -11,11 +11,11 @@ CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
 
 
 class MistralParser:
-    """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` as well as `[TOOL_CALLS]name{...}`, where [CALL_ID],
-    an id, and [ARGS] may stand between the name and the arguments.
+    """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` as well as `[TOOL_CALLS]name{...}`, with optional
+    [CALL_ID], an id, and [ARGS] between the name and the arguments.
 
-    Text before the marker, or after a call, is content; so is what stands where a call should be and is none. The
-    whitespace around calls belongs to their markup.
+    Text before the marker, or after a call, is content; so is an invalid call. Whitespace around calls belongs to their
+    markup.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class MistralParser:
         return rest
 
     def _read_form(self, text: str, pieces: list[Piece]) -> str:
-        """After the marker: a list, or a name."""
+        """State after the marker: a list, or a name follows."""
         for place, character in enumerate(text):
             if character == "[":
                 self._call, self._read = CallObject(), self._read_object
@@ -73,7 +73,7 @@ class MistralParser:
         return text
 
     def _read_separator(self, text: str, pieces: list[Piece]) -> str:
-        """After an object of the list: a comma, or the end."""
+        """State after an object of the list: a comma, or the end follows."""
         for place, character in enumerate(text):
             if character == ",":
                 self._call, self._read = CallObject(), self._read_object
@@ -106,14 +106,14 @@ class MistralParser:
         return ""
 
     def _read_after(self, text: str, pieces: list[Piece]) -> str:
-        """After the calls: whitespace says nothing."""
+        """State after the calls: whitespace is ignored."""
         rest = text.lstrip(WHITESPACE)
         if rest:
             self._read = self._read_content
         return rest
 
     def _give_up(self, raw: str, rest: str, pieces: list[Piece]) -> str:
-        """What was taken for a call is content."""
+        """Return the text of an invalid call as content."""
         if self._held + raw:
             pieces.append(Content(self._held + raw))
         self._read, self._held = self._read_content, ""
@@ -121,7 +121,7 @@ class MistralParser:
 
 
 def _may_precede_arguments(text: str) -> bool:
-    """Whether this can be the beginning of `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`."""
+    """Return whether the text can begin `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`."""
     name, bracket, rest = text.partition("[")
     if not all(character.isalnum() or character in "_-." for character in name) or not name:
         return False

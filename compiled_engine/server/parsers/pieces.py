@@ -1,4 +1,4 @@
-"""What a model's text is made of once its markup is read: content, reasoning, and calls of tools."""
+"""The pieces of a model's text once its markup is parsed: content, reasoning, and tool calls."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Piece: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
 
 class TextParser(Protocol):
-    """Reads text that arrives in chunks. What comes out, joined, depends on the whole text, not on the chunks."""
+    """Reads text that arrives in chunks. The joined output depends on the whole text, not on the chunks."""
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that are certain once `text` has followed what came before."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no more text comes. Nothing may be pushed after it."""
+        """Return the text that was held back, at the end. Nothing may be pushed afterwards."""
         ...

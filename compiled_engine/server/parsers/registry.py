@@ -1,4 +1,4 @@
-"""Which parsers there are, by name, and which ones a checkpoint's chat template asks for.
+"""The parsers by name, and the choice of parsers by a checkpoint's chat template.
 
 A new format is a file with a `TextParser`, a function in call_grammars.py and a row here.
 """
@@ -22,11 +22,11 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """The format in which a family of models writes calls.
 
-    parser: makes a parser, given the names of the request's tools. grammar: its calls as a grammar. marks: texts of
-    which a chat template for this format has all of one row. has_special_tokens: the markup holds special tokens, so
-    the text has to keep these. call_id_length: of the ids that the family's templates take; None for any.
+    parser: makes a parser, given the names of the request's tools. grammar: its calls as a grammar. marks: rows of
+    texts; a chat template for this format contains all of one row. has_special_tokens: the markup contains special
+    tokens, so the text must keep them. call_id_length: of the ids that the family's templates accept; None for any.
     """
 
     parser: Callable[[Collection[str]], TextParser]
@@ -55,7 +55,7 @@ REASONING_FORMATS: dict[str, bool] = {"qwen3": False, "deepseek_r1": True}
 
 
 def tool_format_of(template: str) -> str | None:
-    """The name of the format that a chat template speaks of; None if it speaks of none that is known."""
+    """Return the name of the format that a chat template uses; None if it uses no known format."""
     if "<function=" in template:  # calls as XML between the tags that Hermes has around JSON
         return None
     for name, tools in TOOL_FORMATS.items():
@@ -68,12 +68,13 @@ def reasoning_format_of(template: str) -> str | None:
     """The same for reasoning."""
     if CLOSING not in template:
         return None
-    # A template that looks for the end of the reasoning alone is of a model whose answers begin with it.
+    # A template that searches only for the end of the reasoning belongs to a model with answers that begin with it.
     return "qwen3" if OPENING in template else "deepseek_r1"
 
 
 def begins_inside(name: str, prompt: str) -> bool | None:
-    """Whether what follows `prompt` is reasoning from its first character on; None if the prompt has closed it."""
+    """Return whether the text after `prompt` is reasoning from its first character on; None if the prompt has closed
+    it."""
     end = prompt.rstrip()
     return None if end.endswith(CLOSING) else REASONING_FORMATS[name] or end.endswith(OPENING)
 
