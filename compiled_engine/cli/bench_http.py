@@ -51,7 +51,7 @@ def http(
     starts.
 
     On a GPU workload T of the table, on a CPU a small one. Every answer is streamed, each token as an event. Then
-    requests of the same kind come at random times, with a share of the rate that saturates the server.
+    requests of the same kind come at random times, at a share of the saturating rate.
 
     Engine and servers run in fresh processes. With --shape the checkpoint has a tokenizer of 151,000 tokens.
 

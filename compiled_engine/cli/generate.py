@@ -19,6 +19,7 @@ from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 
 if TYPE_CHECKING:
+    from compiled_engine.frontend.outputs import RequestOutput
     from compiled_engine.options import EngineOptions
     from compiled_engine.process.progress import Progress
     from compiled_engine.sampling.params import SamplingParams
@@ -103,10 +104,6 @@ def _checked(
     inputs = InputProcessor(tokenizer, limits, frozenset())
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params
-
-
-if TYPE_CHECKING:
-    from compiled_engine.frontend.outputs import RequestOutput
 
 
 def completion_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:

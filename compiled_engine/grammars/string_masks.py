@@ -12,7 +12,8 @@ import numpy as np
 
 from compiled_engine.sampling.token_mask import num_words
 
-# Which JSON schemas have strings of which nothing but the length is bounded, and no doubt where one is.
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 # Keywords without effect on values.
 _NOTES = frozenset({"title", "description", "default", "examples", "$schema", "$comment", "deprecated"})
@@ -100,9 +101,6 @@ def _is_narrow(pattern: str) -> bool:
             return False
     return True
 
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\x7f]+')
 _OF_STRING = re.compile(rb'(?:[^"\\]|\\u[0-9A-Fa-f]{0,4}|\\.)*\\?', re.DOTALL)

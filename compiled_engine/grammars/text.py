@@ -14,14 +14,29 @@ from typing import TYPE_CHECKING, TypeVar
 from compiled_engine.grammars.constraint import error_of
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
-# Runs what may recurse as deep as its input is long.
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
 
-# Bytes of address space, of which no more are used than the depth takes: a grammar of the most bytes that are allowed,
-# each rule of which is only in the one before, needs less than a third. Beyond its stack a process is killed.
+# Stack for recursion as deep as its input is long, in bytes of address space, used only as far as the depth needs: the
+# longest allowed grammar, with every rule nested in the one before, needs less than a third. A process that exceeds
+# its stack is killed.
 STACK_BYTES = 512 * 2**20
-
-# The size is one setting of the whole process.
-_STACK_SIZE = threading.Lock()
+_STACK_SIZE = threading.Lock()  # the stack size is a setting of the whole process
+# Limits guard against attacks, since requests bring grammars. KEPT_GRAMMARS: compiled grammars that are kept, the last
+# used; QUICK_GRAMMAR: characters up to which a grammar waits for no larger one.
+KEPT_GRAMMARS = 256
+QUICK_GRAMMAR = 16 << 10
+# A request waits at most this long for its grammar, grammars before it included.
+LONGEST_COMPILE_S = 10.0
+# Between any two parts of JSON: a space, or a line end and an indentation.
+WHITESPACE = r" |\r?\n[ \t]{0,24}"
+ANY_OBJECT = '{"type": "object"}'
+# Errors that only the model's own vocabulary shows: whether it has these tokens.
+SPECIAL_TOKEN_MARKS = ("<[", "<|")
+# The distinction of Lark and GBNF is llguidance's, but each line is read once.
+_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+# The converter compares each of these rules with the others.
+MOST_GBNF_RULES = 1000
 
 Result = TypeVar("Result")
 
@@ -45,18 +60,6 @@ def on_large_stack(work: Callable[[], Result]) -> Result:
     return done.result()
 
 
-# Limits of a grammar's cost. Requests bring grammars, so each limit guards against an attack.
-
-if TYPE_CHECKING:
-    from llguidance import LLParserLimits
-
-# Compiled grammars that are kept, the last used; and characters up to which one waits for no larger one.
-KEPT_GRAMMARS = 256
-QUICK_GRAMMAR = 16 << 10
-# A request waits so long for its grammar, other requests' grammars before it included.
-LONGEST_COMPILE_S = 10.0
-
-
 def mask_threads() -> int:
     """Threads that fill masks: few masks take long, so more would wait for each other rather than help."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
@@ -78,20 +81,6 @@ def parser_limits() -> LLParserLimits:
         max_lexer_states=20_000,
         verbose_errors=False,
     )
-
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-# Between any two parts of JSON: a space, or a line end and an indentation.
-WHITESPACE = r" |\r?\n[ \t]{0,24}"
-ANY_OBJECT = '{"type": "object"}'
-# Errors that only the model's own vocabulary shows: whether it has these tokens.
-SPECIAL_TOKEN_MARKS = ("<[", "<|")
-# The distinction of Lark and GBNF is llguidance's, but each line is read once.
-_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
-# The converter compares each of these rules with the others.
-MOST_GBNF_RULES = 1000
 
 
 def grammar_text(given: StructuredOutputs) -> str:

@@ -21,6 +21,8 @@ from typing import IO, Any
 
 from compiled_engine.process.child import start_process
 
+log = logging.getLogger("compiled_engine")
+
 _MOST_LAST_WORDS = 1 << 20
 
 
@@ -118,9 +120,6 @@ class WorkerProcesses:
         said = os.pread(self._errors.fileno(), _MOST_LAST_WORDS, max(0, size - _MOST_LAST_WORDS))
         lines = said.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-
-log = logging.getLogger("compiled_engine")
 
 
 class WorkerPool:

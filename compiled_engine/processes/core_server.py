@@ -35,6 +35,10 @@ from compiled_engine.processes.wire import (
 )
 from compiled_engine.sampling.token_mask import TokenMask
 
+log = logging.getLogger("compiled_engine")
+
+_LAST_WORDS_S = 5.0
+
 
 class ApiProcess:
     """While the client does not read, steps wait as objects, and are encoded one at a time as the socket takes them.
@@ -89,11 +93,6 @@ def _divided(outputs: StepOutputs) -> list[StepOutputs]:
         return [outputs.part(columns, ()), outputs.part((), others)]
     middle = len(outputs) // 2
     return [outputs.part(columns[part], others[part]) for part in (slice(middle), slice(middle, None))]
-
-
-log = logging.getLogger("compiled_engine")
-
-_LAST_WORDS_S = 5.0
 
 
 class CoreServer:

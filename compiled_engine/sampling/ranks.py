@@ -1,4 +1,4 @@
-"""Slices of logits: the columns that a rank has of a divided vocabulary, and the rows that are worked on at a time.
+"""Slices of logits: a rank's columns of a divided vocabulary, and chunks of rows.
 
 Each rank samples from its own columns, and a score and a token of each row are exchanged. Noise depends on seed,
 position and token id alone, so the best of the ranks' best tokens is the one that a single device would choose. A key

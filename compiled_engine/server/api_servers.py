@@ -21,7 +21,11 @@ from compiled_engine.process.child import start_process
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.shared_figures import SharedFigures
 
-# A process's place among those that answer requests at one socket.
+log = logging.getLogger("compiled_engine")
+
+_MAIN = "compiled_engine.server.api_server_main"
+_LOOK_S = 0.1
+_EXIT_S = 5.0
 
 
 class Place:
@@ -54,13 +58,6 @@ class Place:
         """A process has ended."""
         for column in (self._serving, self._connections):
             self._figures.forget(number, column)
-
-
-log = logging.getLogger("compiled_engine")
-
-_MAIN = "compiled_engine.server.api_server_main"
-_LOOK_S = 0.1
-_EXIT_S = 5.0
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def build_app(
 
 
 def _max_new_tokens(engine: AsyncLLM) -> int | None:
-    """What the checkpoint states, if that counts; the default for sampling has a number in any case."""
+    """Return the checkpoint's max_new_tokens if it is the default of sampling, otherwise None."""
     stated = read_json_if_there(engine.config.model.path / "generation_config.json").get("max_new_tokens")
     default = engine.get_default_sampling_params().max_tokens
     return default if default == stated else None
@@ -124,7 +124,7 @@ def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What starlette objects to: paths and methods that there are not."""
+    """Handle starlette's errors: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     text = {404: f"there is nothing at {path}", 405: f"{request.method} is not allowed at {path}"}

@@ -121,7 +121,7 @@ def finite(logprob: float) -> float:
 
 
 def _by_text(entry: dict[int, Logprob]) -> dict[str, float]:
-    """Among tokens with the same text the most likely counts."""
+    """The most likely of tokens with the same text counts."""
     best: dict[str, float] = {}
     for each in entry.values():
         text = each.decoded_token or ""

@@ -141,7 +141,7 @@ def _schema(kind: Any) -> dict[str, str]:
     return {"$ref": SCHEMAS.format(name=kind.__name__)}
 
 
-# What the types of requests cannot say: bounds that depend on the server's options and on the model.
+# Constraints that request types cannot express: bounds that depend on the server's options and on the model.
 
 REQUESTS = ("CompletionRequest", "ChatRequest", "ResponsesRequest")
 
@@ -168,7 +168,7 @@ INPUT_ITEMS = [
     _item("function_call_output", ("call_id", "output"), call_id=NAME, output=CONTENT),
 ]
 EXTRA = "#/components/schemas/ExtraValue"
-# What a logits processor may be told: any JSON whose names are not empty.
+# Arguments of logits processors: any JSON with non-empty names.
 EXTRA_VALUE = {
     "anyOf": [
         {"type": ["string", "number", "boolean", "null"]},
@@ -259,14 +259,14 @@ def up_to(most: int) -> str:
 
 
 def _settings(serving: Serving) -> dict[str, Any]:
-    """What requests may give to the chat template."""
+    """Return the schema of the chat template's variables in requests."""
     value = {"type": ["string", "number", "boolean"], "maxLength": LONGEST_SETTING}
     properties = dict.fromkeys(serving.options.chat_template_kwargs, value)
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
 def _narrow(fields: dict[str, Any], names: tuple[str, ...], **bounds: Any) -> None:
-    """Give fields bounds, each where its kind of value stands."""
+    """Give fields bounds, each at its kind of value."""
     kinds = {
         "maximum": "integer",
         "minimum": "integer",

@@ -18,28 +18,26 @@ SECONDS = number("above 0", lambda seconds: seconds > 0)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on requests; beyond one of them a request is refused before it costs anything."""
+    """Bounds on requests; a request beyond a bound is refused before any work."""
 
     max_body_bytes: int = declare(16 << 20, COUNT, "bytes of a request's body")
     max_header_bytes: int = declare(32 << 10, COUNT, "bytes of a request's line and headers")
-    max_json_depth: int = declare(64, COUNT, "arrays and objects within each other in a body")
-    max_json_values: int = declare(1 << 20, COUNT, "values in a body: numbers, texts, arrays, and so on")
+    max_json_depth: int = declare(64, COUNT, "nested arrays and objects in a body")
+    max_json_values: int = declare(1 << 20, COUNT, "values in a body: numbers, strings, arrays, and so on")
     receive_timeout: float = declare(60.0, SECONDS, "seconds from a request's first byte to its last")
-    write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may read nothing of what waits for it")
+    write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may leave its answer unread")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
     max_completions: int = declare(128, COUNT, "prompts times n of a request")
     max_in_flight: int = declare(
-        4096, COUNT, "completions of all requests that run or wait; beyond it the server is busy (503)"
+        4096, COUNT, "running and waiting completions of all requests; beyond it the server is busy (503)"
     )
-    max_answer_tokens: int = declare(
-        -1, UNBOUNDED_COUNT, "tokens of a completion; -1 for as many as the model's length allows"
-    )
-    max_logprobs: int = declare(20, UNBOUNDED_COUNT, "alternatives for a token; -1 for any number")
+    max_answer_tokens: int = declare(-1, UNBOUNDED_COUNT, "tokens of a completion; -1: limited by the model's length")
+    max_logprobs: int = declare(20, UNBOUNDED_COUNT, "alternatives for a token; -1: no limit")
     max_logprob_entries: int = declare(
         1 << 20,
         COUNT,
         "log-probabilities of an answer, over all its completions and tokens",
-        "each with its token: those of the prompt in each completion, and those of the tokens of several completions",
+        "each with its token, including those of the prompt in each completion",
     )
     max_stop: int = declare(64, COUNT, "stop strings of a request")
     max_stop_length: int = declare(1024, COUNT, "characters of a stop string")
@@ -48,35 +46,35 @@ class Limits:
     )
     max_messages: int = declare(4096, COUNT, "messages of a conversation")
     max_tools: int = declare(256, COUNT, "tools of a request")
-    render_timeout: float = declare(10.0, SECONDS, "seconds for chat template and tokenizer")
+    render_timeout: float = declare(10.0, SECONDS, "seconds for the chat template and the tokenizer")
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server's options beside the engine's."""
+    """The server's options, besides the engine's."""
 
-    host: str = declare("127.0.0.1", text(), "address to listen at; 0.0.0.0 for all")
-    port: int = declare(8000, integer(0, 65535), "port to listen at; 0 for a free one")
+    host: str = declare("127.0.0.1", text(), "address to listen on; 0.0.0.0 for all")
+    port: int = declare(8000, integer(0, 65535), "port to listen on; 0 for a free one")
     api_server_count: int = declare(
         1,
         integer(1, MOST_API_SERVERS),
-        "processes that answer requests; more than one where one cannot keep up",
-        "there is one engine core in any case",
+        "processes that answer requests, if one cannot keep up",
+        "all share one engine core",
     )
     api_key: tuple[str, ...] = declare(
         (),
         TEXTS,
         "key that every request must have",
-        "but those of /health, /ping and /ready; without it none needs one",
+        "except /health, /ping and /ready; without this option no key is needed",
     )
     allowed_origin: tuple[str, ...] = declare(
-        (), TEXTS, "origin of web pages that may use a server without a key, such as https://chat.example"
+        (), TEXTS, "origin of web pages that may use a server without a key, for example https://chat.example"
     )
     served_model_name: tuple[str, ...] = declare(
         (),
         TEXTS,
-        "name under which requests ask for the model",
-        "answers carry the first one",
+        "name of the model in requests",
+        "answers have the first one",
         default_is="the model's own",
     )
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
@@ -93,30 +91,30 @@ class ServerOptions:
     chat_template_kwargs: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),
         TEXTS,
-        "name of a chat_template_kwargs entry that requests may give",
+        "name of a chat_template_kwargs entry that requests may set",
         flag="--allow-chat-template-kwarg",
     )
     prefix_cache_salt_per_key: bool = declare(
         False,
         SWITCH,
-        "requests of different API keys share nothing in the prefix cache",
-        "the time that a request takes then tells nothing about the prompts of another key",
+        "requests with different API keys share nothing in the prefix cache",
+        "so that the time of a request reveals nothing about prompts of other keys",
     )
-    web_page: bool = declare(True, SWITCH, "serve a page at /, to chat with the model and to watch the engine")
+    web_page: bool = declare(True, SWITCH, "serve a page at / to chat with the model and to watch the engine")
     debug_inspect: bool = declare(
         False,
         SWITCH,
-        "show at /debug/inspect what the compiler did to the model",
-        "the report of `compiled-engine inspect`, which names folders of the server",
+        "serve the report of `compiled-engine inspect` at /debug/inspect",
+        "it names folders of the server",
     )
     vllm_metric_names: bool = declare(
-        False, SWITCH, "show the figures that vLLM has under its names too, for dashboards made for it"
+        False, SWITCH, "export metrics that vLLM has under its names too, for its dashboards"
     )
     strict: bool = declare(False, SWITCH, "refuse unknown fields of requests instead of ignoring them")
     shutdown_timeout: float = declare(
         30.0,
         number("seconds, at least 0", lambda seconds: seconds >= 0),
-        "seconds for which requests under way may go on after SIGTERM",
+        "seconds for which running requests may continue after SIGTERM",
     )
     uvicorn_log_level: str = declare(
         "info",
@@ -125,7 +123,7 @@ class ServerOptions:
     )
     ssl_keyfile: str | None = declare(None, path("a file"), "private key, for HTTPS")
     ssl_certfile: str | None = declare(None, path("a file"), "certificate, for HTTPS")
-    root_path: str = declare("", text(may_be_empty=True), "the part that a proxy has cut off the paths of requests")
+    root_path: str = declare("", text(may_be_empty=True), "path prefix that a proxy removes from requests")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from compiled_engine.server.sampling_fields import SamplingFields
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: those that came from the prefix cache."""
+    """cached_tokens: tokens from the prefix cache."""
 
     cached_tokens: int
 
@@ -40,7 +40,7 @@ class UsageCounter:
         self._completion_tokens = 0
 
     def begin(self, prompt: int, tokens: int) -> None:
-        """A prompt of so many tokens, of which nothing has come yet."""
+        """Start with a prompt of this many tokens and no output."""
         self._prompts[prompt] = (tokens, 0)
 
     def add(self, prompt: int, output: RequestOutput) -> None:
@@ -48,7 +48,7 @@ class UsageCounter:
         self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
     def usage(self, unwanted: int = 0) -> Usage:
-        """So far; `unwanted` tokens were generated that nobody asked for."""
+        """Return the usage so far; `unwanted` tokens were generated without a request for them."""
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         generated = self._completion_tokens - unwanted
         return Usage(
@@ -59,7 +59,7 @@ class UsageCounter:
         )
 
 
-# What /v1/responses takes and gives. Nothing is kept between requests: the whole conversation is in `input`.
+# Types of /v1/responses. Nothing is kept between requests: the whole conversation is in `input`.
 
 STATELESS = "the server keeps no responses; give the whole conversation as input"
 RESPONSES_REFUSED: dict[str, Refused] = {
@@ -104,7 +104,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """What the model wrote for itself."""
+    """The model's reasoning."""
 
     text: str
 
@@ -141,7 +141,7 @@ Item = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cached_tokens: those that came from the prefix cache."""
+    """cached_tokens: tokens from the prefix cache."""
 
     cached_tokens: int
 
@@ -202,7 +202,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
 
 
-# What /v1/completions takes and gives.
+# Types of /v1/completions.
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -245,7 +245,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 def parse_prompts(prompt: Any, most: int) -> list[str] | list[list[int]]:
-    """The prompts of a request, of which there may be so many. Raises ApiError 400 naming the one that is wrong."""
+    """Return the prompts of a request, at most this many. Raises ApiError 400 naming the invalid one."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -353,7 +353,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What an event adds to a message."""
+    """An event's addition to a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET

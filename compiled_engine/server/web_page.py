@@ -14,6 +14,9 @@ from starlette.responses import Response
 from compiled_engine.config import EngineConfig, json_value
 from compiled_engine.server.serving import serving_of
 
+if TYPE_CHECKING:
+    from compiled_engine.graphs.inspection.report import Report
+
 FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # Only from this server, no script and no style within the page, and no other page around it.
@@ -47,13 +50,8 @@ def answers(file: Path) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-# /debug/inspect: what the compiler did to the running model, as a page or as JSON.
-
-if TYPE_CHECKING:
-    from compiled_engine.graphs.inspection.report import Report
-
 PATH = "/debug/inspect"
-# The page has its style and its script in it, and loads nothing.
+# The report's page contains its style and its script, and loads nothing.
 REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"

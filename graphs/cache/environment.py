@@ -28,7 +28,7 @@ from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_s
 from compiled_engine.passes.framework.profile import DeviceProfile, profile_of
 from compiled_engine.process.in_background import import_apart
 
-# What shapes a compiled graph: every file directly in these packages, and modules at the top.
+# The sources that shape a compiled graph: every file directly in these packages, and modules at the top.
 SOURCE_PACKAGES = (
     "quantisation",
     "attention",

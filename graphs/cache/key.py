@@ -48,7 +48,7 @@ GRAPH_FIELDS = (
 RANK_PACKAGES = ("parallel", "models.checkpoint")
 # Packages for models with transformers' code.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
-# Of a quantised model.
+# Fields of a quantised model.
 QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "rules", "ignore", "scale_name"))
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
@@ -100,7 +100,6 @@ OTHER_FIELDS = (
     "graph.mode",
     "graph.decode_sizes",
     "graph.token_sizes",
-    "graph.background",
     "graph.short_decodes",
     "parallel.collectives",
     "parallel.executor",

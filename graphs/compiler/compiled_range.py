@@ -39,7 +39,8 @@ class CompiledRange:
 
 
 def folder_of(name: str) -> str:
-    """Where the files of a callable are in an entry: the forward's at the top, those of others below their names."""
+    """Return the folder of a callable's files in an entry: the forward's at the top, others in folders of their
+    names."""
     return "" if name == FORWARD else f"{name}/"
 
 

@@ -93,7 +93,7 @@ def write_trace(
 
 
 def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
-    """Both versions of a function as source, without the random part of the name of Dynamo's function."""
+    """Return both versions of a function as source, without the random part of the name of Dynamo's function."""
     parts = [("The function that was traced", before), ("What Dynamo made of it", after)]
     text = "\n\n".join(f"# {title}.\n{_source(code)}" for title, code in parts) + "\n"
     return re.sub(r"__compiled_fn_\d+(_[0-9a-f]+){5}", "__compiled_fn", text)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from compiled_engine.passes.experts.experts_gate import Gate
-from compiled_engine.passes.experts.experts_gate_match import match_gate
+from compiled_engine.passes.experts.experts_gate import Gate, match_gate
 from compiled_engine.passes.experts.experts_op import experts
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import (

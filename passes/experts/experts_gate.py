@@ -1,16 +1,20 @@
-"""The gate between the two products of experts, of clamped values if there is a limit.
+"""The gate between the two products of experts, of clamped values if there is a limit: value, kernel and match.
 
 The clamped gate is that of GPT-OSS (OpenAI 2025): gate * sigmoid(alpha * gate) * (up + 1).
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import fx
 
+from compiled_engine.passes.framework.matching import arg, aten, factors, is_call
 from compiled_engine.passes.linear.silu_mul import activate, gated
 
 
@@ -54,3 +58,54 @@ def gate_of_experts(
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         activated = gate * tl.sigmoid(ALPHA * gate)
         return activated.to(dtype).to(tl.float32) * (up + 1).to(dtype).to(tl.float32)
+
+
+def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
+    """(first product, gate) of which the value is made, or why it is not."""
+    for activated, up in factors(hidden):
+        if is_call(activated, aten.silu.default):
+            halves = _halves(arg(activated, 0), up)
+            if halves is None:
+                return "gate and up are not the two halves of one product"
+            return halves[0], Gate("silu", interleaved=halves[1])
+    for activated, raised in factors(hidden):
+        found = _clamped(activated, raised)
+        if found is not None:
+            return found
+    return "what goes into the second product is neither silu(gate) * up nor the gate of clamped values"
+
+
+def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None:
+    """gate * sigmoid(alpha * gate) beside up + 1, both of clamped values."""
+    if not (is_call(raised, aten.add.Tensor) and raised.args[1:] in ((1,), (1.0,)) and not raised.kwargs):
+        return None
+    up: Any = raised.args[0]
+    for gate, curve in factors(activated):
+        scaled: Any = curve.args[0] if is_call(curve, aten.sigmoid.default) else None
+        if not (
+            is_call(scaled, aten.mul.Tensor) and scaled.args[0] is gate and isinstance(scaled.args[1], int | float)
+        ):
+            continue
+        if not (is_call(gate, aten.clamp.default) and is_call(up, aten.clamp.default)):
+            continue
+        limit: Any = gate.args[2]
+        halves = _halves(arg(gate, 0), arg(up, 0))
+        if gate.args[1] is None and limit and up.args[1:] == (-limit, limit) and halves is not None:
+            return halves[0], Gate("silu", float(scaled.args[1]), float(limit), halves[1])
+    return None
+
+
+def _halves(gate: Any, up: Any) -> tuple[fx.Node, bool] | None:
+    """(product, whether gate and up are its columns in turn); else they are its first and its second half."""
+    if all(is_call(half, aten.slice.Tensor) and len(half.args) == 5 for half in (gate, up)):
+        product = gate.args[0]
+        dim, size = product.meta["val"].dim() - 1, product.meta["val"].shape[-1]
+        wanted = [(half.args[1] in (-1, dim), half.args[2], half.args[3] >= size, half.args[4]) for half in (gate, up)]
+        return (product, True) if up.args[0] is product and wanted == [(True, i, True, 2) for i in range(2)] else None
+    if not all(is_call(half, operator.getitem) and half.args[1] == i for i, half in enumerate((gate, up))):
+        return None
+    split = gate.args[0]
+    if up.args[0] is not split or not is_call(split, aten.split.Tensor) or len(split.meta["val"]) != 2:
+        return None
+    first, second = (half.shape[-1] for half in split.meta["val"])
+    return (split.args[0], False) if split.args[2:] in ((-1,), (2,)) and first == second else None

@@ -100,7 +100,7 @@ def other_factor(product: fx.Node, factor: object) -> Any:
 
 
 def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
-    """Both orders of a product's operands; an empty list for other nodes."""
+    """Return both orders of a product's operands; an empty list for other nodes."""
     if not is_call(product, aten.mul.Tensor) or not all(isinstance(a, fx.Node) for a in product.args):
         return []
     left, right = product.args

@@ -3,6 +3,9 @@
 Why: a separate activation costs a launch, and a read of the linear's output, which is twice as wide as the result; the
 kernels also prefetch their weights before the preceding norm has ended. small_batch_linear does the same for fewer
 tokens. It runs after silu_mul, whose op it absorbs.
+
+The kernels are chosen at launch: one kernel if it is faster according to the device's profile, otherwise the library's
+product and a kernel for the activation.
 """
 
 from __future__ import annotations
@@ -12,11 +15,43 @@ from torch import fx
 
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import arg, emit_named, named, only_user, rewrite_calls
-from compiled_engine.passes.linear import hopper_linear, hopper_product
-from compiled_engine.passes.linear.gated_linear_op import gated_linear
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.linear import hopper_linear, hopper_product, silu_mul
 from compiled_engine.passes.linear.linears import linear_of, why_no_linear
 from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
-from compiled_engine.passes.linear.silu_mul import gated_products
+
+
+def reference(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
+) -> torch.Tensor:
+    """[T, N / 2]: the activation of the first half of linear(x) times its second half."""
+    return silu_mul.reference(torch.nn.functional.linear(x_TK, weight_NK, bias_N), activation)
+
+
+def launch(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
+) -> torch.Tensor:
+    """The kernels behind `reference`."""
+    tiles = hopper_linear.hopper_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
+    if tiles is not None:
+        return hopper_linear.hopper_linear(x_TK, weight_NK, bias_N, True, activation, tiles)
+    products = hopper_product.product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
+    if products is not None and bias_N is None:
+        return hopper_product.hopper_product(x_TK, weight_NK, True, activation, products)
+    return silu_mul.launch(torch.nn.functional.linear(x_TK, weight_NK, bias_N), activation)
+
+
+def _fake(x_TK: torch.Tensor, weight_NK: torch.Tensor, *others: object) -> torch.Tensor:
+    return x_TK.new_empty((x_TK.shape[0], weight_NK.shape[0] // 2))
+
+
+gated_linear = define_op(
+    'gated_linear(Tensor x_TK, Tensor weight_NK, Tensor? bias_N, str activation="silu") -> Tensor',
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+    reference=reference,
+)
 
 
 class GatedLinear(GraphPass):
@@ -28,7 +63,7 @@ class GatedLinear(GraphPass):
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        return gated_products(graph)
+        return silu_mul.gated_products(graph)
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, torch.ops.compiled_engine.silu_mul.default, _rewrite)

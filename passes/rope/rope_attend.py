@@ -1,4 +1,4 @@
-"""rope_kv_write and the attention after it become one op, which backends with a kernel for both run as one.
+"""Merge rope_kv_write and the attention after it into one op, which backends may run as one kernel.
 
 Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run; with
 many, keys are not read while the first runs. Any other batch uses separate kernels: the choice is made when the op is

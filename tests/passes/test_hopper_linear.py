@@ -20,7 +20,7 @@ from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.profile import load_profile
-from compiled_engine.passes.linear import gated_linear_op, silu_mul, small_batch_linear_op
+from compiled_engine.passes.linear import gated_linear, silu_mul, small_batch_linear_op
 from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, hopper_tiles
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.hopper_tuning import hopper_candidates, hopper_cases
@@ -176,7 +176,7 @@ def test_the_ops_launch_what_the_profile_names(key: tuple[int, int, int, bool], 
     def run() -> torch.Tensor:
         if small:
             return small_batch_linear_op.launch(*given.values())  # type: ignore[arg-type]
-        return gated_linear_op.launch(given.x_TK, given.weight_NK, None)
+        return gated_linear.launch(given.x_TK, given.weight_NK, None)
 
     first = run()
     assert error(first, given) < 2e-2

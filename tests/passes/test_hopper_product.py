@@ -22,7 +22,7 @@ from compiled_engine.kernels.hopper_product_kernel import GATED_SHARED, chunk_of
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.profile import load_profile
-from compiled_engine.passes.linear import gated_linear_op, silu_mul
+from compiled_engine.passes.linear import gated_linear, silu_mul
 from compiled_engine.passes.linear.hopper_product import (
     MANY,
     TOKEN_BUCKETS,
@@ -217,11 +217,11 @@ def test_the_op_launches_what_the_profile_names(key: tuple[int, int, int, bool],
     weight_NK = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") / k**0.5
     assert product_tiles(len(x_TK), rows, k, True, torch.bfloat16, x_TK.device) == tiles_of(tiles)
     expected = silu_mul.reference(torch.nn.functional.linear(x_TK, weight_NK)).float()
-    first = gated_linear_op.launch(x_TK, weight_NK, None)
+    first = gated_linear.launch(x_TK, weight_NK, None)
     assert float((first.float() - expected).abs().max() / expected.abs().max()) < 2e-2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [gated_linear_op.launch(x_TK, weight_NK, None) for _ in range(3)]
+        outputs = [gated_linear.launch(x_TK, weight_NK, None) for _ in range(3)]
     for _ in range(3):
         for output in outputs:
             output.fill_(float("nan"))
