@@ -272,14 +272,13 @@ class GraphConfig:
     """Graphs: the mode, and the captured sizes on CUDA, ascending.
 
     `decode_sizes`: numbers of decodes with full graphs. `token_sizes`: token counts of other batches with graphs of the
-    mode. `background`: capture between the steps of the first requests instead of before them.
-    `short_decodes`: (decodes, tokens), numbers of decodes with contexts up to this many tokens, with separate graphs.
+    mode. `short_decodes`: (decodes, tokens), numbers of decodes with contexts up to this many tokens, with separate
+    graphs.
     """
 
     mode: GraphMode
     decode_sizes: tuple[int, ...] = ()
     token_sizes: tuple[int, ...] = ()
-    background: bool = False
     short_decodes: tuple[tuple[int, int], ...] = ()
 
     @property

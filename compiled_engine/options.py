@@ -196,9 +196,6 @@ class EngineOptions:
         flag="--capture-token-size",
         default_is="the same rule, with wider steps above 512",
     )
-    background_capture: bool = declare(
-        False, SWITCH, "capture between the steps of the first requests instead of before them"
-    )
     cache_dir: str | Path | None = declare(
         None, FOLDER, "folder of compiled models", default_is="`~/.cache/compiled_engine`"
     )

@@ -14,7 +14,7 @@ from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_P
 NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
 # Options that the variants decide.
 RESERVED = ("mode", "graph_mode")
-GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
+GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes")
 GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no variants with graphs"
 
 

@@ -14,7 +14,7 @@ from compiled_engine.passes.linear import small_batch_linear_cpu
 
 # Modes whose graphs contain, or may contain, only eager code.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
-CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
+CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
 # The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
 # launching takes.
 MAX_TOKENS_AROUND_ATTENTION = 512
@@ -45,7 +45,7 @@ def resolve_graphs(
         return GraphConfig(mode)
     decode_sizes, token_sizes = _sizes(options, mode, scheduler, reasons)
     if not decode_sizes and not token_sizes:
-        asked = {name: getattr(options, name) for name in ("capture_sizes", "capture_token_sizes")}
+        asked = {name: getattr(options, name) for name in CAPTURE_OPTIONS}
         given = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
         raise ValueError(
             f"graph_mode {mode.value!r} would capture nothing with {given}; allowed: sizes or batches of 1 to "
@@ -54,7 +54,7 @@ def resolve_graphs(
         )
     short = [(size, context) for size in decode_sizes for context in short_contexts(size)]
     short_decodes = tuple(shape for shape in short if shape[1] < scheduler.max_model_len)
-    return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture, short_decodes)
+    return GraphConfig(mode, decode_sizes, token_sizes, short_decodes)
 
 
 def _mode(

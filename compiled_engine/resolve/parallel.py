@@ -77,11 +77,6 @@ def resolve_parallel(
     if executor != "in_process" or replicas > 1:
         _check_processors(options)
         _check_devices(options, device, executor, sizes, replicas)
-    if (executor == "multiprocess" or ranks > 1) and options.background_capture:
-        raise ValueError(
-            "background_capture is True, but ranks in separate processes capture together, before the first "
-            "request; allowed with distributed_executor='multiprocess': False"
-        )
     if options.collectives == "nccl" and (device.type != "cuda" or size == 1):
         sums = "a CPU's go through gloo" if size > 1 else "tensor_parallel_size is 1: there is nothing to sum"
         raise ValueError(f"collectives is 'nccl', but {sums}; allowed: auto")

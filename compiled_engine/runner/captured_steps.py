@@ -181,25 +181,19 @@ class CapturedSteps:
         self.counters = GraphCounters(self.dispatcher)
         self.graphs = None
         if capture is not None:
-            self.graphs = CudaGraphManager(self.dispatcher.keys, capture, step, graph.background)
+            self.graphs = CudaGraphManager(self.dispatcher.keys, capture, step)
 
     def graph_for(self, num_tokens: int, num_requests: int, longest: int, hidden_wanted: bool) -> GraphKey | None:
         """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted."""
         decodes_only = num_tokens == num_requests
         self.counters.batch(num_tokens, decodes_only)
-        keys = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest)
-        if not keys:
+        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest)
+        if key is None:
             self.counters.no_key(num_tokens, decodes_only)
-            return None
-        assert self.graphs is not None
-        key = next(filter(self.graphs.has, keys), None)
-        if hidden_wanted and (keys[0].is_decode or self._step.model.ends_at_logits(keys[0].num_tokens)):
-            reason = Fallback.PROMPT_LOGPROBS
-        elif key is not None:
-            return key
+        elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens)):
+            self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
         else:
-            reason = Fallback.LOST if all(map(self.graphs.is_lost, keys)) else Fallback.NOT_YET
-        self.counters.fallback(reason, keys[0].name)
+            return key
         return None
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
@@ -218,7 +212,3 @@ class CapturedSteps:
         output = self._step.output(batch.key, self.graphs.replay(batch.key, inputs))
         self.counters.replay(batch.key, batch.num_tokens)
         return output
-
-    def capture_next(self) -> bool:
-        """Capture one pending graph if due. Returns True if anything ran."""
-        return self.graphs is not None and not self.graphs.complete and self.graphs.capture_in_background()

@@ -172,7 +172,7 @@ class Runner:
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.least(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
-        if graphs and not self._config.graph.background:
+        if graphs:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
 
@@ -193,8 +193,6 @@ class Runner:
                 self._traffic.take_tokens(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
-            if self._unsampled is None and self.captured.capture_next():  # a capture may overwrite the logits
-                self.pending.lose_count()
         except BaseException:
             self._fail()
             raise

@@ -100,7 +100,6 @@ OTHER_FIELDS = (
     "graph.mode",
     "graph.decode_sizes",
     "graph.token_sizes",
-    "graph.background",
     "graph.short_decodes",
     "parallel.collectives",
     "parallel.executor",

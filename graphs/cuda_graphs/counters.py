@@ -20,15 +20,10 @@ class Fallback(Enum):
     TOO_LARGE = "larger than every captured size"
     DECODES_TOO_LARGE = "more decodes than every captured size"
     PROMPT_LOGPROBS = "prompt log-probabilities need the hidden states"
-    NOT_YET = "not captured yet"
-    LOST = "its capture failed"
-
-
-_UNEXPECTED = (Fallback.DECODES_TOO_LARGE, Fallback.LOST)
 
 
 class GraphCounters:
-    """Counts one batch after the other; the first unexpected fallback of each kind is logged as a warning."""
+    """Counts one batch after the other; the first unexpected fallback is logged as a warning."""
 
     def __init__(self, dispatcher: Dispatcher):
         self._dispatcher = dispatcher
@@ -58,7 +53,7 @@ class GraphCounters:
     def fallback(self, reason: Fallback, batch: str) -> None:
         """A batch runs without a graph. `batch`: what it was, for the warning."""
         self._fallbacks[reason] += 1
-        if reason in _UNEXPECTED and self._fallbacks[reason] == 1:
+        if reason is Fallback.DECODES_TOO_LARGE and self._fallbacks[reason] == 1:
             log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
 
     def metrics(self) -> dict[str, Any]:

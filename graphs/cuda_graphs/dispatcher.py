@@ -17,7 +17,7 @@ _MIXED_KINDS = {
 
 
 class Dispatcher:
-    """Total over all batches: keys of the smallest size that holds the batch, graphs of decodes before any other."""
+    """Defined for every batch: the key of the smallest size that holds it, graphs of decodes before any other."""
 
     def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig, fields: Sequence[KeyField] = ()):
         """fields: what passes add to the keys; there is a graph of each size for each combination."""
@@ -55,31 +55,28 @@ class Dispatcher:
         uniform_query_len: int | None,
         longest: int,
         values: Mapping[str, int] | None = None,
-    ) -> tuple[GraphKey, ...]:
-        """The keys of graphs that serve the batch, the best first: the first that is captured is to be replayed.
-
-        All have one size. Nothing where the batch runs without a graph.
+    ) -> GraphKey | None:
+        """Return the key of the graph that serves the batch; None if it runs without one.
 
         uniform_query_len: tokens of each request if all have the same number, else None. longest: of the contexts, with
         this step's tokens. values: of the further fields, by name; 0 where there is none.
         """
-        keys = self._plain_keys(num_tokens, num_requests, uniform_query_len, longest)
-        if not values or not keys:
-            return keys
+        key = self._plain_key(num_tokens, num_requests, uniform_query_len, longest)
+        if not values or key is None:
+            return key
         sizes = [field.size_for(values.get(field.name, 0)) for field in self._fields]
-        with_fields = self._with_fields.get(tuple(sizes), {})  # none where a value is larger than all sizes
-        return tuple(with_fields[key] for key in keys if key in with_fields)
+        return self._with_fields.get(tuple(sizes), {}).get(key)  # None if a value is larger than all sizes
 
-    def _plain_keys(
+    def _plain_key(
         self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
-    ) -> tuple[GraphKey, ...]:
+    ) -> GraphKey | None:
         if not 1 <= num_requests <= num_tokens:
-            return ()
+            return None
         if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
             key = self._decode_table[num_tokens]
             short_keys = self._short_keys.get(key.num_tokens, ())
-            return (*(short for short in short_keys if longest <= short.max_seq_len), key)
-        return (self._token_table[num_tokens],) if num_tokens < len(self._token_table) else ()
+            return next((short for short in short_keys if longest <= short.max_seq_len), key)
+        return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
 
 def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:

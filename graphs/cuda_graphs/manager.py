@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -21,11 +20,6 @@ from compiled_engine.graphs.cuda_graphs.memory import (
     total_bytes,
 )
 from compiled_engine.process.progress import Progress
-
-log = logging.getLogger("compiled_engine")
-
-# Largest share of the running time spent on background captures.
-BACKGROUND_SHARE = 0.25
 
 
 class GraphStep(Protocol):
@@ -65,18 +59,14 @@ class CudaGraphManager:
     reads the result before the next replay.
 
     Graphs that hold no attention are captured first and large ones before small ones: the pool is then as large as
-    the largest needs, and the others fit into it. decodes_first: decodes gain the most if requests run during the
-    captures.
+    the largest needs, and the others fit into it.
     """
 
-    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep, decodes_first: bool = False):
+    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep):
         self._capture, self._step = capture, step
-        self._decodes_first = decodes_first
-        self._pending = sorted(keys, key=lambda key: capture_order(key, decodes_first), reverse=True)
+        self._pending = sorted(keys, key=capture_order, reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}
-        self._lost: set[GraphKey] = set()
         self._captured_addresses: tuple[int, ...] = ()
-        self._not_before = 0.0
         self._memory: dict[GraphKey, MemoryReading] = {}
         self._kept_by_driver = 0  # of what the graphs of `predict` took, for the next ones
         self.capture_seconds = 0.0
@@ -88,7 +78,7 @@ class CudaGraphManager:
     @property
     def bytes_used(self) -> int:
         """Measured; memory that the driver kept ready for graphs included."""
-        of_graphs = (([self._memory[key] for key in family], len(family)) for family in self._families(self._memory))
+        of_graphs = (([self._memory[key] for key in family], len(family)) for family in families(self._memory))
         return total_bytes(of_graphs) + self._kept_by_driver
 
     @property
@@ -96,25 +86,10 @@ class CudaGraphManager:
         """Memory of each capture, by the name of its key."""
         return {key.name: reading for key, reading in self._memory.items()}
 
-    def _families(self, keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
-        return families(keys, self._decodes_first)
-
     @property
     def names_to_capture(self) -> list[str]:
         """The remaining keys, the next one last."""
         return [key.name for key in self._pending]
-
-    @property
-    def complete(self) -> bool:
-        """Return whether all captures are done."""
-        return not self._pending
-
-    def has(self, key: GraphKey) -> bool:
-        return key in self._graphs
-
-    def is_lost(self, key: GraphKey) -> bool:
-        """Return whether its capture failed."""
-        return key in self._lost
 
     def predict(self, least: Callable[[int], int]) -> int:
         """Predict the bytes of all graphs: capture a few, measure and release them.
@@ -129,7 +104,7 @@ class CudaGraphManager:
         self._capture.settle()
         before = self._capture.memory()
         with self._capture.session():
-            for family in self._families(self._pending):
+            for family in families(self._pending):
                 found: list[MemoryReading] = []
                 for key in _spread(family):
                     graph, reading = self._capture_one(key)
@@ -153,7 +128,7 @@ class CudaGraphManager:
         """
         if self._pending:
             with self._capture.session():
-                for family in self._families(self._pending):
+                for family in families(self._pending):
                     self._step.fill(family[0])
                     self._step.warm_up(family[0])
             self._capture.settle()
@@ -167,29 +142,6 @@ class CudaGraphManager:
                 self._capture_next()
                 advance(1)
         self._capture.settle()
-
-    def capture_in_background(self) -> bool:
-        """Capture at most one pending graph if due. Returns True if it did.
-
-        A capture delays running requests, so the next one waits until they have run three times as long. A failed
-        capture is dropped: its batches run without a graph. A failure other than out of memory stops all captures.
-        """
-        now = time.perf_counter()
-        if not self._pending or now < self._not_before:
-            return False
-        key = self._pending[-1]
-        try:
-            with self._capture.session():
-                self._capture_next()
-        except RuntimeError as error:  # what torch raises when CUDA fails
-            self._lost.add(key)
-            log.warning("the capture of graph %s failed: %s", key.name, error)
-            if not isinstance(error, torch.cuda.OutOfMemoryError):
-                self._lost.update(self._pending)
-                self._pending.clear()
-        end = time.perf_counter()
-        self._not_before = end + (end - now) * (1 / BACKGROUND_SHARE - 1)
-        return True
 
     def _capture_next(self) -> None:
         key = self._pending.pop()

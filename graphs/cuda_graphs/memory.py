@@ -59,20 +59,15 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
     return sum(plausible) / len(plausible) if plausible else 0.0
 
 
-def capture_order(key: GraphKey, decodes_first: bool) -> tuple[bool, bool, int, int]:
-    """Sort key for the order of capture: graphs around attention first, or decodes first."""
-    return (
-        decodes_first or key.kind is GraphKind.FULL,
-        key.is_decode is not decodes_first,
-        -key.num_tokens,
-        -key.max_seq_len,
-    )
+def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
+    """Sort key for the order of capture: graphs around attention first, decodes last, large ones before small ones."""
+    return key.kind is GraphKind.FULL, key.is_decode, -key.num_tokens, -key.max_seq_len
 
 
-def families(keys: Iterable[GraphKey], decodes_first: bool) -> list[list[GraphKey]]:
+def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     """Families of keys that differ only in size, the largest first, in the order of capture."""
     found: dict[tuple[GraphKind, bool, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
-    for key in sorted(keys, key=lambda key: capture_order(key, decodes_first)):
+    for key in sorted(keys, key=capture_order):
         found.setdefault((key.kind, key.is_decode, key.extra), []).append(key)
     return list(found.values())
 

@@ -254,19 +254,6 @@ def test_thousands_of_random_batches_capture_and_keep_nothing(graph_mode: str) -
         assert torch.cuda.memory_reserved() <= reserved + 4 * ALLOCATOR_SEGMENT  # sizes that had not met before
 
 
-def test_background_capture(held_out_ids: list[int]) -> None:
-    prompts, lengths = prompts_of(held_out_ids, 24, 100), [30] * 24
-    sizes = {"max_num_seqs": 32, "capture_sizes": (1, 8, 32), "capture_token_sizes": (8, 64, 512)}
-    with engine("graphed", "auto", **sizes) as llm:
-        expected = greedy(llm, prompts, lengths)
-    with engine("graphed", "auto", background_capture=True, **sizes) as llm:
-        assert llm.metrics()["captures"] == 0
-        for _ in range(5):
-            assert greedy(llm, prompts, lengths) == expected
-        assert 2 <= llm.metrics()["captures"] <= 6
-        assert llm.metrics()["graph_replays"] > 0
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decodes_beside_any_others_have_the_same_bits(dtype: str) -> None:
     """Five requests in a graph of eight, with rows of padding or with requests of others in their place. Their prompts

@@ -128,7 +128,6 @@ PERTURBED: dict[str, Any] = {
     "graph.decode_sizes": (1, 2),
     "graph.short_decodes": ((1, 64), (2, 64)),
     "graph.token_sizes": (1, 2),
-    "graph.background": True,
     "parallel.tensor_parallel_size": 2,
     "parallel.stage_layers": (2, 4),
     "parallel.collectives": "nccl",

@@ -19,7 +19,6 @@ from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.core import scheduler
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import InProcessExecutor
-from compiled_engine.graphs.cuda_graphs import manager as cuda_graphs
 from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
@@ -28,7 +27,6 @@ from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import captured_steps, model_runner
 from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
 
 MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RECORDED)]
@@ -49,7 +47,6 @@ def make_config(
     graph_mode: GraphMode = GraphMode.NONE,
     sizes: tuple[int, ...] = (1, 2, 4),
     token_sizes: tuple[int, ...] = (4, 8, 16),
-    background: bool = False,
     short_decodes: tuple[tuple[int, int], ...] = (),
     **options: Any,
 ) -> EngineConfig:
@@ -66,7 +63,6 @@ def make_config(
         graph_mode,
         sizes if graph_mode.captures_decodes else (),
         token_sizes if graph_mode.captures_mixed else (),
-        background,
         short_decodes,
     )
     return replace(config, graph=graph)
@@ -207,44 +203,6 @@ def test_fallbacks_have_reasons_and_an_unexpected_one_warns_once(caplog: pytest.
     assert len(warnings) == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_capture_in_the_background(mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]) -> None:
-    core = make_core(make_config(mode, background=True))
-    runner = runner_of(core)
-    assert core.metrics()["captures"] == 0
-    for _ in range(30):
-        assert run(core, make_requests(14, 1)) == plain_tokens
-        if core.metrics()["captures"] == len(runner.captured.dispatcher.keys):
-            break
-    metrics = core.metrics()
-    assert metrics["captures"] == len(runner.captured.dispatcher.keys)
-    assert metrics["graph_fallbacks"] > 0
-    assert run(core, make_requests(14, 1)) == plain_tokens
-
-
-def test_decodes_are_captured_first_in_the_background() -> None:
-    core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE, background=True))
-    graphs = runner_of(core).captured.graphs
-    assert graphs is not None
-    while not graphs.complete:
-        run(core, make_requests(14, 1))
-    names = list(core.metrics()["graph_bytes_by_key"])
-    decodes = [name.startswith("decode") for name in names]
-    assert decodes == sorted(decodes, reverse=True)
-    sizes = [int(name.split()[-1]) for name, decode in zip(names, decodes, strict=True) if decode]
-    assert sizes == sorted(sizes, reverse=True)
-
-
-def test_only_a_capture_in_the_background_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "BACKGROUND_SHARE", 1e-9)  # after the first none is due
-    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, background=True))
-    counts_lost = []
-    lose_count = PendingSteps.lose_count
-    monkeypatch.setattr(PendingSteps, "lose_count", lambda steps: (counts_lost.append(1), lose_count(steps)))
-    run(core, make_requests(3, 10))
-    assert core.metrics()["captures"] == len(counts_lost) == 1
-
-
 def test_an_interrupt_at_the_launch_shifts_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has counted a step then, and the host has not."""
     core = make_core(make_config(GraphMode.FULL_DECODE_ONLY))
@@ -259,49 +217,6 @@ def test_an_interrupt_at_the_launch_shifts_no_tokens(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         run(core, make_requests(3, 4))
     assert run(core, make_requests(3, 4)) == expected
-
-
-@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("injected"), RuntimeError("CUDA error: injected")])
-def test_a_capture_that_fails_in_the_background_is_given_up(
-    error: Exception, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> Any:
-        raise error
-
-    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, background=True))
-    monkeypatch.setattr(RecordedCapture, "whole", fail)
-    for _ in range(20):
-        assert run(core, make_requests(14, 1)) == plain_tokens
-    metrics = core.metrics()
-    assert metrics["captures"] == 0
-    assert metrics["graph_fallbacks_by_reason"]["its capture failed"] > 0
-    graphs = runner_of(core).captured.graphs
-    assert graphs is not None
-    assert graphs.complete
-
-
-@pytest.mark.parametrize(("is_lost", "best"), [(False, "short-63 4"), (True, "decode 4")])
-def test_the_graph_for_any_context_stands_in_for_a_short_one(
-    is_lost: bool, best: str, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until that is captured in the background, and for good where its capture failed."""
-    monkeypatch.setattr(cuda_graphs, "BACKGROUND_SHARE", 1.0)  # the next capture is due at once
-    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, (4,), background=True, short_decodes=((4, 63),)))
-    captured = runner_of(core).captured
-    whole = RecordedCapture.whole
-
-    def whole_or_lost(capture: RecordedCapture, work: Any) -> Any:
-        if is_lost and captured.graphs is not None and captured.graphs.num_captures == 1:
-            raise torch.cuda.OutOfMemoryError("injected")
-        return whole(capture, work)
-
-    monkeypatch.setattr(RecordedCapture, "whole", whole_or_lost)
-    found = [captured.graph_for(3, 3, 10, False)]
-    while captured.capture_next():
-        found.append(captured.graph_for(3, 3, 10, False))
-    assert [key and key.name for key in found] == [None, "decode 4", best]
-    assert run(core, make_requests(14, 1)) == plain_tokens
-    assert set(core.metrics()["graph_replays_by_key"]) == {best}
 
 
 def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:

@@ -61,7 +61,6 @@ CPU = torch.device("cpu")
         ({"collectives": "nccl", "tensor_parallel_size": 2}, "collectives is 'nccl', but a CPU's go through gloo"),
         ({"distributed_executor": "mpi"}, "distributed_executor is 'mpi'; allowed: auto, in_process, multiprocess"),
         ({"tensor_parallel_size": 2, "logits_processors": (print,)}, "cannot be given to another process"),
-        ({"tensor_parallel_size": 2, "background_capture": True}, "background_capture is True"),
         ({"pipeline_parallel_size": 7}, "pipeline_parallel_size is 7, but the model has 6 layers; allowed: at most 6"),
         ({"pipeline_parallel_size": 17}, "pipeline_parallel_size is 17; allowed: an integer from 1 to 16"),
         ({"pipeline_parallel_size": 2, "mode": "eager"}, "pipeline_parallel_size is 2, but mode is 'eager'"),

@@ -44,7 +44,7 @@ def resolved(
 
 def test_the_default_has_23_graphs_of_decodes_and_59_of_other_batches() -> None:
     graph, reasons = resolved()
-    assert graph == GraphConfig(GraphMode.FULL, default_capture_sizes(256), default_token_sizes(8192), False)
+    assert graph == GraphConfig(GraphMode.FULL, default_capture_sizes(256), default_token_sizes(8192))
     assert (len(graph.decode_sizes), len(graph.token_sizes)) == (23, 59)
     assert reasons.keys() == {"graph.mode", "graph.decode_sizes", "graph.token_sizes"}
     assert reasons["graph.mode"] == "default: attention backend triton can be captured for every batch"
@@ -74,9 +74,7 @@ def test_each_size_has_its_own_short_contexts() -> None:
 
 def test_where_attention_cannot_be_captured_it_runs_between_graphs_of_up_to_512_tokens() -> None:
     graph, reasons = resolved(backend="torch")
-    assert graph == GraphConfig(
-        GraphMode.FULL_AND_PIECEWISE, default_capture_sizes(256), default_capture_sizes(512), False
-    )
+    assert graph == GraphConfig(GraphMode.FULL_AND_PIECEWISE, default_capture_sizes(256), default_capture_sizes(512))
     assert "attention backend torch can be captured for uniform decode alone" in reasons["graph.mode"]
 
 
@@ -108,8 +106,8 @@ def test_without_graphs_there_is_nothing_to_capture() -> None:
 
 
 def test_explicit_sizes() -> None:
-    graph, reasons = resolved(capture_sizes=(8, 3, 8), capture_token_sizes=(64,), background_capture=True)
-    assert graph == GraphConfig(GraphMode.FULL, (3, 8), (64,), True)
+    graph, reasons = resolved(capture_sizes=(8, 3, 8), capture_token_sizes=(64,))
+    assert graph == GraphConfig(GraphMode.FULL, (3, 8), (64,))
     assert reasons.keys() == {"graph.mode"}
 
 
@@ -122,7 +120,6 @@ def test_explicit_sizes() -> None:
         ("eager", {"graph_mode": "full_and_piecewise"}, ValueError, "captures compiled pieces, but mode is 'eager'"),
         ("compiled", {"graph_mode": "breakable"}, ValueError, "captures eager code, but mode is 'compiled'"),
         ("compiled", {"capture_sizes": (8,)}, ValueError, r"capture_sizes is \(8,\), but the mode captures no CUDA"),
-        ("eager", {"background_capture": True}, ValueError, "background_capture is True, but the mode captures no"),
         ("graphed", {"capture_sizes": (0,)}, ValueError, "capture_sizes has 0; allowed: integers of at least 1"),
         ("graphed", {"capture_sizes": (257,)}, ValueError, r"has 257; allowed: at most max_num_seqs \(256\)"),
         ("graphed", {"capture_token_sizes": (9000,)}, ValueError, r"at most max_num_batched_tokens \(8192\)"),
