@@ -250,7 +250,7 @@ class EngineOptions:
         "profiles",
         path(),
         "folder of the traces of `LLM.stop_profile()`",
-        "`AsyncLLM` and the commands record no profile",
+        "`AsyncLLM` records none; `bench step --profile` names its own folder",
     )
 
     def __post_init__(self) -> None:

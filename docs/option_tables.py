@@ -10,7 +10,7 @@ from compiled_engine.cli.arguments import Argument, arguments_of
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, WithoutEffect
 from compiled_engine.other_engines.methods import MISSING
-from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.params import OF_TRANSFORMERS, OTHER_PARAMS, SamplingParams
 from compiled_engine.schema import Declaration, declarations, described
 from compiled_engine.server.options import Limits, ServerOptions
 
@@ -23,6 +23,20 @@ def engine_options() -> str:
 
 def sampling_parameters() -> str:
     return markdown("field", "default", "meaning", rows=map(row, declarations(SamplingParams)))
+
+
+def other_sampling_parameters() -> str:
+    """Sampling parameters of vLLM that this engine does not have, by what becomes of them."""
+    names = by_value((param.result, f"`{name}`{values(param.asks_nothing)}") for name, param in OTHER_PARAMS.items())
+    return markdown(
+        "parameters (values that do not ask for it)", "here", rows=[(each, text) for text, each in names.items()]
+    )
+
+
+def transformers_parameters() -> str:
+    """Parameters of transformers' `generate`, by this engine's name."""
+    names = by_value((instead, f"`{name}`") for name, instead in OF_TRANSFORMERS.items())
+    return markdown("parameters", "instead", rows=[(each, instead) for instead, each in names.items()])
 
 
 def server_options() -> str:
@@ -71,7 +85,7 @@ def honoured_keywords() -> str:
 def keywords_not_supported() -> str:
     """Keywords that ask for what the engine cannot do, by that."""
     only = {name: row for name, row in KEYWORDS.items() if isinstance(row, Only)}
-    names = by_value(((row.feature, row.instead), f"`{name}`{values(row)}") for name, row in only.items())
+    names = by_value(((row.feature, row.instead), f"`{name}`{values(row.values)}") for name, row in only.items())
     rows = [(feature, each, instead) for (feature, instead), each in names.items()]
     return markdown("not supported", "keywords (values that do not ask for it)", "instead", rows=rows)
 
@@ -97,8 +111,9 @@ def honoured(rows: Mapping[str, Row], prefix: str = "") -> Iterator[tuple[str, s
             yield f"`{prefix}{name}`", row.means
 
 
-def values(row: Only) -> str:
-    return f" ({', '.join(map(repr, row.values))})" if row.values else ""
+def values(accepted: Sequence[Any]) -> str:
+    given = [each for each in accepted if each is not None]
+    return f" ({', '.join(map(repr, given))})" if given else ""
 
 
 def by_value(pairs: Iterable[tuple[Any, str]]) -> dict[Any, str]:

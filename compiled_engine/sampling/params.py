@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.sampling.token_mask import TokenMask
@@ -38,73 +38,94 @@ from compiled_engine.sampling.value_checks import (
 )
 from compiled_engine.schema import Check, Kind, declarations, declare, documented, unknown_name_message
 
-Settle = Callable[[str, Any], None]
+
+class OtherParam(Protocol):
+    """A parameter of another engine. Called with its name and a value, it does nothing, warns or raises ValueError.
+
+    asks_nothing: values that ask for nothing. result: of any other value, for the documents.
+    """
+
+    @property
+    def asks_nothing(self) -> tuple[Any, ...]: ...
+
+    @property
+    def result(self) -> str: ...
+
+    def __call__(self, name: str, value: Any) -> None: ...
 
 
-def _without_effect(why: str, *asks_nothing: Any) -> Settle:
-    def settle(name: str, value: Any) -> None:
-        if not _is_one_of(value, asks_nothing):
-            _warn(name, value, why)
+class _WithoutEffect:
+    def __init__(self, why: str, *asks_nothing: Any) -> None:
+        self.why, self.asks_nothing = why, asks_nothing
+        self.result = f"no effect: {why}"
 
-    return settle
-
-
-def _refused(what: str, instead: str, *asks_nothing: Any) -> Settle:
-    def settle(name: str, value: Any) -> None:
-        if not _is_one_of(value, asks_nothing):
-            raise ValueError(f"{name} is {value!r}: {what} not supported; {instead}")
-
-    return settle
+    def __call__(self, name: str, value: Any) -> None:
+        if not _is_one_of(value, self.asks_nothing):
+            _warn(name, value, self.why)
 
 
-def _output_kind(name: str, value: Any) -> None:
+class _Refused:
+    def __init__(self, what: str, instead: str, *asks_nothing: Any) -> None:
+        self.asks_nothing = asks_nothing
+        self.result = f"error: {what} not supported; {instead}"
+
+    def __call__(self, name: str, value: Any) -> None:
+        if not _is_one_of(value, self.asks_nothing):
+            raise ValueError(f"{name} is {value!r}: {self.result.removeprefix('error: ')}")
+
+
+class _OutputKind:
     """An enumeration of vLLM's, or its number."""
-    kind = getattr(value, "name", value)
-    if _is_one_of(kind, ("FINAL_ONLY", 2)):
-        _warn(name, value, "generate returns finished outputs, and stream all text so far")
-    elif not _is_one_of(kind, ("CUMULATIVE", 0)):
-        raise ValueError(
-            f"{name} is {value!r}, which is not supported; LLM.stream yields all text so far: "
-            "drop the part that was already there"
-        )
+
+    asks_nothing = ("CUMULATIVE",)
+    why = "generate returns finished outputs, and stream all text so far"
+    instead = "LLM.stream yields all text so far: drop the part that was already there"
+    result = f"FINAL_ONLY has no effect: {why}; DELTA is an error: {instead}"
+
+    def __call__(self, name: str, value: Any) -> None:
+        kind = getattr(value, "name", value)
+        if _is_one_of(kind, ("FINAL_ONLY", 2)):
+            _warn(name, value, self.why)
+        elif not _is_one_of(kind, (*self.asks_nothing, 0)):
+            raise ValueError(f"{name} is {value!r}, which is not supported; {self.instead}")
 
 
 _BEAM_SEARCH = "beam search is"
 _NO_BEAMS = "use n, and logprobs to choose by cumulative_logprob"
 _STRUCTURED = "use structured_outputs=StructuredOutputs(json=...), or regex, choice, grammar, json_object"
 
-OTHER_PARAMS: dict[str, Settle] = {
-    "flat_logprobs": _without_effect("log-probabilities come as a list of dicts", False),
-    "output_kind": _output_kind,
-    "stream_interval": _without_effect("LLM.stream yields at each step", None, 1),
-    "skip_clone": _without_effect("each request has a copy of its parameters", False),
-    "output_text_buffer_length": _without_effect("it follows from stop", 0),
-    "skip_reading_prefix_cache": _without_effect("what is read from the prefix cache changes no token", None, False),
-    "routed_experts_prompt_start": _without_effect("no model here returns its experts", 0),
-    "prompt_logprob_token_ids": _refused(
+OTHER_PARAMS: dict[str, OtherParam] = {
+    "flat_logprobs": _WithoutEffect("log-probabilities come as a list of dicts", False),
+    "output_kind": _OutputKind(),
+    "stream_interval": _WithoutEffect("LLM.stream yields at each step", None, 1),
+    "skip_clone": _WithoutEffect("each request has a copy of its parameters", False),
+    "output_text_buffer_length": _WithoutEffect("it follows from stop", 0),
+    "skip_reading_prefix_cache": _WithoutEffect("what is read from the prefix cache changes no token", None, False),
+    "routed_experts_prompt_start": _WithoutEffect("no model here returns its experts", 0),
+    "prompt_logprob_token_ids": _Refused(
         "log-probabilities of chosen tokens are", "use prompt_logprobs=-1 and look them up by token id", None
     ),
-    "prompt_logprob_start": _refused(
+    "prompt_logprob_start": _Refused(
         "log-probabilities of a part of the prompt are", "use prompt_logprobs, which begins at the start", None, 0
     ),
-    "logprob_token_ids": _refused(
+    "logprob_token_ids": _Refused(
         "log-probabilities of chosen tokens are", "use logprobs=-1 and look them up by token id", None
     ),
-    "guided_decoding": _refused("the older name of structured_outputs is", _STRUCTURED, None),
-    "thinking_token_budget": _refused("a limit on thinking alone is", "use max_tokens", None, -1),
-    "repetition_detection": _refused(
+    "guided_decoding": _Refused("the older name of structured_outputs is", _STRUCTURED, None),
+    "thinking_token_budget": _Refused("a limit on thinking alone is", "use max_tokens", None, -1),
+    "repetition_detection": _Refused(
         "ending a request because it repeats itself is", "watch LLM.stream and close the iterator", None
     ),
-    "trace_decode_token_ids": _refused(
+    "trace_decode_token_ids": _Refused(
         "generating given tokens is", "put them in the prompt and use prompt_logprobs", None
     ),
-    "logits_processors": _refused(
+    "logits_processors": _Refused(
         "a function for a single request is", "use LLM(logits_processors=[...]), which reads extra_args", None, []
     ),
-    "best_of": _refused("generating more completions than are returned is", _NO_BEAMS, None, 1),
-    "use_beam_search": _refused(_BEAM_SEARCH, _NO_BEAMS, False),
-    "length_penalty": _refused(_BEAM_SEARCH, _NO_BEAMS, 1.0),
-    "early_stopping": _refused(_BEAM_SEARCH, _NO_BEAMS, False),
+    "best_of": _Refused("generating more completions than are returned is", _NO_BEAMS, None, 1),
+    "use_beam_search": _Refused(_BEAM_SEARCH, _NO_BEAMS, False),
+    "length_penalty": _Refused(_BEAM_SEARCH, _NO_BEAMS, 1.0),
+    "early_stopping": _Refused(_BEAM_SEARCH, _NO_BEAMS, False),
 }
 
 # Names of parameters of transformers, with this engine's names.

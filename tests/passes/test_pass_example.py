@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +19,17 @@ DOCUMENT = REPOSITORY / "docs" / "passes.md"
 
 
 @pytest.fixture
-def run_example(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The names that an example leaves, of the number and with the pass that the test states."""
+def run_example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that an example leaves, run as a file; the test states its number and the name of its pass."""
     number, name = request.param
     examples = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    namespace: dict[str, Any] = {}
+    (tmp_path / f"example_of_{name}.py").write_text(examples[number])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, f"example_of_{name}", raising=False)
     try:
-        exec(compile(examples[number], str(DOCUMENT), "exec"), namespace)
+        return vars(importlib.import_module(f"example_of_{name}"))
     finally:
         unregister_pass(name)
-    return namespace
 
 
 @pytest.mark.parametrize("run_example", [(0, "spelled_out_silu")], indirect=True)

@@ -164,3 +164,17 @@ def anchors(document: Path) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_options_of_vllm_are_named_as_they_are() -> None:
+    """Options with vLLM's name, and what replaces another, are options of `serve`; what they replace is not."""
+    command: Any = typer.main.get_command(app)
+    options = {name for each in command.commands["serve"].params for name in (*each.opts, *each.secondary_opts)}
+    section = (REPOSITORY / "docs" / "switching.md").read_text().split("\n## Commands\n")[1].split("\n## ")[0]
+    same = section.split("Many options have")[1].split("An option with")[0]
+    rows = re.findall(r"^\| (`-.*?) \| (.*?) \|$", section, re.MULTILINE)
+    replaced, instead = (" ".join(cells) for cells in zip(*rows, strict=True))
+    option = re.compile(r"`(--?[a-z-]+)")
+    assert {*option.findall(same), *option.findall(instead)} <= options
+    assert len(rows) > 10
+    assert options.isdisjoint(option.findall(replaced))
