@@ -7,8 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +72,30 @@ def test_what_the_caller_has_set_in_the_compilers_is_seen(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
     monkeypatch.setenv("TORCHINDUCTOR_WORKER_LOGPATH", "/somewhere")
     assert changed() == ["environment.TORCHINDUCTOR_FREEZING: '1' here, not set before"]
+
+
+def test_what_the_caller_has_set_in_torch_is_seen() -> None:
+    base = compiler_settings("cpu")
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    changes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "default_dtype": lambda: undone(torch.set_default_dtype, torch.float64, dtype),
+        "deterministic_algorithms": lambda: undone(torch.use_deterministic_algorithms, True, False),
+        "float32_matmul_precision": lambda: undone(torch.set_float32_matmul_precision, "medium", precision),
+        "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+    }
+    for name, changed in changes.items():
+        with changed():
+            assert f"torch.{name}" in [d.factor for d in differences(compiler_settings("cpu"), base)]
+    assert compiler_settings("cpu") == base
+
+
+@contextmanager
+def undone(set_value: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    set_value(value)
+    try:
+        yield
+    finally:
+        set_value(before)
 
 
 def test_a_pass_that_the_caller_gave_to_inductor_is_seen_without_its_address() -> None:

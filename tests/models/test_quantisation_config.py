@@ -52,6 +52,17 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert str(found.scheme_of("model.layers.0.self_attn.q_proj")) == "e4m3 *x*, inputs e4m3 static"
 
 
+@pytest.mark.parametrize("field", ["exclude_modules", "ignore"])
+def test_what_modelopt_leaves_out_has_two_names(field: str) -> None:
+    found = read({"quant_method": "modelopt", "quant_algo": "FP8", field: ["*.mlp.*"]})
+    assert found is not None
+    assert found.scheme_of("model.layers.0.mlp.up_proj") is None
+    assert found.scheme_of("lm_head") is not None
+    without = read({"quant_method": "modelopt", "quant_algo": "FP8", field: []})
+    assert without is not None
+    assert without.scheme_of("lm_head") is without.scheme_of("model.layers.0.mlp.gate") is None
+
+
 def test_names_come_before_expressions_and_these_before_classes() -> None:
     rules = [("Linear", "e4m3 1x*"), ("re:.*down", "e4m3 *x*"), ("a.down_proj", "e4m3 128x128")]
     found = Quantisation("x", tuple(Rule((target,), scheme) for target, scheme in rules), ("re:.*head",))
@@ -82,6 +93,9 @@ def test_what_is_named_of_fp8_may_be_a_module_with_others_in_it() -> None:
         (CHANNEL | {"sparsity_config": {"format": "24"}}, ("sparsity_config", "empty")),
         (CHANNEL | {"config_groups": {}}, ("config_groups", "at least one group")),
         (compressed("channel", TOKEN, num_bits=4)([]), ("num_bits", "got 4")),
+        (compressed("channel", TOKEN, type="int")([]), ("type", "got 'int'")),
+        (compressed("channel", TOKEN, symmetric=False)([]), ("symmetric", "got False")),
+        (compressed("channel", TOKEN | {"symmetric": False})([]), ("input_activations: symmetric", "got False")),
         (compressed("group", TOKEN)([]), ("strategy", "tensor, channel, block")),
         (compressed("channel", {"strategy": "tensor", "dynamic": True})([]), ("strategy", "token or group")),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("quant_algo", "'NVFP4'", "FP8")),

@@ -6,6 +6,7 @@ rope_kv_write has tests of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pass_cases import (
     CPU,
     GLM4_MOE,
     GPT_OSS,
+    QWEN3_MOE,
     Family,
     count,
     graph_of,
@@ -23,7 +25,9 @@ from pass_cases import (
     targets,
     traced,
 )
+from torch import fx
 
+from compiled_engine.config import ExpertsConfig
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import run_passes
 from compiled_engine.passes.framework.parameter import made
@@ -197,6 +201,8 @@ def rms_norm_with(change: str, of_a_sum: bool = True) -> Callable[..., tuple[tor
         normed = scaled * torch.rsqrt(shifted)
         if change != "not rounded before the weight":
             normed = normed.to(total.dtype)
+        if change == "a weight plus a constant, rounded":
+            weight = weight + 1.0
         return (weight * weight if change == "a weight that is computed" else weight) * normed, total
 
     return function
@@ -214,6 +220,7 @@ HIDDEN = (24,)
         ("cubes", torch.float32, torch.empty(HIDDEN)),
         ("the mean over tokens too", torch.float32, torch.empty(HIDDEN)),
         ("a weight that is computed", torch.float32, torch.empty(HIDDEN)),
+        ("a weight plus a constant, rounded", torch.bfloat16, torch.empty(HIDDEN, dtype=torch.bfloat16)),
         ("another value", torch.float32, torch.empty(HIDDEN)),
         ("another value", torch.bfloat16, torch.empty(HIDDEN, dtype=torch.bfloat16)),
         ("another dtype of the weight", torch.bfloat16, torch.empty(HIDDEN)),
@@ -430,6 +437,29 @@ def test_a_layer_norm_divides_by_the_root_of_squared_deviations(squared: str, ma
     assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
 
 
+def of_two_dimensions(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, x.shape, weight)
+
+
+def with_its_mean(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return aten.native_layer_norm.default(x, [24], weight[0], None, 1e-6)[:2]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (of_two_dimensions, "it is not over the last dimension"),
+        (with_its_mean, "its mean or its deviation is read too"),
+    ],
+)
+def test_what_only_looks_like_a_layer_norm_is_a_near_miss(function: Callable[..., object], reason: str) -> None:
+    module = graph_of(function, random_tensors(x=(5, 24)), random_tensors(weight=(5, 24)))
+    module.graph.eliminate_dead_code()
+    result = rewrite(LayerNorm(), module)
+    assert (result.matches, len(result.near_misses)) == (0, 1)
+    assert reason in result.near_misses[0]
+
+
 @pytest.mark.parametrize(("beta", "alpha", "matches"), [(1, 1, 1), (2, 1, 0), (1, 0.5, 0)])
 def test_a_scaled_product_is_not_what_a_linear_computes(beta: float, alpha: float, matches: int) -> None:
     def scaled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -452,4 +482,39 @@ def test_a_router_may_take_the_smallest(family: Family, largest: bool) -> None:
         node.args = (*node.args[:2], -1, largest, *node.args[4:])
     (experts,) = [graph_pass for graph_pass in registered_passes() if graph_pass.name == "experts"]
     assert chosen
+    run_passes(graph, (experts,), ["experts"], compile_range, CPU, strict=False, verify=True)
+
+
+RENORMALISED = replace(QWEN3_MOE, changes=(("experts", ExpertsConfig(4, 2, 32, renormalise=True)),))
+
+
+def clamped_further_below(node: fx.Node) -> bool:
+    if node.target is not aten.clamp.default or node.args[1] is None:
+        return False
+    node.args = (node.args[0], -0.5, node.args[2])
+    return True
+
+
+def divided_by_sums_over_tokens(node: fx.Node) -> bool:
+    if node.target is not aten.sum.dim_IntList or node.args[1:] != ([-1], True):
+        return False
+    node.args = (node.args[0], [0], True)
+    node.meta["val"] = node.args[0].meta["val"].sum(0, keepdim=True)  # type: ignore[union-attr]
+    return True
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [(GPT_OSS, clamped_further_below), (RENORMALISED, divided_by_sums_over_tokens)],
+    ids=["up is clamped elsewhere", "weights are shares of another sum"],
+)
+def test_experts_that_compute_something_else_keep_their_values(
+    family: Family, change: Callable[[fx.Node], bool]
+) -> None:
+    """What the kernel does not compute stays outside of it."""
+    compile_range = CompileRange(1, 64)
+    graph = traced(family, torch.float32)[1].for_range(compile_range).graph
+    lower(graph, compile_range, CPU)
+    assert sum(map(change, graph.nodes)) > 0
+    (experts,) = [graph_pass for graph_pass in registered_passes() if graph_pass.name == "experts"]
     run_passes(graph, (experts,), ["experts"], compile_range, CPU, strict=False, verify=True)

@@ -317,6 +317,24 @@ def test_a_norm_behind_the_rotation() -> None:
     assert_same(run(module), expected)
 
 
+def four_alike() -> Rotation:
+    """Neighbours together, and each angle serves two pairs of them."""
+
+    @cache
+    def repeated(angles: torch.Tensor) -> torch.Tensor:
+        return angles.repeat_interleave(4, dim=-1).unsqueeze(1)
+
+    return lambda x, cos, sin: interleaved(x, repeated(cos), repeated(sin))
+
+
+def test_an_angle_that_serves_several_pairs_is_none_of_a_pair() -> None:
+    rotation = four_alike()
+    module = attention_graph(torch.bfloat16, unnormed, unnormed, rotation, rotation, cos=(7, 4), sin=(7, 4))
+    expected = run(module)
+    assert RopeKVWrite().run(module.graph).matches == 1
+    assert_same(run(module), expected)
+
+
 def scaled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """By a number of each token, as Ministral 3."""
     return rotate(x, cos, sin) * cos.sum(-1, keepdim=True)
@@ -332,6 +350,11 @@ def test_a_scale_behind_the_rotation_comes_before_it() -> None:
 def twice(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.add(x * cos, torch.cat((-second, first), dim=-1) * sin, alpha=2)
+
+
+def uneven(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.split(10, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def halves_with(**alphas: float) -> Rotation:
@@ -367,6 +390,7 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"rotate_q": turned("heads")}, "q: it is not x \\* cos"),
         ({"rotate_q": turned("another x")}, "q: it is not x \\* cos"),
         ({"rotate_q": turned("other parts")}, "q: it is not x \\* cos"),
+        ({"rotate_q": uneven, "rotate_k": uneven}, "q: it is not x \\* cos"),
         ({"rotate_q": twice}, "q: it is not rotated"),
         *(
             ({"rotate_q": rotation, "rotate_k": rotation, "cos": (7, 1, 8), "sin": (7, 1, 8)}, "q: it is not rotated")

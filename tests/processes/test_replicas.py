@@ -439,6 +439,36 @@ def test_who_waits_for_room_is_among_those_who_wait() -> None:
     engine.close()
 
 
+def test_what_a_dead_replica_counted_stays_and_what_it_held_does_not() -> None:
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    figures = FIGURES | {"generated_tokens": 5, "running": 1, "blocks_total": 10, "blocks_free": 4}
+    figures |= {"graph_replays_by_key": {"decode 1": 2}, "kv_usage_peak": 0.25}
+
+    def answer(core: FakeCore, more: dict[str, Any]) -> None:
+        assert core.connection.wait_readable(20)
+        (question,) = core.connection.receive()
+        assert isinstance(question, Control)
+        core.say(Answered(question.number, figures | more))
+
+    def asked(living: Sequence[FakeCore], **more: Any) -> dict[str, Any]:
+        threads = [threading.Thread(target=answer, args=(core, more), daemon=True) for core in living]
+        for thread in threads:
+            thread.start()
+        return engine.call(ControlCall("metrics"))
+
+    names = ("generated_tokens", "running", "blocks_total", "blocks_free", "graph_replays_by_key", "kv_usage_peak")
+    both = asked(cores)
+    assert [both[name] for name in names] == [10, 2, 20, 8, {"decode 1": 4}, 0.25]
+    cores[1].connection.close()
+    assert not engine.step().others  # that it is gone is noticed
+    after = asked(cores[:1], generated_tokens=7, kv_usage_peak=0.125)
+    assert [after[name] for name in names] == [12, 1, 10, 4, {"decode 1": 4}, 0.25]
+    assert after["kv_usage"] == 1 - 4 / 10
+    assert [(each["lives"], each["running"]) for each in after["replicas"]] == [(True, 1), (False, 0)]
+    engine.close()
+
+
 def test_times_are_told_by_our_clock() -> None:
     core = FakeCore()
     there = Replica(0, "replica 0 of 1", core, Connection(core.socket, decode_to_api), 256, clock_ahead_s=5.0)

@@ -111,6 +111,8 @@ def test_answers_are_taken_to_be_as_long_as_those_before() -> None:
         route = sent(router, unknown)
         router.end(route, unknown, [1] * 10, finished=True)
     assert 3 + 9 * GENERATED < sent(router, unknown).work < 3 + 12 * GENERATED
+    # One that ends by nothing but its length is as long as that.
+    assert sent(router, request(0, [1, 2, 3], max_tokens=1000)).work == 3 + 1000 * GENERATED
 
 
 @pytest.mark.parametrize(("known", "most", "left"), [(15, 20, 5), (20, 20, 0), (25, 20, 0)])
