@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
 
 # Rows of MLPs and of experts, under the names that the families which can be divided have for them.
@@ -139,6 +140,7 @@ class ModelConfig:
     attention.inputs.Scoring; 0 and False mean none. `logit_soft_cap` caps logits likewise.
     `quantisation`: None where weights are in dtype.
     `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
+    `pooling`: None for a model that generates.
     """
 
     path: Path
@@ -173,6 +175,7 @@ class ModelConfig:
     local_rope_theta: float | None = None
     experts: ExpertsConfig = ExpertsConfig()
     quantisation: Quantisation | None = None
+    pooling: Pooling | None = None
 
     @property
     def num_mlps(self) -> int:

@@ -19,6 +19,7 @@ FOLDERS = {
 FLOORS = (
     "process",
     "quantisation",
+    "pooling",
     "config",
     "schema",
     "kernels",
