@@ -15,8 +15,16 @@ from compiled_engine.process.memory import collection_paused
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
     from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+    from compiled_engine.frontend.pooling import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from compiled_engine.llm import LLM
     from compiled_engine.passes.registry import register_pass, unregister_pass
+    from compiled_engine.pooling import PoolerConfig
     from compiled_engine.processes.core_client import EngineDeadError
     from compiled_engine.sampling.logits_processor import LogitsProcessor
     from compiled_engine.sampling.params import SamplingParams
@@ -26,12 +34,18 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineDeadError",
     "LogitsProcessor",
     "Logprob",
+    "PoolerConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputs",
     "TokenMask",
     "register_pass",
@@ -41,12 +55,18 @@ __all__ = [
 _MODULES = {
     "LLM": "compiled_engine.llm",
     "AsyncLLM": "compiled_engine.async_llm",
+    "ClassificationRequestOutput": "compiled_engine.frontend.pooling",
     "CompletionOutput": "compiled_engine.frontend.outputs",
+    "EmbeddingRequestOutput": "compiled_engine.frontend.pooling",
     "EngineDeadError": "compiled_engine.processes.core_client",
     "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.frontend.outputs",
+    "PoolerConfig": "compiled_engine.pooling",
+    "PoolingParams": "compiled_engine.frontend.pooling",
+    "PoolingRequestOutput": "compiled_engine.frontend.pooling",
     "RequestOutput": "compiled_engine.frontend.outputs",
     "SamplingParams": "compiled_engine.sampling.params",
+    "ScoringRequestOutput": "compiled_engine.frontend.pooling",
     "StructuredOutputs": "compiled_engine.sampling.structured_outputs",
     "TokenMask": "compiled_engine.sampling.token_mask",
     "register_pass": "compiled_engine.passes.registry",

@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -20,6 +20,23 @@ from compiled_engine.frontend.generation_config import read_default_sampling_par
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.frontend.pooling import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    classifications,
+    embeddings,
+)
+from compiled_engine.frontend.pooling_processor import (
+    PoolingProcessor,
+    Scoring,
+    make_pooling_processor,
+    require_generating,
+    require_pooling,
+)
 from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind, RequestStreams, connect, end, leave
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
@@ -42,6 +59,7 @@ _POLL_S = 0.01
 CoreKind = Literal["process", "in_process"]
 CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
 _EXIT_S = 30.0
+Prepared = TypeVar("Prepared")
 
 
 class AsyncLLM:
@@ -148,6 +166,53 @@ class AsyncLLM:
 
         return self._run(render, num_characters(messages), sampling_params, request_id, output, priority)
 
+    async def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: str | None = None,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool one or many prompts, as `LLM.encode`. Cancelling it ends its requests."""
+        processor = self._pooler()
+
+        def prepare() -> list[PreparedRequest]:
+            return processor.process(prompts, pooling_params, pooling_task, prompt_name, priority)
+
+        return await self._pooled(await self._prepared(num_characters(prompts), prepare))
+
+    async def embed(
+        self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, as `LLM.embed`; others: prompt_name and priority."""
+        return embeddings(await self.encode(prompts, pooling_params, pooling_task="embed", **others))
+
+    async def classify(
+        self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of each label for each prompt, as `LLM.classify`; others: priority."""
+        return classifications(await self.encode(prompts, pooling_params, pooling_task="classify", **others))
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        instruction: str | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """A score for each pair, as `LLM.score`."""
+        processor = self._pooler()
+
+        def prepare() -> Scoring:
+            return processor.score(queries, documents, pooling_params, instruction, priority)
+
+        scoring = await self._prepared(num_characters([queries, documents]), prepare)
+        return scoring.scores(await self._pooled(scoring.requests))
+
     async def prepare_structured_outputs(self) -> None:
         """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
 
@@ -253,6 +318,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         self._attach()
         self._require_open()
+        require_generating(self._parts.pooling)
         if output not in OUTPUT_KINDS:
             raise ValueError(f"output is {output!r}; allowed: {', '.join(OUTPUT_KINDS)}")
 
@@ -265,10 +331,7 @@ class AsyncLLM:
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        if structured or size >= LONG_TEXT:
-            prepared = await asyncio.wrap_future(self._preparing.submit(size, prepare))
-        else:
-            prepared = prepare()
+        prepared = await self._prepared(size, prepare, apart=structured)
         if structured:
             await self.prepare_structured_outputs()
         prepared = replace(prepared, request_id=self._new_id() if request_id is None else request_id)
@@ -282,6 +345,30 @@ class AsyncLLM:
                     return
         finally:
             self._client.abort(self._streams.remove(stream))
+
+    async def _prepared(self, size: int, prepare: Callable[[], Prepared], *, apart: bool = False) -> Prepared:
+        """What prepare makes of texts of so many characters. apart: in a thread in any case."""
+        if apart or size >= LONG_TEXT:
+            return await asyncio.wrap_future(self._preparing.submit(size, prepare))
+        return prepare()
+
+    def _pooler(self) -> PoolingProcessor:
+        self._attach()
+        self._require_open()
+        return require_pooling(self._parts.pooling)
+
+    async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Run requests together; their results, in their order."""
+        streams = [self._streams.add(request, "final") for request in requests]
+        try:
+            for request in requests:
+                self._send(request)
+            outputs: list[Any] = [await stream.next() for stream in streams]
+        finally:
+            self._client.abort([left for stream in streams for left in self._streams.remove(stream)])
+        for output in outputs:
+            output.raise_if_failed()
+        return outputs
 
     def _send(self, prepared: PreparedRequest) -> None:
         self._require_open()
@@ -329,6 +416,7 @@ class EngineParts:
     limits: RequestLimits
     tokenizer: Tokenizer | None
     inputs: InputProcessor
+    pooling: PoolingProcessor | None
     default_sampling_params: SamplingParams
     token_masks: dict[str, TokenMask] | None = None
 
@@ -397,6 +485,7 @@ def _assemble(
         limits=started.limits,
         tokenizer=tokenizer,
         inputs=InputProcessor(tokenizer, started.limits, eos_token_ids, f"{started.client}:"),
+        pooling=make_pooling_processor(started.config.model, tokenizer, started.limits, f"{started.client}:"),
         default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
         token_masks=token_masks,
     )

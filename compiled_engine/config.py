@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
 
 # Rows of MLPs and of experts, under the names that the families which can be divided have for them.
@@ -140,6 +141,7 @@ class ModelConfig:
     `quantisation`: None where weights are in dtype.
     `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
     `wrapper`: the multimodal architecture whose checkpoint the text model is part of; None for a checkpoint of its own.
+    `pooling`: None for a model that generates.
     """
 
     path: Path
@@ -175,6 +177,7 @@ class ModelConfig:
     experts: ExpertsConfig = ExpertsConfig()
     quantisation: Quantisation | None = None
     wrapper: str | None = None
+    pooling: Pooling | None = None
 
     @property
     def num_mlps(self) -> int:

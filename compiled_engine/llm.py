@@ -13,6 +13,8 @@ from compiled_engine.frontend.chat import Conversation, read_chat_template, rend
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.frontend.pooling import classifications, embeddings
+from compiled_engine.frontend.pooling_processor import require_generating, require_pooling
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import ControlCall
@@ -30,6 +32,15 @@ if TYPE_CHECKING:
 
     from compiled_engine.config import EngineConfig
     from compiled_engine.core.engine_core import EngineCore
+    from compiled_engine.frontend.pooling import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from compiled_engine.frontend.pooling_processor import PoolingProcessor
     from compiled_engine.llm_parts import LLMParts
     from compiled_engine.processes.replicas import Replicas
 
@@ -53,6 +64,7 @@ class LLM:
         self._config, self._tokenizer = parts.config, parts.tokenizer
         self._core: EngineCore | Replicas | None = parts.core
         self._loop, self._inputs = parts.loop, parts.inputs
+        self._pooling = parts.pooling
         self._default_sampling_params, self._profiler = parts.default_sampling_params, parts.profiler
 
     def generate(
@@ -75,7 +87,7 @@ class LLM:
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
         refuse_arguments("generate", others)
-        self._require_open()
+        self._require_generating()
         return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -83,7 +95,7 @@ class LLM:
 
         Closing the iterator aborts the request. Bad input raises as in `generate`, before the first output.
         """
-        self._require_open()
+        self._require_generating()
         parsed = parse_prompts(prompt)
         if len(parsed) != 1:
             raise ValueError(f"prompt must be a single prompt, got {len(parsed)}")
@@ -111,7 +123,7 @@ class LLM:
         template may use. Otherwise as `generate`.
         """
         refuse_arguments("chat", others)
-        self._require_open()
+        self._require_generating()
         tokenizer = self._require_tokenizer()
         template = read_chat_template(chat_template, tokenizer)
         prompts = [
@@ -128,6 +140,62 @@ class LLM:
             for name, conversation in split_conversations(messages)
         ]
         return self._generate(prompts, sampling_params, use_tqdm, priority)
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool one or many prompts, given as for `generate`, by a model that pools.
+
+        pooling_task: embed or classify, what the model does, or with a result for each token token_embed or
+        token_classify. prompt_name: of the checkpoint's prompts, which is put before each text.
+
+        Raises TypeError or ValueError for bad input, before anything is scheduled.
+        """
+        return self._pooled(self._pooler().process(prompts, pooling_params, pooling_task, prompt_name), use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt; otherwise as `encode`."""
+        requests = self._pooler().process(prompts, pooling_params, "embed", prompt_name)
+        return embeddings(self._pooled(requests, use_tqdm))
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of each label for each prompt; otherwise as `encode`."""
+        return classifications(self._pooled(self._pooler().process(prompts, pooling_params, "classify"), use_tqdm))
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """A score for each pair: of one query and each document, or of as many queries as documents.
+
+        By a model with one label, or by the cosine of embeddings. instruction: of a reranker whose template has one.
+        """
+        scoring = self._pooler().score(queries, documents, pooling_params, instruction)
+        return scoring.scores(self._pooled(scoring.requests, use_tqdm))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer as an object of transformers, which the first call imports."""
@@ -218,18 +286,36 @@ class LLM:
         use_tqdm: bool,
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
-        progress = self._progress if use_tqdm else SilentProgress()
         with no_full_gc():
-            requests = self._prepare(prompts, sampling_params, priority)
-            with (
-                progress.stage("generate", total=len(requests)) as advance,
-                closing(self._loop.run(requests)) as outputs,
-            ):
-                for output in outputs:
-                    finished[output.request_id] = output
-                    advance(1)
+            return self._finished("generate", self._prepare(prompts, sampling_params, priority), use_tqdm)
+
+    def _finished(self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[Any]:
+        """Run requests; their outputs, in their order."""
+        finished: dict[str, Any] = {}
+        progress = self._progress if use_tqdm else SilentProgress()
+        with (
+            progress.stage(stage, total=len(requests)) as advance,
+            closing(self._loop.run(requests)) as outputs,
+        ):
+            for output in outputs:
+                finished[output.request_id] = output
+                advance(1)
         return [finished[request.request_id] for request in requests]
+
+    def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[PoolingRequestOutput[PoolingOutput]]:
+        with no_full_gc():
+            outputs = self._finished("pool", requests, use_tqdm)
+        for output in outputs:
+            output.raise_if_failed()
+        return outputs
+
+    def _pooler(self) -> PoolingProcessor:
+        self._require_open()
+        return require_pooling(self._pooling)
+
+    def _require_generating(self) -> None:
+        self._require_open()
+        require_generating(self._pooling)
 
     def _prepare(
         self,

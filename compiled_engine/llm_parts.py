@@ -11,6 +11,7 @@ from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.pooling_processor import PoolingProcessor, make_pooling_processor
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
@@ -33,6 +34,7 @@ class LLMParts:
     loop: EngineLoop
     tokenizer: Tokenizer | None
     inputs: InputProcessor
+    pooling: PoolingProcessor | None
     default_sampling_params: SamplingParams
     profiler: Profiler
 
@@ -64,6 +66,7 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         max_model_len=config.model.max_model_len,
         num_slots=core.num_slots,
         has_priorities=config.scheduler.policy == "priority",
+        pools=config.model.pooling is not None,
     )
     return LLMParts(
         config=config,
@@ -71,6 +74,7 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         loop=EngineLoop(core, OutputProcessor(tokenizer)),
         tokenizer=tokenizer,
         inputs=InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer)),
+        pooling=make_pooling_processor(config.model, tokenizer, limits),
         default_sampling_params=default_sampling_params,
         profiler=Profiler(Path(options.profile_dir), config.device),
     )

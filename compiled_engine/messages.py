@@ -42,6 +42,8 @@ class EngineRequest:
     structured_outputs too: `grammar` is their form for llguidance. `prefix_root` hashes everything besides token ids on
     which a prefix in the KV cache depends: only requests with the same root share blocks.
 
+    `pooling`: what it gets instead of tokens: "sequence", one vector, or "token", one for each token; empty: tokens.
+
     Set when resuming a request from another replica: `output_token_ids` are the tokens generated so far, and
     `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
     """
@@ -55,6 +57,16 @@ class EngineRequest:
     grammar: str | None = None
     output_token_ids: tuple[int, ...] = ()
     next_prompt_logprob: int = 1
+    pooling: str = ""
+
+
+class Vectors(NamedTuple):
+    """Results of a request that pools: rows of `width` little-endian fp32 values each. first: of a result for each
+    token, the position of the first one; what was delivered from there on before is replaced."""
+
+    first: int
+    width: int
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -74,29 +86,37 @@ class RequestLimits:
     """Core to API: what the engine can take.
 
     Token ids are below `vocab_size`. A request has at most `max_model_len` tokens of prompt and output, of which all
-    but the last, which is never computed, need one of `num_slots` in the KV cache.
+    but the last, which is never computed, need one of `num_slots` in the KV cache. pools: requests have no output.
     """
 
     vocab_size: int
     max_model_len: int
     num_slots: int
     has_priorities: bool = False
+    pools: bool = False
 
     @property
     def max_total_tokens(self) -> int:
-        return min(self.max_model_len, self.num_slots + 1)
+        """Of a request that pools the end counts as a token."""
+        return min(self.max_model_len + self.pools, self.num_slots + 1)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt, as far as the model limits it."""
+        return self.max_model_len - (not self.pools)
 
     def check_length(self, name: str, num_tokens: int, min_tokens: int = 0, *, at_least: bool = False) -> None:
         """Raise ValueError unless a prompt of num_tokens leaves room for min_tokens of output, and for one. at_least:
         it may have more."""
         got = f"at least {num_tokens}" if at_least else f"{num_tokens}"
-        longest = self.max_model_len - 1
+        longest, of_params = self.longest_prompt, "PoolingParams" if self.pools else "SamplingParams"
         if num_tokens == 0:
             raise ValueError(f"{name} must have at least one token")
         if num_tokens > longest:
             raise ValueError(
-                f"{name} must have at most {longest} tokens (max_model_len {self.max_model_len}, less one"
-                f" to generate), got {got}; SamplingParams(truncate_prompt_tokens=...) keeps the last ones"
+                f"{name} must have at most {longest} tokens (max_model_len {self.max_model_len}"
+                f"{'' if self.pools else ', less one to generate'}), got {got};"
+                f" {of_params}(truncate_prompt_tokens=...) keeps the {'first' if self.pools else 'last'} ones"
             )
         if num_tokens > self.num_slots:
             raise ValueError(
@@ -113,7 +133,7 @@ class RequestLimits:
 
 
 class EngineOutput(NamedTuple):
-    """Core to API: what one step added to a request.
+    """Core to API: what one step added to a request. `vectors`: to one that pools.
 
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop token id
     that ended it, None for an end-of-sequence token, or what the error is. `logprobs`: a row for each new token, if
@@ -130,6 +150,7 @@ class EngineOutput(NamedTuple):
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
+    vectors: Vectors | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +217,8 @@ class NewRequest:
     """A request that takes a row of the runner: all that the runner will ever need to know of it.
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
-    with a mask (see TokenMasks). `block_ids`: its block table in each KV group.
+    with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
+    of its tokens.
     """
 
     request_id: str
@@ -206,6 +228,7 @@ class NewRequest:
     eos_token_ids: frozenset[int]
     block_ids: tuple[tuple[int, ...], ...]
     masked: bool = False
+    by_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,6 +286,7 @@ class RunnerOutput:
     many_logprobs: the rows of a request with more than FEW_TOKENS (see sampling/logprobs.py).
     prompt_logprobs: (position of the first row, rows): the row for position p is the
         log-probability of prompt token p given those before it, so positions start at 1.
+    vectors: of requests that pool. Each has a token in token_ids when it ends, which means nothing.
     """
 
     token_ids: Sequence[int] = ()
@@ -270,3 +294,4 @@ class RunnerOutput:
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[int, LogprobRows]] = field(default_factory=dict)
     counts: Sequence[int] | None = None
+    vectors: dict[str, Vectors] = field(default_factory=dict)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from compiled_engine.pooling import PoolerConfig
 from compiled_engine.schema import (
     SWITCH,
     TEXTS,
@@ -30,6 +32,7 @@ FOLDER = path("the path of a folder, or None")
 REVISION = text("a branch, tag or commit, or None")
 # Checked where it is resolved, with what is there.
 DEVICE = Kind(lambda name, value: value, {"type": "string"})
+POOLER_CONFIG = Kind(lambda name, value: PoolerConfig.of(value), {"type": "string"})
 BLOCK_SIZE = Kind(lambda name, value: value, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
 
 
@@ -137,6 +140,26 @@ class EngineOptions:
         one_of("auto", "textbook", "transformers"),
         "[source of the model's code](models.md): `textbook` or `transformers`",
         default_is="textbook if it has the architecture",
+    )
+    runner: str = declare(
+        "auto",
+        one_of("auto", "generate", "pooling"),
+        "`generate` text, or compute [embeddings and scores](pooling.md): `pooling`",
+        default_is="pooling if the checkpoint is made for it",
+    )
+    convert: str = declare(
+        "auto",
+        one_of("auto", "none", "embed", "classify"),
+        "use of a model that pools: `embed` or `classify`",
+        "`none` is auto",
+        default_is="classify for a classifier or reranker",
+    )
+    pooler_config: str | Mapping[str, Any] | PoolerConfig | None = declare(
+        None,
+        POOLER_CONFIG,
+        "override the [pooling](pooling.md#the-folder) of the checkpoint: a JSON object",
+        "in Python also a dict, or a `PoolerConfig`",
+        default_is="the checkpoint's",
     )
     attention_backend: str = declare(
         "auto",

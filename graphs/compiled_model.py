@@ -45,16 +45,26 @@ class Forwards:
     """The forward of each compile range, and logits.
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token. `logits`: from hidden states [R, D] to logits [R, V]. A stage with others behind it
-    returns what it hands on, and has no logits.
+    logits [T, V] of every token, or hidden states where the model pools (`pools`). `logits`: from hidden states [R, D]
+    to logits [R, V]; `pooler`: from pooled ones to results. A stage with others behind it returns what it hands on, and
+    has no logits.
     """
 
     hidden: Forward
     logits: Forward = field(default_factory=nn.Identity)
     small: tuple[tuple[CompileRange, Forward], ...] = ()
+    pooler: Forward = field(default_factory=nn.Identity)
+    pools: bool = False
 
     def for_logits(self, num_tokens: int) -> Forward | None:
         """The forward that returns logits for this number of tokens, or None."""
+        return None if self.pools else self._small(num_tokens)
+
+    def for_hidden(self, num_tokens: int) -> Forward:
+        """The forward that returns hidden states for this number of tokens."""
+        return (self.pools and self._small(num_tokens)) or self.hidden
+
+    def _small(self, num_tokens: int) -> Forward | None:
         return next((forward for r, forward in self.small if num_tokens in r), None)
 
 
@@ -62,7 +72,7 @@ class Forwards:
 class CompiledModel:
     """An entry of the cache, loaded: the plan of each callable and range, and the pieces that they share.
 
-    direct: the pieces that Inductor did not compile.
+    direct: the pieces that Inductor did not compile. pools: whether its forwards end at hidden states.
     """
 
     ranges: tuple[CompiledRange, ...]
@@ -70,6 +80,7 @@ class CompiledModel:
     direct: frozenset[str]
     lookup: Lookup
     counts: CompileCounts
+    pools: bool = False
 
     def for_stage(self, stage: Stage) -> CompiledModel:
         """A part of it. Raises ValueError, see stage_plan."""
@@ -116,10 +127,8 @@ class CompiledModel:
             forward = stitch(plan, self.pieces, parameters, on_attention)
             bound.append((r.compile_range, StageForward(forward, r.staged, received) if r.staged else forward))
         *small, (_, hidden) = bound
-        found = Forwards(hidden, small=tuple(small))
-        for r in self.of(LOGITS):
-            found = replace(found, logits=stitch(r.plan, self.pieces, parameters))
-        return found
+        others = {r.callable: stitch(r.plan, self.pieces, parameters) for r in self.ranges if r.callable != FORWARD}
+        return Forwards(hidden, small=tuple(small), pools=self.pools, **others)
 
 
 def compile_model(
@@ -163,7 +172,7 @@ def compile_model(
         for compiled_range in ranges:
             require_contracts(compiled_range.compile_range, compiled_range.passes)
     counts = CompileCounts(traces=len(compiles), compiles=sum(compiles))
-    return CompiledModel(ranges, pieces, direct, lookup, counts)
+    return CompiledModel(ranges, pieces, direct, lookup, counts, config.model.pooling is not None)
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:

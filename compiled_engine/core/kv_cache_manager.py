@@ -63,7 +63,7 @@ class KVCacheManager:
         would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one always does.
         """
         num_tokens = len(request.token_ids)
-        reads_prefix = self.enable_prefix_caching and not request.owes_prompt_logprobs
+        reads_prefix = self.enable_prefix_caching and not request.owes_every_token
         num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
         if not all(resource.has_room(request, num_tokens, num_cached, reserve) for resource in self.resources):
             return False

@@ -83,7 +83,7 @@ class Request:
     ending_ids: the tokens that may end it sooner, and the error codes.
     constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
     failure: error of its constraint; the request ends with the next processed step.
-    prefix_root: see EngineRequest.
+    prefix_root, pooling: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
@@ -114,6 +114,7 @@ class Request:
     num_accepted: int = 0
     failure: str | None = None
     prefix_root: bytes = ROOT
+    pooling: str = ""
     most_new_tokens: int = 1
     gets_fewer: bool = False
     status: RequestStatus = RequestStatus.WAITING
@@ -159,6 +160,7 @@ class Request:
             most_new_tokens=most_new_tokens if constraint is None else 1,
             gets_fewer=constraint is not None and most_new_tokens > 1,
             prefix_root=request.prefix_root,
+            pooling=request.pooling,
             next_prompt_logprob=request.next_prompt_logprob,
         )
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
@@ -211,8 +213,13 @@ class Request:
         return self.num_tokens > len(self.token_ids)
 
     @property
+    def owes_every_token(self) -> bool:
+        """Return whether prompt tokens must be computed for what they yield themselves, even if cached."""
+        return self.pooling == "token" or self.owes_prompt_logprobs
+
+    @property
     def owes_prompt_logprobs(self) -> bool:
-        """Return whether prompt tokens must be computed for their log-probabilities, even if cached."""
+        """Return whether log-probabilities of prompt tokens are still to be delivered."""
         wanted = self.sampling_params.prompt_logprobs is not None
         return wanted and self.next_prompt_logprob < self.num_prompt_tokens
 
@@ -241,6 +248,7 @@ class Request:
             eos_token_ids=self.eos_token_ids,
             block_ids=block_ids,
             masked=self.constraint is not None,
+            by_token=self.pooling == "token",
         )
 
 

@@ -101,7 +101,8 @@ class Scheduler:
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
-    most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many.
+    most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
+    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Scheduler:
         steps_in_flight: int = 1,
         num_lanes: int = 1,
         most_new_tokens: int = 1,
+        pools: bool = False,
     ) -> None:
         self._config = scheduler
         self._most_new_tokens = most_new_tokens
@@ -122,7 +124,7 @@ class Scheduler:
             [RequestRows(most * num_lanes)],
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots)
+        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots, pools=pools)
         self._requests = RequestTable(self._kv_cache)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
@@ -304,7 +306,7 @@ class Scheduler:
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
-        others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
+        others = prompt_outputs(in_flight, result) if result.prompt_logprobs or result.vectors else []
         take = self._take_single_tokens if self._most_new_tokens == 1 else self._take_several
         outputs = take(in_flight, result, others)
         self._in_flight.popleft()

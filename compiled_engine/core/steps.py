@@ -230,14 +230,18 @@ def step_outputs(
 
 
 def prompt_outputs(step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
-    """Prompt log-probabilities of requests that have not come to the end of their prompt."""
+    """Prompt log-probabilities and vectors of requests that have not come to the end of their prompt."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if not samples and request.status is not RequestStatus.FINISHED:
-            entries = _prompt_logprobs(request, result)
-            if entries is not None:
+            entries, vectors = _prompt_logprobs(request, result), result.vectors.get(request.request_id)
+            if entries is not None or vectors is not None:
                 cached = request.num_cached_tokens or 0
-                outputs.append(EngineOutput(request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached))
+                outputs.append(
+                    EngineOutput(
+                        request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached, vectors=vectors
+                    )
+                )
     return outputs
 
 
@@ -246,7 +250,7 @@ def tokens_output(request: Request, tokens: slice, finish: Finish | None, result
     want of another one."""
     request_id = request.request_id
     prompt_logprobs = _prompt_logprobs(request, result)
-    token_ids = tuple(result.token_ids[tokens])
+    token_ids = () if request.pooling else tuple(result.token_ids[tokens])
     logprobs = None
     if token_ids and (many := result.many_logprobs.get(request_id)) is not None:
         logprobs = many.select(slice(len(token_ids)))
@@ -255,7 +259,8 @@ def tokens_output(request: Request, tokens: slice, finish: Finish | None, result
     reason, stop_reason = finish or (None, None)
     cached = request.num_cached_tokens or 0
     at = request.scheduled_time
-    return EngineOutput(request_id, token_ids, logprobs, prompt_logprobs, reason, stop_reason, cached, at)
+    vectors = result.vectors.get(request_id)
+    return EngineOutput(request_id, token_ids, logprobs, prompt_logprobs, reason, stop_reason, cached, at, vectors)
 
 
 def no_token(request: Request, token_id: int) -> Finish | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from compiled_engine.frontend.pooling import PoolingTask
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT
@@ -18,13 +19,15 @@ from compiled_engine.sampling.params import SamplingParams, checked_again, deriv
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A prompt ready to run: one engine request for each of its `sampling_params.n` completions."""
+    """A prompt ready to run: one engine request for each of its `sampling_params.n` completions. pooling: what is made
+    of it where it pools."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
+    pooling: PoolingTask | None = None
 
 
 def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenizer, limits: RequestLimits) -> None:
@@ -100,7 +103,7 @@ class InputProcessor:
         try:
             params = checked_again(params)
             for index, word in enumerate(params.bad_words or ()):
-                _require_unicode(f"bad_words[{index}]", word)
+                require_unicode(f"bad_words[{index}]", word)
             if self._tokenizer is not None and params.bad_words:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
             params.top_k = min(params.top_k, self._limits.vocab_size)  # more are not there
@@ -132,18 +135,10 @@ class InputProcessor:
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """Tokenise, truncate if requested, and check a prompt."""
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
-        if not token_ids:
-            given: object = prompt.text if prompt.token_ids is None else []
-            raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
-        vocab_size = self._limits.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < vocab_size)
-            raise ValueError(
-                f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
-            )
+        check_token_ids(prompt, token_ids, self._limits.vocab_size)
         keep = params.truncate_prompt_tokens
         if keep is not None:
-            longest = self._limits.max_model_len - 1
+            longest = self._limits.longest_prompt
             token_ids = token_ids[-(longest if keep == -1 else min(keep, longest)) :]
         self._limits.check_length(prompt.name, len(token_ids), params.min_tokens)
         return token_ids
@@ -152,7 +147,7 @@ class InputProcessor:
         text = prompt.text or ""
         if self._tokenizer is None:
             raise ValueError(f"{prompt.name} must be token ids, as there is no tokenizer, got {text!r}")
-        _require_unicode(prompt.name, text)
+        require_unicode(prompt.name, text)
         check_text(prompt.name, text, params, self._tokenizer, self._limits)
         return tuple(self._tokenizer.encode(text))
 
@@ -194,7 +189,19 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
     )
 
 
-def _require_unicode(name: str, text: str) -> None:
+def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError if there are none, or if one is not within the vocabulary."""
+    if not token_ids:
+        given: object = prompt.text if prompt.token_ids is None else []
+        raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < vocab_size)
+        raise ValueError(
+            f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
+        )
+
+
+def require_unicode(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -9,6 +9,7 @@ from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from compiled_engine.frontend.running_pooling import RunningPooling
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, StepOutputs
 
@@ -124,15 +125,19 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._states: dict[str, RunningRequest] = {}
+        self._states: dict[str, RunningRequest | RunningPooling] = {}
         # By engine request: the destination of plain tokens; of their log-probabilities; the completion, if it checks
         # each token.
         self._token_sinks: dict[str, Callable[[int], None]] = {}
         self._logprob_sinks: dict[str, GrowingLogprobs] = {}
         self._watched: dict[str, RunningRequest] = {}
 
-    def add(self, request: PreparedRequest, *, partial: bool = True) -> RunningRequest:
+    def add(self, request: PreparedRequest, *, partial: bool = True) -> RunningRequest | RunningPooling:
         """Start to follow a request; its arrival is now. partial: every token changes it, not its end alone."""
+        if request.pooling is not None:
+            pooling = RunningPooling(request)
+            self._states |= dict.fromkeys(pooling.unfinished_ids(), pooling)
+            return pooling
         state = RunningRequest(request, self._tokenizer, time.perf_counter())
         for engine_request_id, completion in state.completions.items():
             self._states[engine_request_id] = state
@@ -148,13 +153,13 @@ class OutputProcessor:
         for by_id in (self._states, self._token_sinks, self._logprob_sinks, self._watched):
             by_id.pop(engine_request_id, None)
 
-    def process(self, outputs: StepOutputs) -> tuple[list[RunningRequest], list[str]]:
+    def process(self, outputs: StepOutputs) -> tuple[list[RunningRequest | RunningPooling], list[str]]:
         """Process a step's outputs; return the states that changed, and the engine requests to abort.
 
         Requests to abort ended by a stop string, which the core does not handle.
         """
         now = time.perf_counter()
-        changed: dict[int, RunningRequest] = {}
+        changed: dict[int, RunningRequest | RunningPooling] = {}
         aborts: list[str] = []
         if outputs.counts is None:
             self._take_single_tokens(outputs, now, changed, aborts)
@@ -167,7 +172,7 @@ class OutputProcessor:
         return list(changed.values()), aborts
 
     def _take_single_tokens(
-        self, outputs: StepOutputs, now: float, changed: dict[int, RunningRequest], aborts: list[str]
+        self, outputs: StepOutputs, now: float, changed: dict[int, RunningRequest | RunningPooling], aborts: list[str]
     ) -> None:
         """Process columns with a token for each request."""
         sinks = self._token_sinks
@@ -187,7 +192,9 @@ class OutputProcessor:
                         self.forget(request_id)
                         aborts.append(request_id)
 
-    def _take(self, output: EngineOutput, now: float, changed: dict[int, RunningRequest], aborts: list[str]) -> None:
+    def _take(
+        self, output: EngineOutput, now: float, changed: dict[int, RunningRequest | RunningPooling], aborts: list[str]
+    ) -> None:
         """Process a step's output of one request, token by token."""
         if (state := self._states.get(output.request_id)) is not None:
             changed[id(state)] = state

@@ -90,6 +90,14 @@ class Tokenizer:
         """Token ids of `text`, by default with the tokenizer's special tokens around it."""
         return self._words.encode(text, add_special_tokens)
 
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text; fast tokenizers use several threads."""
+        return self._words.encode_batch(texts, add_special_tokens)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Token ids of pairs of texts, joined as the tokenizer joins them."""
+        return self._words.encode_batch(pairs, True)
+
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the text's number of tokens, found without tokenising it."""
         longest = self._words.longest_token()

@@ -23,6 +23,8 @@ class Words(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
+    def encode_batch(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool) -> list[list[int]]: ...
+
     def encode_as_text(self, text: str) -> list[int]:
         """Encode without special tokens: their text is plain text."""
         ...
@@ -57,6 +59,10 @@ class FastWords:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return _ids(self._backend, text, add_special_tokens)
+
+    def encode_batch(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def longest_token(self) -> int | None:
         if self._longest_token is None:
@@ -103,6 +109,10 @@ class SlowWords:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def encode_batch(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool) -> list[list[int]]:
+        each = (text if isinstance(text, tuple) else (text,) for text in texts)
+        return [self._hf(*both, add_special_tokens=add_special_tokens, verbose=False)["input_ids"] for both in each]
 
     def encode_as_text(self, text: str) -> list[int]:
         return self._hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]

@@ -133,7 +133,7 @@ HONOURED: Rows = {
         "model tokenizer revision tokenizer_revision download_dir skip_tokenizer_init device seed load_format "
         "max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching "
         "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
-        "data_parallel_size"
+        "data_parallel_size runner convert pooler_config"
     ),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
@@ -245,14 +245,7 @@ NOT_SUPPORTED: Rows = {
         num_speculative_tokens=(),
     ),
     **only("diffusion", "use an autoregressive model", diffusion_config=({},)),
-    **only(
-        "embedding, classification or scoring",
-        "use a model that generates, or another engine",
-        runner=("auto", "generate"),
-        convert=("auto", "none"),
-        task=("auto", "generate"),
-        pooler_config=(),
-    ),
+    **only("a choice of task", "give runner and convert", task=("auto", "generate")),
     **only("a prompt of embeddings", "give token ids", enable_prompt_embeds=False),
     **only(
         "weights or KV cache in the host's memory",

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_POOLING = "the engine generates text; embeddings, classes and scores need another engine"
 _SLEEP = "close() the engine and make a new one, which starts from the compile cache"
 _QUEUE = "generate() takes any number of prompts, and stream() gives out one as it grows"
 _WEIGHTS = "close() the engine and make a new one from the new checkpoint"
 _ONE_PROCESS = "the processes of an engine take no calls but its own"
 
 MISSING = {
-    "encode": _POOLING,
-    "embed": _POOLING,
-    "classify": _POOLING,
-    "score": _POOLING,
-    "reward": _POOLING,
+    "reward": "classify() gives the scores of a model with one label",
     "beam_search": "SamplingParams(n=...) samples several completions",
     "sleep": _SLEEP,
     "wake_up": _SLEEP,

@@ -175,6 +175,7 @@ class CoreServer:
             max_model_len=config.model.max_model_len,
             num_slots=self._core.num_slots,
             has_priorities=config.scheduler.policy == "priority",
+            pools=config.model.pooling is not None,
         )
         self._api_processes.append(api_process)
         self._selector.register(connection, selectors.EVENT_READ, api_process)

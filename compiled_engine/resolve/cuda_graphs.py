@@ -143,6 +143,8 @@ def recording_obstacle(
         return "nothing is compiled"
     if parallel.devices_per_replica > 1:
         return "calls are recorded in one process alone"
+    if model.pooling is not None:
+        return "decodes alone are recorded, and a model that pools has none"
     if not attention.support.records_decodes:
         return f"attention backend {attention.backend} cannot be recorded"
     if not compile_config.ranges:

@@ -21,8 +21,10 @@ from compiled_engine.config import (
     local_share,
 )
 from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.rope.rope_attend import RopeAttend
+from compiled_engine.pooling import PoolerConfig
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
@@ -58,6 +60,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         cache_dir=resolve_cache_dir(options),
         quantization=options.quantization,
         quantization_ignore=options.quantization_ignore,
+        pooling=PoolingOptions(options.runner, options.convert, PoolerConfig.of(options.pooler_config or {})),
     )
     reasons |= model_reasons
     parallel = resolve_parallel(options, model, device, reasons)
@@ -69,6 +72,15 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             "checkpoint; allowed: None, or another mode"
         )
     scheduler = _scheduler(options, model, device, reasons)
+    caches_prefixes = options.enable_prefix_caching
+    if model.pooling is not None:
+        if parallel.num_stages > 1:
+            raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
+        if caches_prefixes and model.pooling.every_token:
+            caches_prefixes = False
+            reasons["cache.enable_prefix_caching"] = (
+                f"pooling is {' + '.join(model.pooling.kinds)}: it needs hidden states, which the cache does not hold"
+            )
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device)
     reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
@@ -77,9 +89,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     return EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
-        cache=CacheConfig(
-            attention.block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
-        ),
+        cache=CacheConfig(attention.block_size, options.num_blocks, options.gpu_memory_utilization, caches_prefixes),
         scheduler=scheduler,
         compile=compile_config,
         graph=resolve_graphs(

@@ -127,7 +127,10 @@ class ModelForward:
             if on_attention is not None:
                 self._parts = compiled.bind(parameters, on_attention, self._received)
         else:
-            self._whole = self._parts = Forwards(model, model.logits)  # type: ignore[arg-type]
+            ends: dict[str, Any] = {"logits": model.logits}
+            if (pooler := getattr(model, "pooler", None)) is not None:
+                ends = {"pooler": pooler, "pools": True}
+            self._whole = self._parts = Forwards(model, **ends)
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
         self._distinct_whole, self._distinct_parts = self._whole, self._parts
@@ -135,7 +138,7 @@ class ModelForward:
             self._distinct_whole = self._distinct_parts = compiled.bind(parameters, None, self._received, distinct=True)
             if on_attention is not None:
                 self._distinct_parts = compiled.bind(parameters, on_attention, self._received, distinct=True)
-        self.logits = self._whole.logits
+        self.logits, self.pooler = self._whole.logits, self._whole.pooler
 
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Return whether the forward for this many tokens returns logits by default."""
@@ -169,7 +172,7 @@ class ModelForward:
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
             return ForwardOutput(small(*arguments), is_logits=True)
-        return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
+        return ForwardOutput(forwards.for_hidden(num_tokens)(*arguments), is_logits=False)
 
     def recording_counts(self) -> list[RecordingCounts]:
         """Return the counts of each forward whose calls are recorded."""
@@ -178,7 +181,7 @@ class ModelForward:
     def close(self) -> None:
         """Drop the last references to the weights."""
         self._whole = self._parts = self._distinct_whole = self._distinct_parts = Forwards(nn.Identity())
-        self.logits = nn.Identity()
+        self.logits = self.pooler = nn.Identity()
 
 
 class _EagerParts:

@@ -32,6 +32,7 @@ from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, 
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.stage_traffic import StageTraffic
+from compiled_engine.runner.step_pooling import StepPooling
 from compiled_engine.runner.step_sampling import StepSampling, owes_prompt_logprobs
 from compiled_engine.runner.warm_up import compile_kernels, compile_kernels_ahead, warm_up
 from compiled_engine.sampling.edits import penalty_bytes
@@ -65,7 +66,7 @@ class Runner:
         self._group: Group = group or StandIn()
         self._link = link
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
-        self._samples = self._stage.is_last
+        self._samples = self._stage.is_last and config.model.pooling is None
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
@@ -135,6 +136,10 @@ class Runner:
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling = StepSampling(self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic)
+        self._pooling = None
+        if (pooling := config.model.pooling) is not None:
+            hidden_size = config.model.hidden_size
+            self._pooling = StepPooling(pooling, hidden_size, self.states, self.buffers, self.model.pooler)
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         self.step = PaddedStep(
             self.model,
@@ -236,7 +241,7 @@ class Runner:
         if self._traffic:
             self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
         if not self._samples:
-            return self._run_before_others(batch, hidden_wanted)
+            return self._run_without_sampling(batch, hidden_wanted)
         prompt: dict[str, PromptLogprobs] = {}
         if batch.key is not None and batch.key.is_decode:
             logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
@@ -255,16 +260,17 @@ class Runner:
             return unsampled
         return self._sampling.finish(unsampled)
 
-    def _run_before_others(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
-        """Run a non-final pipeline stage; its result is unused."""
-        assert self._traffic is not None
+    def _run_without_sampling(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """Run a non-final pipeline stage, or a model that pools; the result's tokens are unused."""
         output = self.captured.forward(batch, hidden_wanted)
         if batch.key is None or not batch.key.is_decode:
             self._sampling.without_tokens(batch, batch.num_requests)
-        self._traffic.send(output.tensor, batch)
+        if self._traffic:
+            self._traffic.send(output.tensor, batch)
+        pooled = self._pooling(batch, output.tensor) if self._pooling else None
         self.pending.launched()
         self.runs_ended += 1
-        return self.pending.step(batch, None, {})
+        return self.pending.step(batch, None, {}, pooled)
 
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""

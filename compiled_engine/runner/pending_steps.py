@@ -13,6 +13,7 @@ from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.step_pooling import PooledRows
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
@@ -138,13 +139,19 @@ class PendingSteps:
             self._number = int(self._buffers.num_steps_1)
             self._is_known = True
 
-    def step(self, batch: InputBatch, logprobs: BatchLogprobs | None, prompt: dict[str, PromptLogprobs]) -> PendingStep:
+    def step(
+        self,
+        batch: InputBatch,
+        logprobs: BatchLogprobs | None,
+        prompt: dict[str, PromptLogprobs],
+        pooled: PooledRows | None = None,
+    ) -> PendingStep:
         """Return the step whose tokens were launched last."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return PendingStep(self._ring_KR1, self._number, event, batch, logprobs, prompt, self._clock)
+        return PendingStep(self._ring_KR1, self._number, event, batch, logprobs, prompt, self._clock, pooled)
 
 
 class PendingStep:
@@ -159,8 +166,9 @@ class PendingStep:
         logprobs: BatchLogprobs | None,
         prompt: dict[str, PromptLogprobs],
         clock: StepClock,
+        pooled: PooledRows | None = None,
     ):
-        self._clock = clock
+        self._clock, self._pooled = clock, pooled
         self._ring_KR1, self._number, self._event = ring_KR1, number, event
         self._batch, self._logprobs, self._prompt = batch, logprobs, prompt
 
@@ -180,6 +188,8 @@ class PendingStep:
         if not samples_R.all():
             token_ids = list(compress(token_ids, samples_R.tolist()))
         prompt = {request_id: (found.first, found.rows()) for request_id, found in self._prompt.items()}
+        if self._pooled is not None:
+            return RunnerOutput(token_ids, vectors=self._pooled.vectors())
         if self._logprobs is None:
             return RunnerOutput(token_ids, prompt_logprobs=prompt)
         few = None

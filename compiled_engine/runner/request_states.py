@@ -26,7 +26,8 @@ class RequestStates:
     On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
     them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
     used in turn, since a step may still read the prompt of the row's previous request. prompt_logprobs: number
-    requested, by row. generation: changes when a request gets or loses a row.
+    requested, by row. by_token: rows that get a result for each token. generation: changes when a request gets or
+    loses a row.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RequestStates:
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
         self.prompt_logprobs: dict[int, int] = {}
+        self.by_token: set[int] = set()
         self.generation = 0
         self._num_blocks = [0] * max_num_rows
         self._row_of: dict[str, int] = {}
@@ -79,6 +81,8 @@ class RequestStates:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
             self.prompt_logprobs[row] = wanted
+        if request.by_token:
+            self.by_token.add(row)
         self.fields.start(row)
         self.fields.set(row, num_computed=num_computed, num_known=len(request.token_ids), known_row=known_row)
         self._num_blocks[row] = 0
@@ -103,13 +107,14 @@ class RequestStates:
             return None
         self.generation += 1
         self.prompt_logprobs.pop(row, None)
+        self.by_token.discard(row)
         self._free_rows.append(row)
         self.fields.free(row)
         return row
 
 
 def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None) -> None:
-    """Update rows before the step is prepared. sampler: None in a pipeline stage that does not sample. Raises what
+    """Update rows before the step is prepared. sampler: None in a runner that does not sample. Raises what
     Sampler.add_row raises."""
     for request_id in step.removed:
         row = states.remove(request_id)

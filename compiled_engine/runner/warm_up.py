@@ -209,7 +209,9 @@ def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWor
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)  # it has a thread of its own
     with _asked(config, workers) as kernels:
-        sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
+        sampling = []
+        if config.model.pooling is None:
+            sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
         for shape in start_up_batches(config):  # the largest batch has the longest compilations
             if not workers.closed:  # closed if the start has failed
                 _attention(config, shape)

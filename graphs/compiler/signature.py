@@ -24,8 +24,9 @@ from compiled_engine.attention.inputs import (
 from compiled_engine.config import EngineConfig
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.registry import step_tensors
+from compiled_engine.pooling import Pooling
 
-FORWARD, LOGITS = "forward", "logits"
+FORWARD, LOGITS, POOLER = "forward", "logits", "pooler"
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 
@@ -95,20 +96,26 @@ def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
 
 def callables_of(config: EngineConfig) -> dict[str, Signature]:
     """Return the callables of a model, by name."""
-    return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)}
+    pooling = config.model.pooling
+    if pooling is None:
+        return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)}
+    return {FORWARD: forward_signature(config)} | ({POOLER: pooler_signature(config, pooling)} if pooling.head else {})
 
 
 def forward_signature(config: EngineConfig) -> Signature:
-    """A step: hidden states of every token, and in ranges for small batches their logits."""
+    """A step: hidden states of every token, and in ranges for small batches their logits if the model has them."""
     model = config.local_model
+    results = {"hidden_TD": f"model({', '.join(FORWARD_ARGUMENTS)})"}
+    if model.pooling is None:
+        results["logits_TV"] = "model.logits(hidden_TD)"
     caches = kv_cache_tensors(model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size), model.dtype)
     return Signature(
         FORWARD_ARGUMENTS,
         (*STEP_TENSORS, *caches),
-        {"hidden_TD": f"model({', '.join(FORWARD_ARGUMENTS)})", "logits_TV": "model.logits(hidden_TD)"},
+        results,
         returns=("hidden_TD",),
         ranges=compile_ranges(config),
-        small_returns=("logits_TV",),
+        small_returns=("logits_TV",) if model.pooling is None else (),
         asked=step_tensors(config.compile.passes),
         backend=config.attention_backend,
     )
@@ -122,6 +129,18 @@ def logits_signature(config: EngineConfig) -> Signature:
         (StepTensor("hidden_RD", ("tokens", model.hidden_size), model.dtype),),
         {"logits_RV": "model.logits(hidden_RD)"},
         returns=("logits_RV",),
+        ranges=compile_ranges(config)[-1:],
+        direct=True,
+    )
+
+
+def pooler_signature(config: EngineConfig, pooling: Pooling) -> Signature:
+    """The head of a model that pools, for rows of pooled hidden states."""
+    return Signature(
+        ("pooled_RW",),
+        (StepTensor("pooled_RW", ("tokens", pooling.head[0].in_size), torch.float32),),
+        {"result_RL": "model.pooler(pooled_RW)"},
+        returns=("result_RL",),
         ranges=compile_ranges(config)[-1:],
         direct=True,
     )

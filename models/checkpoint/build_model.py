@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.models.foreign.description import skeleton
 from compiled_engine.models.foreign.find_description import find_description
 from compiled_engine.models.foreign.weights import mark_packed
 from compiled_engine.models.textbook import architectures
+from compiled_engine.models.textbook.pooler import Pooler
 from compiled_engine.parallel.shards import Shard, compare_shapes
 
 
@@ -17,21 +20,34 @@ def build_model(config: ModelConfig) -> Any:
     """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
 
     It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and
-    `logits(hidden_RD) -> logits_RV`. Buffers (rotary frequencies) are fp32 on the CPU.
+    `logits(hidden_RD) -> logits_RV`, or if it pools `pooler(pooled_RW) -> result_RL`. Buffers (rotary frequencies) are
+    fp32 on the CPU.
     """
     if config.transformers is None:
-        return architectures.build_model(config)
+        return _with_pooler(architectures.build_model(config), config)
     from compiled_engine.models.foreign.transformers_model import build_foreign_model  # imports transformers
 
-    return build_foreign_model(config.transformers.config, config.dtype)[0]
+    return _with_pooler(build_foreign_model(config.transformers.config, config.dtype)[0], config)
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
     """The model to be given memory and weights where its code is compiled already: without its code if that is
     transformers'."""
     if config.transformers is None:
-        return architectures.build_model(config)
-    return skeleton(find_description(config.transformers.config, config.dtype, cache_dir))
+        return _with_pooler(architectures.build_model(config), config)
+    return _with_pooler(skeleton(find_description(config.transformers.config, config.dtype, cache_dir)), config)
+
+
+def _with_pooler(model: Any, config: ModelConfig) -> Any:
+    """The model with a pooler in the place of its output projection, if it pools."""
+    if config.pooling is not None:
+        children = dict(model.named_children())
+        decoder = max(children, key=lambda name: len(list(children[name].parameters())))
+        for name in children.keys() - {decoder}:
+            delattr(model, name)
+        with torch.device("meta"):
+            model.pooler = Pooler(config.pooling.head).eval().requires_grad_(False)
+    return model
 
 
 # The slice of each parameter that a rank of this configuration holds.

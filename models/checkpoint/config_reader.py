@@ -12,6 +12,13 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.pooling_folder import (
+    PoolingOptions,
+    causal_name,
+    read_pooling,
+    stated_length,
+    why_pooling,
+)
 from compiled_engine.models.checkpoint.quantisation_config import HEAD, MXFP4, ROUTER, SECTION, read_quantisation
 from compiled_engine.models.checkpoint.safetensors_files import find_shards, map_tensors
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
@@ -26,6 +33,7 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+POOLER = "re:pooler.*"  # small, and computed in fp32
 # Modules kept in the model's dtype by default: output projections, and routers of experts.
 DEFAULT_IGNORE = (HEAD, ROUTER)
 
@@ -44,6 +52,7 @@ def read_model_config(
     cache_dir: Path | None = None,
     quantization: str | None = None,
     quantization_ignore: tuple[str, ...] = (),
+    pooling: PoolingOptions | None = None,
 ) -> tuple[ModelConfig, dict[str, str]]:
     """The model in a checkpoint folder, and the reasons for chosen values, by dotted field name.
 
@@ -63,6 +72,14 @@ def read_model_config(
     fields, wrapper = text_model(JsonFields.from_file(path / "config.json"))
     if wrapper is not None:
         reasons["model.wrapper"] = f"the text model of a {wrapper} runs alone; tensors of other parts are not read"
+    pooling = pooling or PoolingOptions()
+    stated = fields
+    architecture = stated.texts("architectures")[0]
+    pools = why_pooling(architecture, path, pooling)
+    if pools is not None:
+        if fields.values.get("is_causal") is False:
+            raise fields.error("is_causal", "true: no attention to later tokens is supported")
+        fields = JsonFields(fields.source, fields.values | {"architectures": [causal_name(architecture)]})
     textbook = _is_textbook(fields, model_impl, reasons)
     quantisation = _quantisation(fields, path, textbook, quantization, quantization_ignore)
     if quantisation is not None:
@@ -82,9 +99,16 @@ def read_model_config(
         try:
             model, origin = foreign_model(fields, path, DTYPES[dtype], cache_dir)
         except UnknownArchitectureError as error:
-            known = _known_to_the_textbook(fields.texts("architectures")[0])
-            raise ValueError(f"{fields.source}: {error}; {known}") from error
+            known, taken = _known_to_the_textbook(fields.texts("architectures")[0]), ""
+            if causal_name(architecture) != architecture:
+                taken = f"the decoder of architecture {architecture!r}: "
+            raise ValueError(f"{fields.source}: {taken}{error}; {known}") from error
     supported_length = model.max_model_len
+    if pools is not None:
+        reasons["model.pooling"] = pools
+        model = replace(model, pooling=read_pooling(stated, path, pooling, model.hidden_size, reasons))
+        if (shorter := stated_length(path)) is not None and shorter[0] < supported_length:
+            supported_length, origin = shorter[0], f"max_seq_length of {shorter[1]}"
     if max_model_len is None:
         max_model_len, reasons["model.max_model_len"] = supported_length, origin
     if max_model_len > supported_length:
@@ -94,6 +118,8 @@ def read_model_config(
     model = replace(model, hub_name=hub_name, revision=revision, load_format=load_format, seed=seed, wrapper=wrapper)
     if quantisation is not None and model.tie_word_embeddings:  # the head is the embedding, whose rows are looked up
         quantisation = replace(quantisation, ignore=(*quantisation.ignore, HEAD))
+    if quantisation is not None and pools is not None:
+        quantisation = replace(quantisation, ignore=(*quantisation.ignore, POOLER))
     return replace(model, max_model_len=max_model_len, quantisation=quantisation), reasons
 
 

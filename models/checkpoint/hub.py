@@ -6,6 +6,7 @@ files, nothing else. The small files come first, the weights when they are about
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
+from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
 from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files, name_some
 from compiled_engine.process.progress import Advance, Progress
 
@@ -39,7 +41,9 @@ TOKENIZER_FILES = (
     *VOCABULARY_FILES,
 )
 CONFIG = "config.json"
-MODEL_FILES = (CONFIG, "generation_config.json", INDEX, *TOKENIZER_FILES)
+MODEL_FILES = (CONFIG, "generation_config.json", INDEX, *POOLING_FILES, *TOKENIZER_FILES)
+# Of the modules after the transformer in the layout of sentence-transformers; their weights are small.
+_OF_MODULES = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ def find_checkpoint(repository: Repository, progress: Progress, *, with_weights:
             if with_weights:
                 _weight_files(repository, listed, cached)
             folder = _download_first(repository, CONFIG)
-            _download(repository, folder, [name for name in MODEL_FILES if name in listed], listed, progress)
+            names = [name for name in listed if _OF_MODULES.fullmatch(name)]
+            _download(repository, folder, [*names, *(n for n in MODEL_FILES if n in listed)], listed, progress)
     except (ConnectionError, FileNotFoundError):
         if cached and not lacking:  # a repository without a tokenizer
             return Snapshot(cached, "from the cache of huggingface_hub")

@@ -15,6 +15,7 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.parameters import Weights
+from compiled_engine.models.checkpoint.pooling_tensors import pooling_tensors
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
@@ -72,6 +73,8 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
+    if config.pooling is not None:
+        tensors = pooling_tensors(tensors, dict(model.named_parameters(remove_duplicate=False)), config)
     matched = match_tensors(tensors, model, config, cache_dir)
     parts: dict[str, list[Placement]] = {}
     for leaf in weights.leaves():

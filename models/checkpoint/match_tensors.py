@@ -13,6 +13,7 @@ from torch import nn
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.mxfp4 import BYTES
+from compiled_engine.models.checkpoint.pooling_tensors import POOLER
 from compiled_engine.models.checkpoint.quantised_tensors import KV_SCALES, Stored, encoded, find_stored
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
 from compiled_engine.models.foreign.placement import Placement, Span
@@ -55,11 +56,16 @@ def match_tensors(
     else:
         kept = model.state_dict().keys()
         own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
+        of_pooler = [name for name in shapes if name.startswith(POOLER)]
+        stated = {name: shape for name, shape in shapes.items() if name not in of_pooler}
         try:
-            plan = find_weight_plan(config.transformers, config.dtype, shapes, cache_dir)
+            plan = find_weight_plan(config.transformers, config.dtype, stated, cache_dir)
         except ValueError as error:
             raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
         placements, problems = list(plan.placements), {"unexpected": list(plan.unexpected)}
+        if config.pooling is not None:  # its output projection is not there
+            placements = [placement for placement in placements if placement.target in own]
+            placements += [Placement(name, _all_of(shapes[name]), name, _all_of(shapes[name])) for name in of_pooler]
     placements = [encoded(placement, stored) for placement in placements]
     read, twins = _tied_apart(placements, own)
     if config.transformers is not None:

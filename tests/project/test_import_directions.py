@@ -19,6 +19,7 @@ FOLDERS = {
 LAYERS = (
     "process",
     "quantisation",
+    "pooling",
     "config",
     "schema",
     "kernels",

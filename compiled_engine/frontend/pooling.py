@@ -1,0 +1,200 @@
+"""Requests of models that pool: parameters, what is made of the engine's vectors, and results with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from compiled_engine.pooling import CLASSIFY, EMBED, NONE, NORMALISE, SIGMOID, SOFTMAX, Pooling
+
+if TYPE_CHECKING:
+    import torch
+
+TOKEN_EMBED, TOKEN_CLASSIFY = "token_embed", "token_classify"
+BY_TOKEN = {TOKEN_EMBED: EMBED, TOKEN_CLASSIFY: CLASSIFY}
+LEAST_LENGTH = 1e-12  # of a vector that is divided by its length
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """Parameters of a request; None leaves each to the model.
+
+    dimensions: of an embedding, which is cut before it is normalised. use_activation, or normalize: whether results are
+    normalised, or made probabilities. truncate_prompt_tokens: keep so many tokens of a text, the first ones, with the
+    special tokens around them; -1: as many as the model takes. task: embed, classify, token_embed or token_classify.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    task: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"{name} must be an integer or None, got {value!r}")
+            if value is not None and (value < least or value == 0):
+                raise ValueError(f"{name} must be at least 1{', or -1' if least < 0 else ''}, got {value}")
+        for name in ("use_activation", "normalize"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise TypeError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
+        if None not in (self.use_activation, self.normalize) and self.use_activation != self.normalize:
+            raise ValueError(f"normalize is {self.normalize}, but use_activation is {self.use_activation}")
+
+    @property
+    def activates(self) -> bool | None:
+        return self.use_activation if self.normalize is None else self.normalize
+
+
+@dataclass(frozen=True)
+class PoolingTask:
+    """What is made of a request's vectors. Raises ValueError for a task, or for dimensions, that the model lacks."""
+
+    name: str
+    pooling: Pooling
+    params: PoolingParams
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        pooling, dimensions, width = self.pooling, self.params.dimensions, self.pooling.width(self.hidden_size)
+        allowed = (pooling.task, next(name for name, task in BY_TOKEN.items() if task == pooling.task))
+        if self.name not in allowed:
+            raise ValueError(f"task is {self.name!r}, but the model can {' and '.join(allowed)}; see convert")
+        if self.by_token and len(pooling.kinds) > 1 and pooling.head:
+            raise ValueError(f"task is {self.name!r}, but the model's head reads several kinds of pooling")
+        if dimensions is not None and pooling.task != EMBED:
+            raise ValueError(f"dimensions must be None, as the model classifies, got {dimensions}")
+        if dimensions is not None and dimensions > width:
+            raise ValueError(f"dimensions must be at most {width}, the model's, got {dimensions}")
+
+    @property
+    def by_token(self) -> bool:
+        """Return whether each token has a result."""
+        return self.name in BY_TOKEN
+
+    def finish(self, rows_ML: np.ndarray) -> np.ndarray:
+        """Cut, and normalise or activate."""
+        pooling, activation = self.pooling, self.pooling.activation
+        rows_ML = rows_ML[:, : self.params.dimensions or pooling.dimensions]
+        if (activates := self.params.activates) is not None:
+            usual = NORMALISE if pooling.task == EMBED else activation
+            activation = usual if activates else NONE
+        if pooling.head and pooling.head[-1].tokens:  # of the tokens that judge, the first denies
+            if activation == NONE:
+                return rows_ML[:, 1:] - rows_ML[:, :1]
+            return _ACTIVATIONS[activation](rows_ML)[:, 1:]
+        return rows_ML if activation == NONE else _ACTIVATIONS[activation](rows_ML)
+
+
+def _normalised(rows_ML: np.ndarray) -> np.ndarray:
+    lengths_M1 = np.sqrt(np.square(rows_ML).sum(axis=1, keepdims=True))
+    return rows_ML / np.maximum(lengths_M1, np.float32(LEAST_LENGTH))
+
+
+def _softmax(rows_ML: np.ndarray) -> np.ndarray:
+    powers_ML = np.exp(rows_ML - rows_ML.max(axis=1, keepdims=True))
+    return powers_ML / powers_ML.sum(axis=1, keepdims=True)
+
+
+def _sigmoid(rows_ML: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(np.float32(0), -rows_ML))
+
+
+_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    NORMALISE: _normalised,
+    SOFTMAX: _softmax,
+    SIGMOID: _sigmoid,
+}
+
+
+@dataclass(frozen=True)
+class PoolingOutput:
+    """values: fp32, a vector, or [tokens, values] with a result for each token."""
+
+    values: np.ndarray
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values as a tensor."""
+        import torch
+
+        return torch.from_numpy(self.values)
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """probs: of each label, in the order of id2label."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    score: float
+
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput(Generic[Output]):
+    """The result of a request. finish_reason: "error" or "abort" if there is none; `outputs` is then empty."""
+
+    request_id: str
+    outputs: Output
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int | None = None
+    finish_reason: str | None = None
+    error: Any = None
+
+    def raise_if_failed(self) -> None:
+        """Raise RuntimeError if there is no result."""
+        if self.finish_reason is not None:
+            raise RuntimeError(f"request {self.request_id} has no result ({self.finish_reason}): {self.error}")
+
+    def of(self, kind: type[PoolingRequestOutput[Any]], outputs: Any) -> Any:
+        """The same with other outputs."""
+        return kind(self.request_id, outputs, self.prompt_token_ids, self.finished, self.num_cached_tokens)
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Of `embed`."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Of `classify`."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Of `score`."""
+
+
+def embeddings(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[EmbeddingRequestOutput]:
+    """The results as `embed` returns them."""
+    return [each.of(EmbeddingRequestOutput, EmbeddingOutput(each.outputs.values.tolist())) for each in outputs]
+
+
+def classifications(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[ClassificationRequestOutput]:
+    """The results as `classify` returns them."""
+    return [
+        each.of(ClassificationRequestOutput, ClassificationOutput(each.outputs.values.tolist())) for each in outputs
+    ]

@@ -1,0 +1,251 @@
+"""Texts in, engine requests that pool out; the texts of a call are tokenised together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from compiled_engine.frontend.input_processor import PreparedRequest, check_token_ids, require_unicode
+from compiled_engine.frontend.pooling import (
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTask,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.frontend.tokenizer_words import LONG_TEXT
+from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
+from compiled_engine.pooling import EMBED, Pooling
+from compiled_engine.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from compiled_engine.config import ModelConfig
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Requests, and the scores that come of their results. compared: pairs of embeddings; None for a model that judges
+    each pair itself."""
+
+    requests: list[PreparedRequest]
+    compared: list[tuple[int, int]] | None
+
+    def scores(self, outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
+        """One for each pair: the model's, or the cosine of its embeddings."""
+        if self.compared is None:
+            return [each.of(ScoringRequestOutput, ScoringOutput(float(each.outputs.values[0]))) for each in outputs]
+        return [_cosine(outputs[first], outputs[second]) for first, second in self.compared]
+
+
+def _cosine(
+    first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
+) -> ScoringRequestOutput:
+    a, b = first.outputs.values, second.outputs.values
+    score = float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-8))
+    both = first.prompt_token_ids + second.prompt_token_ids
+    cached = (first.num_cached_tokens or 0) + (second.num_cached_tokens or 0)
+    return ScoringRequestOutput(second.request_id, ScoringOutput(score), both, True, cached)
+
+
+class PoolingProcessor:
+    """id_prefix: how the ids of requests begin."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: RequestLimits,
+        pooling: Pooling,
+        hidden_size: int,
+        id_prefix: str = "",
+    ) -> None:
+        self._tokenizer, self._limits, self.pooling, self._hidden_size = tokenizer, limits, pooling, hidden_size
+        self._id_prefix, self._numbers = id_prefix, itertools.count()
+
+    def process(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: PoolingParams | None = None,
+        task: str | None = None,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> list[PreparedRequest]:
+        """One request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
+
+        Raises TypeError or ValueError, naming the field, its value and what is allowed.
+        """
+        wanted = self._task(params, task)
+        parsed = parse_prompts(prompts)
+        before = self._before(prompt_name)
+        texts = {i: before + (each.text or "") for i, each in enumerate(parsed) if each.token_ids is None}
+        for i, text in texts.items():
+            self._check_text(parsed[i].name, text, wanted.params)
+        encoded = dict(zip(texts, self._encoded(list(texts.values()), wanted.params), strict=True))
+        return [
+            self._prepare(each, tuple(encoded.get(i, each.token_ids or ())), wanted, priority)
+            for i, each in enumerate(parsed)
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        params: PoolingParams | None = None,
+        instruction: str | None = None,
+        priority: int = 0,
+    ) -> Scoring:
+        """Requests that score pairs: one query with each document, or as many of both.
+
+        instruction: of a reranker with a template. Raises as `process`; ValueError for a classifier of several labels.
+        """
+        firsts = _texts("queries", queries)
+        seconds = _texts("documents", documents)
+        if len(firsts) not in (1, len(seconds)):
+            raise ValueError(f"queries must be one, or one for each of the {len(seconds)} documents, got {len(firsts)}")
+        if self.pooling.task == EMBED:
+            requests = self.process([*firsts, *seconds], params, priority=priority)
+            first = itertools.repeat(0) if len(firsts) == 1 else itertools.count()
+            return Scoring(requests, [(i, len(firsts) + j) for i, j in zip(first, range(len(seconds)), strict=False)])
+        if self.pooling.num_labels != 1:
+            raise ValueError(f"score needs a classifier with one label, and the model has {self.pooling.num_labels}")
+        wanted = self._task(params, None)
+        pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+        for i, (first_text, second_text) in enumerate(pairs):
+            self._check_text(f"documents[{i}]", first_text + second_text, wanted.params)
+        encoded = self._judged(pairs, instruction, wanted.params)
+        prompts = [Prompt(f"documents[{i}]", None, ids) for i, ids in enumerate(encoded)]
+        return Scoring([self._prepare(each, each.token_ids or (), wanted, priority) for each in prompts], None)
+
+    def _task(self, params: PoolingParams | None, name: str | None) -> PoolingTask:
+        if not isinstance(params, PoolingParams | None):
+            raise TypeError(f"pooling_params must be PoolingParams, got {params!r}")
+        params = params or PoolingParams()
+        return PoolingTask(name or params.task or self.pooling.task, self.pooling, params, self._hidden_size)
+
+    def _before(self, name: str | None) -> str:
+        prompts = dict(self.pooling.prompts)
+        if name is None:
+            return ""
+        if name not in prompts:
+            raise ValueError(
+                f"prompt_name is {name!r}; allowed: {', '.join(prompts) or 'None, the model has no prompts'}"
+            )
+        if not self.pooling.include_prompt:
+            raise ValueError(f"prompt_name is {name!r}, but the model does not pool its prompts; allowed: None")
+        return prompts[name]
+
+    def _check_text(self, name: str, text: str, params: PoolingParams) -> None:
+        if self._tokenizer is None:
+            raise ValueError(f"{name} must be token ids, as there is no tokenizer, got {text!r}")
+        require_unicode(name, text)
+        if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:
+            self._limits.check_length(name, max(self._tokenizer.fewest_tokens(text), 1), at_least=True)
+
+    def _encoded(self, texts: list[str], params: PoolingParams) -> list[list[int]]:
+        """Token ids with special tokens, which a truncation keeps."""
+        if not texts:
+            return []
+        assert self._tokenizer is not None
+        encoded = self._tokenizer.encode_batch(texts)
+        most = self._most(params)
+        too_long = [] if most is None else [i for i, ids in enumerate(encoded) if len(ids) > most]
+        bare = self._tokenizer.encode_batch([texts[i] for i in too_long], add_special_tokens=False)
+        for i, ids in zip(too_long, bare, strict=True):
+            assert most is not None
+            encoded[i] = _truncated(encoded[i], ids, most)
+        return encoded
+
+    def _judged(
+        self, pairs: list[tuple[str, str]], instruction: str | None, params: PoolingParams
+    ) -> list[tuple[int, ...]]:
+        """Token ids of pairs: in the model's template, else as the tokenizer joins them."""
+        assert self._tokenizer is not None
+        most = self._most(params)
+        if not self.pooling.template:
+            if instruction is not None:
+                raise ValueError(f"instruction must be None, as the model has no template, got {instruction!r}")
+            return [tuple(ids[:most]) for ids in self._tokenizer.encode_pairs(pairs)]
+        before, form, after = self.pooling.template
+        head, tail = self._tokenizer.encode_batch([before, after], add_special_tokens=False)
+        room = None if most is None else max(most - len(head) - len(tail), 1)
+        given = INSTRUCTION if instruction is None else instruction
+        texts = [form.format(instruction=given, query=query, document=document) for query, document in pairs]
+        bodies = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(*head, *body[:room], *tail) for body in bodies]
+
+    def _most(self, params: PoolingParams) -> int | None:
+        keep, longest = params.truncate_prompt_tokens, self._limits.longest_prompt
+        return None if keep is None else longest if keep == -1 else min(keep, longest)
+
+    def _prepare(self, prompt: Prompt, token_ids: tuple[int, ...], task: PoolingTask, priority: int) -> PreparedRequest:
+        if prompt.token_ids is not None and (most := self._most(task.params)) is not None:
+            token_ids = token_ids[:most]
+        check_token_ids(prompt, token_ids, self._limits.vocab_size)
+        self._limits.check_length(prompt.name, len(token_ids))
+        request_id = f"{self._id_prefix}{next(self._numbers)}"
+        params = _one_step()
+        request = EngineRequest(
+            request_id,
+            token_ids,
+            params,
+            priority=priority,
+            prefix_root=prefix_root(salt=prompt.cache_salt),
+            pooling="token" if task.by_token else "sequence",
+        )
+        return PreparedRequest(request_id, prompt.text, token_ids, params, (request,), task)
+
+
+def _one_step() -> SamplingParams:
+    """A request that pools ends with the step that computes its last token."""
+    return SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False, ignore_eos=True)
+
+
+def _truncated(with_special: list[int], bare: list[int], most: int) -> list[int]:
+    """The first tokens of a text, with the special tokens around them."""
+    around = len(with_special) - len(bare)
+    places = (i for i in range(around + 1) if with_special[i : i + len(bare)] == bare)
+    start = next(places, None)
+    if start is None or around >= most:  # the special tokens are not around the text
+        return with_special[:most]
+    return with_special[:start] + bare[: most - around] + with_special[start + len(bare) :]
+
+
+def _texts(name: str, given: Any) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name} must be a string or a list of strings, got {given!r}")
+    if not texts:
+        raise ValueError(f"{name} must have at least one text, got none")
+    return list(texts)
+
+
+def make_pooling_processor(
+    model: ModelConfig, tokenizer: Tokenizer | None, limits: RequestLimits, id_prefix: str = ""
+) -> PoolingProcessor | None:
+    """None for a model that generates."""
+    if model.pooling is None:
+        return None
+    return PoolingProcessor(tokenizer, limits, model.pooling, model.hidden_size, id_prefix)
+
+
+def require_pooling(processor: PoolingProcessor | None) -> PoolingProcessor:
+    """Raise ValueError for a model that generates."""
+    if processor is None:
+        raise ValueError(
+            "the model generates text, and does not pool; allowed: runner='pooling', which loads it for that"
+        )
+    return processor
+
+
+def require_generating(processor: PoolingProcessor | None) -> None:
+    """Raise ValueError for a model that pools."""
+    if processor is not None:
+        raise ValueError("the model pools, and generates no text; allowed: runner='generate', if its checkpoint can")

@@ -1,0 +1,122 @@
+"""Pool a step's hidden states: what requests keep between steps, and the results of those that come to their end.
+
+The hidden state of a request's last token is the last row of the step that computes it. Every other kind is a weighted
+sum or a maximum over all tokens of a prompt, whose length is known from the start. It grows in a row field, so that a
+prompt may be computed in chunks. A request may instead ask for a result for each token, and gets those of each step.
+
+Nothing waits for the device: results are copied to pinned memory, and read when the step is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from compiled_engine.messages import Vectors
+from compiled_engine.pooling import LAST, Pooling
+from compiled_engine.rows.row_fields import RowField
+from compiled_engine.rows.staged_writes import download, upload
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers, step_of_batch
+from compiled_engine.runner.request_states import RequestStates
+
+Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the position of each token, and the number of tokens of its request, both fp32 [T]."""
+
+WEIGHTS: dict[str, Weights] = {
+    "cls": lambda position_T, length_T: (position_T == 0).float(),
+    "mean": lambda position_T, length_T: 1 / length_T,
+    "mean_sqrt_len_tokens": lambda position_T, length_T: length_T.rsqrt(),
+    "weightedmean": lambda position_T, length_T: 2 * (position_T + 1) / (length_T * (length_T + 1)),
+    "lasttoken": lambda position_T, length_T: (position_T == length_T - 1).float(),
+}
+MAXIMUM = "max"
+
+
+@dataclass(frozen=True)
+class PooledRows:
+    """Results of a step on their way to the host: those of request i are `counts[i]` rows, from token `firsts[i]`."""
+
+    request_ids: list[str]
+    firsts: list[int]
+    counts: list[int]
+    rows_ML: torch.Tensor
+
+    def vectors(self) -> dict[str, Vectors]:
+        """By request; to be called when the copy is done."""
+        rows_ML, width = self.rows_ML.numpy(), self.rows_ML.shape[1]
+        ends = accumulate(self.counts)
+        return {
+            request_id: Vectors(first, width, rows_ML[end - count : end].tobytes())
+            for request_id, first, count, end in zip(self.request_ids, self.firsts, self.counts, ends, strict=True)
+        }
+
+
+class StepPooling:
+    """pooler: the model's head. Declares the fields of its kinds in `states`, none for the last token alone."""
+
+    def __init__(
+        self,
+        pooling: Pooling,
+        hidden_size: int,
+        states: RequestStates,
+        buffers: InputBuffers,
+        pooler: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._kinds, self._states, self._buffers, self._pooler = pooling.kinds, states, buffers, pooler
+        if pooling.every_token:
+            fields = (RowField(f"pooled_{kind}", torch.float32, shape=(hidden_size,)) for kind in pooling.kinds)
+            states.fields.declare(*fields)
+
+    def __call__(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
+        """Launch the pooling of a step; None if no request gets a result."""
+        count, by_token = batch.num_requests, self._states.by_token
+        done = [i for i in np.flatnonzero(batch.samples).tolist() if int(batch.rows[i]) not in by_token]
+        pooled_RW = self._grown(batch, hidden_TD) if self._kinds != LAST else None
+        parts, firsts, counts = [], [0] * len(done), [1] * len(done)
+        if done:
+            index_M = None if len(done) == count else upload(np.array(done, np.int64), hidden_TD.device)
+            if pooled_RW is None:
+                last_R = self._buffers.logits_index_R[:count]
+                parts.append(hidden_TD[last_R if index_M is None else last_R[index_M]].float())
+            else:
+                parts.append(pooled_RW if index_M is None else pooled_RW[index_M])
+        each = [i for i in range(count) if int(batch.rows[i]) in by_token]
+        for i in each:
+            start, end = int(batch.query_starts[i]), int(batch.query_starts[i + 1])
+            parts.append(hidden_TD[start:end].float())
+            firsts.append(int(batch.num_computed[i]))
+            counts.append(end - start)
+        if not parts:
+            return None
+        result_ML = self._pooler(parts[0] if len(parts) == 1 else torch.cat(parts))
+        request_ids = [batch.request_ids[i] for i in (*done, *each)]
+        return PooledRows(request_ids, firsts, counts, download(result_ML))
+
+    def _grown(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Take the step's tokens into the row fields; the fields of the batch's requests, fp32 [R, W]."""
+        count, num_tokens = batch.num_requests, batch.num_tokens
+        starts_R1 = step_of_batch(batch, self._buffers)["attention_inputs.query_start_loc_R1"][: count + 1].long()
+        rows_R = self._buffers.rows_R[:count].long()
+        tokens_R = starts_R1.diff()
+        request_T = torch.repeat_interleave(tokens_R, output_size=num_tokens)
+        position_T = self._buffers.positions_T[:num_tokens].float()
+        length_T = self._states.num_known_S[rows_R].float()[request_T]
+        begins_R1 = (self._buffers.seq_lens_R[:count] == tokens_R).unsqueeze(1)  # what the fields hold is another's
+        hidden_TD = hidden_TD[:num_tokens].float()
+        pooled = []
+        for kind in self._kinds:
+            field_SD = self._states.fields[f"pooled_{kind}"]
+            if kind == MAXIMUM:
+                new_RD = torch.segment_reduce(hidden_TD, "max", offsets=starts_R1, axis=0, unsafe=True)
+                new_RD = torch.where(begins_R1, new_RD, torch.maximum(field_SD[rows_R], new_RD))
+            else:
+                weighted_TD = WEIGHTS[kind](position_T, length_T).unsqueeze(1) * hidden_TD
+                new_RD = torch.segment_reduce(weighted_TD, "sum", offsets=starts_R1, axis=0, unsafe=True)
+                new_RD = torch.where(begins_R1, new_RD, field_SD[rows_R] + new_RD)
+            field_SD[rows_R] = new_RD
+            pooled.append(new_RD)
+        return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)

@@ -1,0 +1,281 @@
+"""What a checkpoint folder states of pooling: files of sentence-transformers, config.json of a classifier or reranker.
+
+sentence-transformers lists its modules in modules.json: a transformer, poolings, linears (Dense), a normalisation. Only
+the last part of a module's type counts, so old and new spellings are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.pooling import (
+    CLASSIFY,
+    EMBED,
+    KINDS,
+    LAST,
+    NONE,
+    NORMALISE,
+    SIGMOID,
+    SOFTMAX,
+    Dense,
+    PoolerConfig,
+    Pooling,
+)
+
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
+POOLING_FILES = (MODULES, PROMPTS, *LENGTHS)
+CAUSAL = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
+# Names of architectures that are the same decoder with another head.
+SUFFIXES = (CLASSIFIER, "ForTextEncoding", "Model")
+# Fields of older configurations of sentence-transformers, one for each kind.
+OLD_FIELDS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+WITHOUT_EFFECT = ("Dropout",)
+RERANKERS = ("Qwen3ForCausalLM",)
+NO_YES = ("no", "yes")
+# Qwen3-Reranker's: what is before a pair, the pair, and what is behind it, each tokenised by itself.
+RERANKER_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+
+
+class PoolingOptions(NamedTuple):
+    """The options of the same names, as EngineOptions has checked them; override: pooler_config."""
+
+    runner: str = "auto"
+    convert: str = "auto"
+    override: PoolerConfig = PoolerConfig()
+
+
+class _Stated(NamedTuple):
+    """What modules.json comes to."""
+
+    kinds: tuple[str, ...]
+    include_prompt: bool
+    head: tuple[Dense, ...]
+    normalises: bool
+    score_tokens: tuple[int, int] | None
+
+
+def causal_name(architecture: str) -> str:
+    """The causal language model with the same decoder: Qwen3Model is Qwen3ForCausalLM's, Gemma3TextModel Gemma3's."""
+    for suffix in SUFFIXES:
+        if architecture.endswith(suffix):
+            return architecture.removesuffix(suffix).removesuffix("Text") + CAUSAL
+    return architecture
+
+
+def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | None:
+    """The reason why a checkpoint's model pools; None if it generates. Raises ValueError for options in conflict."""
+    if asked.runner == "pooling":
+        return "runner is 'pooling'"
+    if asked.runner == "auto":
+        if (path / MODULES).is_file():
+            return f"the folder has {MODULES}"
+        if causal_name(architecture) != architecture:
+            return f"{architecture} generates no text"
+        if asked.convert in (EMBED, CLASSIFY):
+            return f"convert is {asked.convert!r}"
+    elif asked.convert in (EMBED, CLASSIFY):
+        raise ValueError(f"convert is {asked.convert!r}, but runner is 'generate'; allowed: auto, none")
+    if asked.override != PoolerConfig():
+        raise ValueError("pooler_config is given, but the model generates; allowed: None, or runner='pooling'")
+    return None
+
+
+def read_pooling(
+    fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str]
+) -> Pooling:
+    """The pooling of a model that has one. fields: of config.json.
+
+    Raises ValueError for an option that the checkpoint does not allow, and for a field that is wrong or not supported.
+    """
+    architecture, convert = fields.texts("architectures")[0], asked.convert
+    stated = _modules(path, hidden_size) if (path / MODULES).is_file() else None
+    if convert not in (EMBED, CLASSIFY):
+        classifies = architecture.endswith(CLASSIFIER) or (stated is not None and stated.score_tokens is not None)
+        convert = CLASSIFY if classifies else EMBED
+    if convert == EMBED:
+        pooling = _embedding(stated, path, reasons)
+    elif architecture.endswith(CLASSIFIER):
+        pooling = _classifier(fields, hidden_size, reasons)
+    else:
+        pooling = _reranker(fields, path, stated, hidden_size, reasons)
+    return _overridden(pooling, asked.override, hidden_size, reasons)
+
+
+def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str]) -> Pooling:
+    if stated is None:
+        reasons["model.pooling.kinds"] = f"no {MODULES}: the last token, as decoders are trained"
+        reasons["model.pooling.activation"] = f"no {MODULES}: vectors of length 1"
+        return Pooling(EMBED, LAST, (), NORMALISE)
+    reasons["model.pooling.kinds"] = reasons["model.pooling.activation"] = f"from {MODULES}"
+    values = _json(path / PROMPTS)
+    prompts = values.section("prompts").values
+    if not all(isinstance(text, str) for text in prompts.values()):
+        raise values.error("prompts", "an object of strings")
+    return Pooling(
+        EMBED,
+        stated.kinds,
+        stated.head,
+        NORMALISE if stated.normalises else NONE,
+        prompts=tuple(prompts.items()),
+        include_prompt=stated.include_prompt,
+    )
+
+
+def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str]) -> Pooling:
+    named = fields.section("id2label").values
+    count = len(named) or fields.integer("num_labels", 2)
+    labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(count))
+    problem = fields.text("problem_type", "")
+    if problem == "regression":
+        activation, why = NONE, "problem_type is regression"
+    elif problem == "multi_label_classification" or (not problem and count == 1):
+        activation, why = SIGMOID, f"problem_type is {problem}" if problem else "one label"
+    else:
+        activation, why = SOFTMAX, "labels exclude each other"
+    reasons["model.pooling.kinds"] = "classifiers of decoders read the last token"
+    reasons["model.pooling.activation"] = why
+    return Pooling(CLASSIFY, LAST, (Dense("score", hidden_size, count),), activation, labels)
+
+
+def _reranker(
+    fields: JsonFields, path: Path, stated: _Stated | None, hidden_size: int, reasons: dict[str, str]
+) -> Pooling:
+    architecture = fields.texts("architectures")[0]
+    words = tuple(fields.texts("classifier_from_token")) if "classifier_from_token" in fields else NO_YES
+    if stated is not None and stated.score_tokens is not None:
+        tokens: tuple[int, ...] = stated.score_tokens
+    elif architecture in RERANKERS or "classifier_from_token" in fields:
+        tokens = _token_ids(path, words)
+    else:
+        raise ValueError(
+            f"convert is 'classify', but {architecture} has no head of a classifier, and no tokens that judge are "
+            f"known for it; allowed: a {CLASSIFIER}, or a config.json with classifier_from_token"
+        )
+    reasons["model.pooling.kinds"] = "the logits after the last token judge"
+    reasons["model.pooling.activation"] = f"the probability of {words[-1]!r} against {words[0]!r}"
+    head = Dense("", hidden_size, len(tokens), tokens=tokens)
+    return Pooling(CLASSIFY, LAST, (head,), SOFTMAX, labels=(words[-1],), template=RERANKER_TEMPLATE)
+
+
+def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reasons: dict[str, str]) -> Pooling:
+    why = "pooler_config"
+    if override.kinds is not None:
+        if pooling.head and len(pooling.kinds) > 1:
+            raise ValueError(f"pooler_config: pooling_type is {override.kinds[0]!r}, but the head reads several kinds")
+        pooling, reasons["model.pooling.kinds"] = replace(pooling, kinds=override.kinds), why
+    if (activates := override.activates) is not None:
+        usual = NORMALISE if pooling.task == EMBED else pooling.activation
+        pooling = replace(pooling, activation=usual if activates else NONE)
+        reasons["model.pooling.activation"] = why
+    if override.softmax is not None and pooling.task == CLASSIFY:
+        pooling = replace(pooling, activation=SOFTMAX if override.softmax else SIGMOID)
+        reasons["model.pooling.activation"] = why
+    if override.dimensions is not None:
+        most = pooling.width(hidden_size)
+        if pooling.task != EMBED or override.dimensions > most:
+            allowed = f"1 to {most}" if pooling.task == EMBED else "null: the model classifies"
+            raise ValueError(f"pooler_config: dimensions is {override.dimensions}; allowed: {allowed}")
+        pooling, reasons["model.pooling.dimensions"] = replace(pooling, dimensions=override.dimensions), why
+    return pooling
+
+
+def stated_length(path: Path) -> tuple[int, str] | None:
+    """Most tokens of a text, and the file that states it."""
+    for name in LENGTHS:
+        fields = _json(path / name)
+        if "max_seq_length" in fields:
+            return fields.integer("max_seq_length"), name
+    return None
+
+
+def _modules(path: Path, hidden_size: int) -> _Stated:
+    """Read modules.json and the configurations of the modules that it names."""
+    kinds, include_prompt, normalises = LAST, True, False
+    head: list[Dense] = []
+    score_tokens = None
+    for module in _list(path / MODULES):
+        kind = module.text("type").rpartition(".")[2]
+        folder = path / str(module.values.get("path") or "")
+        if kind == "Pooling":
+            kinds, include_prompt = _pooling_kinds(JsonFields.from_file(folder / "config.json"))
+        elif kind == "Dense":
+            width = head[-1].out_size if head else hidden_size * len(kinds)
+            head.append(_dense(JsonFields.from_file(folder / "config.json"), folder.name, width))
+        elif kind == "Normalize":
+            normalises = True
+        elif kind == "LogitScore":
+            scores = JsonFields.from_file(folder / "config.json")
+            false, true = (scores.values.get(name) for name in ("false_token_id", "true_token_id"))
+            if type(true) is not int or type(false) is not int:
+                raise scores.error("true_token_id", "a token id, and false_token_id too")
+            score_tokens = false, true
+        elif kind != "Transformer" and kind not in WITHOUT_EFFECT:
+            raise module.error("type", "a Transformer, Pooling, Dense, Normalize, LogitScore or Dropout")
+    return _Stated(kinds, include_prompt, tuple(head), normalises, score_tokens)
+
+
+def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
+    """The kinds, in the order of KINDS, and whether prompts are pooled."""
+    stated = fields.values.get("pooling_mode")
+    if stated is None:
+        stated = [kind for name, kind in OLD_FIELDS.items() if fields.values.get(name) is True]
+    found = [stated] if isinstance(stated, str) else stated
+    if not isinstance(found, list) or not found or any(kind not in KINDS for kind in found):
+        raise fields.error("pooling_mode", f"of {', '.join(KINDS)}")
+    return tuple(kind for kind in KINDS if kind in found), fields.boolean("include_prompt", True)
+
+
+def _dense(fields: JsonFields, folder: str, width: int) -> Dense:
+    in_size, out_size = fields.integer("in_features"), fields.integer("out_features")
+    if in_size != width:
+        raise fields.error("in_features", f"{width}, as many as come before")
+    activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
+    if activation not in ACTIVATIONS:
+        raise fields.error("activation_function", f"one of {', '.join(ACTIVATIONS)}")
+    return Dense(folder, in_size, out_size, fields.boolean("bias", True), activation)
+
+
+def _token_ids(path: Path, words: tuple[str, ...]) -> tuple[int, ...]:
+    """Ids of the vocabulary's entries."""
+    if (path / "vocab.json").is_file():
+        vocabulary: Any = _json(path / "vocab.json").values
+    else:
+        vocabulary = JsonFields.from_file(path / "tokenizer.json").section("model").values.get("vocab")
+    ids = tuple(vocabulary.get(word) for word in words) if isinstance(vocabulary, dict) else (None,)
+    if not all(type(each) is int for each in ids):
+        raise ValueError(f"{path}: its tokenizer must have the tokens {' and '.join(map(repr, words))}, which judge")
+    return ids
+
+
+def _json(path: Path) -> JsonFields:
+    """The fields of a file, none if it is not there."""
+    return JsonFields.from_file(path) if path.is_file() else JsonFields(str(path), {})
+
+
+def _list(path: Path) -> list[JsonFields]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, it is not JSON: {error}") from error
+    if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
+        raise ValueError(f"{path} must hold a list of objects")
+    return [JsonFields(str(path), each) for each in values]
