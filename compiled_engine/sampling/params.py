@@ -66,12 +66,12 @@ class _WithoutEffect:
 
 class _Refused:
     def __init__(self, what: str, instead: str, *asks_nothing: Any) -> None:
-        self.asks_nothing = asks_nothing
-        self.result = f"error: {what} not supported; {instead}"
+        self.why, self.asks_nothing = f"{what} not supported; {instead}", asks_nothing
+        self.result = f"error: {self.why}"
 
     def __call__(self, name: str, value: Any) -> None:
         if not _is_one_of(value, self.asks_nothing):
-            raise ValueError(f"{name} is {value!r}: {self.result.removeprefix('error: ')}")
+            raise ValueError(f"{name} is {value!r}: {self.why}")
 
 
 class _OutputKind:
