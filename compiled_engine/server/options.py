@@ -28,6 +28,7 @@ class Limits:
     write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may read nothing of what waits for it")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
     max_completions: int = declare(128, COUNT, "prompts times n of a request")
+    max_inputs: int = declare(2048, COUNT, "texts of a request for embeddings, classes or scores")
     max_in_flight: int = declare(
         4096, COUNT, "completions of all requests that run or wait; beyond it the server is busy (503)"
     )
