@@ -203,12 +203,13 @@ class AsyncLLM:
         *,
         instruction: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """A score for each pair, as `LLM.score`."""
+        """A score for each pair, as `LLM.score`. cache_salt: only pairs of one salt share a cached prefix."""
         processor = self._pooler()
 
         def prepare() -> Scoring:
-            return processor.score(queries, documents, pooling_params, instruction, priority)
+            return processor.score(queries, documents, pooling_params, instruction, priority, cache_salt)
 
         scoring = await self._prepared(num_characters([queries, documents]), prepare)
         return scoring.scores(await self._pooled(scoring.requests))

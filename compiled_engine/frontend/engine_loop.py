@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Protocol
 
 from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor, RunningRequest
+from compiled_engine.frontend.output_processor import OutputProcessor, Running
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.messages import EngineRequest, StepOutputs
 from compiled_engine.sampling.token_mask import TokenMask
@@ -74,7 +74,7 @@ class EngineLoop:
     def __init__(self, core: Core, outputs: OutputProcessor) -> None:
         self._core = core
         self._outputs = outputs
-        self._changed: dict[str, RunningRequest] = {}  # what no run has given out yet, by request id
+        self._changed: dict[str, Running] = {}  # what no run has given out yet, by request id
         self._closed = False
         self._failure = ""  # what the last step that failed raised, as text: the error itself would hold the engine
         self._in_use = threading.Lock()
@@ -123,7 +123,7 @@ class EngineLoop:
             self._abandoned.pop().close()
 
     def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[RequestOutput, None, None]:
-        running: dict[str, RunningRequest] = {}
+        running: dict[str, Running] = {}
         added: set[str] = set()
         try:
             for first in range(0, len(requests), AT_A_TIME):

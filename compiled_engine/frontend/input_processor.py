@@ -63,7 +63,7 @@ class InputProcessor:
         Raises TypeError or ValueError, naming the field, its value and what is allowed.
         """
         params = self._params_for(sampling_params, len(prompts))
-        priorities = self._priorities_for(priority, len(prompts))
+        priorities = checked_priorities(priority, len(prompts), self._limits)
         encoded = [self._encode(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
         return [
             self._prepare(prompt, token_ids, param, order)
@@ -113,24 +113,6 @@ class InputProcessor:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
         return params
-
-    def _priorities_for(self, given: int | Sequence[int] | None, count: int) -> list[int]:
-        if given is None:
-            return [0] * count
-        values = [given] * count if isinstance(given, int) else given
-        if not isinstance(values, list | tuple):
-            raise TypeError(f"priority must be an integer or a list of integers, got {given!r}")
-        if len(values) != count:
-            raise ValueError(f"priority must have one entry for each prompt, got {len(values)} for {count} prompts")
-        for index, value in enumerate(values):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"priority[{index}] must be an integer, got {value!r}")
-            if not -(1 << 63) <= value < 1 << 63:
-                raise ValueError(f"priority[{index}] must be an integer of 64 bits, got {value}")
-        if any(values) and not self._limits.has_priorities:
-            warnings.warn("priority has no effect unless scheduling_policy is 'priority'", UserWarning, stacklevel=4)
-            return [0] * count
-        return list(values)
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """Tokenise, truncate if requested, and check a prompt."""
@@ -187,6 +169,26 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
         seed=None if params.seed is None else (params.seed + index) % 2**64,
         prompt_logprobs=None if index > 0 else params.prompt_logprobs,
     )
+
+
+def checked_priorities(given: int | Sequence[int] | None, count: int, limits: RequestLimits) -> list[int]:
+    """One for each prompt. Raises TypeError or ValueError for what is none; warns of those that have no effect."""
+    if given is None:
+        return [0] * count
+    values = [given] * count if isinstance(given, int) else given
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"priority must be an integer or a list of integers, got {given!r}")
+    if len(values) != count:
+        raise ValueError(f"priority must have one entry for each prompt, got {len(values)} for {count} prompts")
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"priority[{index}] must be an integer, got {value!r}")
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"priority[{index}] must be an integer of 64 bits, got {value}")
+    if any(values) and not limits.has_priorities:
+        warnings.warn("priority has no effect unless scheduling_policy is 'priority'", UserWarning, stacklevel=4)
+        return [0] * count
+    return list(values)
 
 
 def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int) -> None:

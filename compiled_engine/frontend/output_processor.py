@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.input_processor import PreparedRequest
@@ -120,19 +121,22 @@ class RunningRequest:
         )
 
 
+Running: TypeAlias = "RunningRequest | RunningPooling"
+
+
 class OutputProcessor:
     """Routes the core's outputs to the states of their requests."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._states: dict[str, RunningRequest | RunningPooling] = {}
+        self._states: dict[str, Running] = {}
         # By engine request: the destination of plain tokens; of their log-probabilities; the completion, if it checks
         # each token.
         self._token_sinks: dict[str, Callable[[int], None]] = {}
         self._logprob_sinks: dict[str, GrowingLogprobs] = {}
         self._watched: dict[str, RunningRequest] = {}
 
-    def add(self, request: PreparedRequest, *, partial: bool = True) -> RunningRequest | RunningPooling:
+    def add(self, request: PreparedRequest, *, partial: bool = True) -> Running:
         """Start to follow a request; its arrival is now. partial: every token changes it, not its end alone."""
         if request.pooling is not None:
             pooling = RunningPooling(request)
@@ -153,13 +157,13 @@ class OutputProcessor:
         for by_id in (self._states, self._token_sinks, self._logprob_sinks, self._watched):
             by_id.pop(engine_request_id, None)
 
-    def process(self, outputs: StepOutputs) -> tuple[list[RunningRequest | RunningPooling], list[str]]:
+    def process(self, outputs: StepOutputs) -> tuple[list[Running], list[str]]:
         """Process a step's outputs; return the states that changed, and the engine requests to abort.
 
         Requests to abort ended by a stop string, which the core does not handle.
         """
         now = time.perf_counter()
-        changed: dict[int, RunningRequest | RunningPooling] = {}
+        changed: dict[int, Running] = {}
         aborts: list[str] = []
         if outputs.counts is None:
             self._take_single_tokens(outputs, now, changed, aborts)
@@ -172,7 +176,7 @@ class OutputProcessor:
         return list(changed.values()), aborts
 
     def _take_single_tokens(
-        self, outputs: StepOutputs, now: float, changed: dict[int, RunningRequest | RunningPooling], aborts: list[str]
+        self, outputs: StepOutputs, now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
         """Process columns with a token for each request."""
         sinks = self._token_sinks
@@ -192,9 +196,7 @@ class OutputProcessor:
                         self.forget(request_id)
                         aborts.append(request_id)
 
-    def _take(
-        self, output: EngineOutput, now: float, changed: dict[int, RunningRequest | RunningPooling], aborts: list[str]
-    ) -> None:
+    def _take(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
         """Process a step's output of one request, token by token."""
         if (state := self._states.get(output.request_id)) is not None:
             changed[id(state)] = state

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compiled_engine.frontend.input_processor import PreparedRequest, check_token_ids, require_unicode
+from compiled_engine.frontend.input_processor import (
+    PreparedRequest,
+    check_token_ids,
+    checked_priorities,
+    require_unicode,
+)
 from compiled_engine.frontend.pooling import (
     PoolingOutput,
     PoolingParams,
@@ -83,6 +88,7 @@ class PoolingProcessor:
         Raises TypeError or ValueError, naming the field, its value and what is allowed.
         """
         wanted = self._task(params, task)
+        (priority,) = checked_priorities(priority, 1, self._limits)
         parsed = parse_prompts(prompts)
         before = self._before(prompt_name)
         texts = {i: before + (each.text or "") for i, each in enumerate(parsed) if each.token_ids is None}
@@ -101,6 +107,7 @@ class PoolingProcessor:
         params: PoolingParams | None = None,
         instruction: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Scoring:
         """Requests that score pairs: one query with each document, or as many of both.
 
@@ -110,18 +117,22 @@ class PoolingProcessor:
         seconds = _texts("documents", documents)
         if len(firsts) not in (1, len(seconds)):
             raise ValueError(f"queries must be one, or one for each of the {len(seconds)} documents, got {len(firsts)}")
+        if instruction is not None and not self.pooling.template:
+            raise ValueError(f"instruction must be None, as the model has no template, got {instruction!r}")
         if self.pooling.task == EMBED:
-            requests = self.process([*firsts, *seconds], params, priority=priority)
+            salted = [{"prompt": text, "cache_salt": cache_salt} for text in (*firsts, *seconds)]
+            requests = self.process(salted, params, priority=priority)
             first = itertools.repeat(0) if len(firsts) == 1 else itertools.count()
             return Scoring(requests, [(i, len(firsts) + j) for i, j in zip(first, range(len(seconds)), strict=False)])
         if self.pooling.num_labels != 1:
             raise ValueError(f"score needs a classifier with one label, and the model has {self.pooling.num_labels}")
         wanted = self._task(params, None)
+        (priority,) = checked_priorities(priority, 1, self._limits)
         pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
         for i, (first_text, second_text) in enumerate(pairs):
             self._check_text(f"documents[{i}]", first_text + second_text, wanted.params)
         encoded = self._judged(pairs, instruction, wanted.params)
-        prompts = [Prompt(f"documents[{i}]", None, ids) for i, ids in enumerate(encoded)]
+        prompts = [Prompt(f"documents[{i}]", None, ids, cache_salt) for i, ids in enumerate(encoded)]
         return Scoring([self._prepare(each, each.token_ids or (), wanted, priority) for each in prompts], None)
 
     def _task(self, params: PoolingParams | None, name: str | None) -> PoolingTask:
@@ -170,8 +181,6 @@ class PoolingProcessor:
         assert self._tokenizer is not None
         most = self._most(params)
         if not self.pooling.template:
-            if instruction is not None:
-                raise ValueError(f"instruction must be None, as the model has no template, got {instruction!r}")
             return [tuple(ids[:most]) for ids in self._tokenizer.encode_pairs(pairs)]
         before, form, after = self.pooling.template
         head, tail = self._tokenizer.encode_batch([before, after], add_special_tokens=False)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Literal, get_args
 
 from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor, RunningRequest
+from compiled_engine.frontend.output_processor import OutputProcessor, Running
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.messages import EngineOutput, StepOutputs
 from compiled_engine.processes.channel import Connection
@@ -23,7 +23,7 @@ OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
 class RequestStream:
     """Steps arrive independently of the reader: a slow reader gets everything since its last output at once."""
 
-    def __init__(self, state: RunningRequest, output: OutputKind) -> None:
+    def __init__(self, state: Running, output: OutputKind) -> None:
         self.state = state
         self._output = output
         self._has_changed = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from compiled_engine.frontend.input_processor import PreparedRequest
@@ -37,8 +39,8 @@ class RunningPooling:
         """Ids of the engine requests that still run."""
         return [] if self.finished else [each.request_id for each in self.request.engine_requests]
 
-    def snapshot(self) -> PoolingRequestOutput[PoolingOutput]:
-        """The result, once it is finished."""
+    def snapshot(self) -> Any:
+        """The result, a PoolingRequestOutput[PoolingOutput], once it is finished."""
         request, task = self.request, self.request.pooling
         reason, why = self._finish or (None, None)
         assert task is not None

@@ -27,7 +27,9 @@ from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestSc
 from compiled_engine.server.model_list import health, load, model, models, ready, version
 from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.pooling import classify, embeddings, pooling
 from compiled_engine.server.replies import Reply, error_response
+from compiled_engine.server.rerank import rerank, score
 from compiled_engine.server.responses import responses
 from compiled_engine.server.serving import Admission, Serving
 from compiled_engine.server.shared_figures import SharedFigures
@@ -54,6 +56,14 @@ POST: dict[str, Handler] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
     "/v1/responses": responses,
+    "/v1/embeddings": embeddings,
+    "/pooling": pooling,
+    "/classify": classify,
+    "/score": score,
+    "/v1/score": score,
+    "/rerank": rerank,
+    "/v1/rerank": rerank,
+    "/v2/rerank": rerank,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }

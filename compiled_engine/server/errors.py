@@ -82,7 +82,7 @@ def blamed_on_request(error: Exception, prompt_field: str = "prompt") -> ApiErro
     """
     text = str(error).removeprefix("sampling_params: ").removeprefix("sampling_params[0]: ")
     text = re.sub(r"^prompts(\['\w+'\]|\[0\])*", prompt_field, text)
-    text = text.replace("SamplingParams(truncate_prompt_tokens=...)", "truncate_prompt_tokens")
+    text = re.sub(r"\w+Params\(truncate_prompt_tokens=\.\.\.\)", "truncate_prompt_tokens", text)
     found = re.match(r"\w+", text)
     code = "context_length_exceeded" if "max_model_len" in text and "must have at most" in text else None
     return ApiError(400, text, param=found[0] if found else None, code=code)

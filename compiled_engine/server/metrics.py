@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from compiled_engine.frontend.metric_list import PREFIX
 from compiled_engine.frontend.outputs import RequestMetrics, RequestOutput
+from compiled_engine.frontend.pooling import PoolingRequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.shared_figures import SharedFigures
 
@@ -99,6 +100,15 @@ class ServerMetrics:
         if params.max_tokens is not None:
             self.histograms["request_params_max_tokens"].observe(params.max_tokens)
         return ObservedRequest(self, params.n)
+
+    def pooled(self, outputs: Sequence[PoolingRequestOutput[Any]], seconds: float) -> None:
+        """Count the results of a request that pools, which took so long."""
+        for output in outputs:
+            self.tokens.add("prompt_tokens", len(output.prompt_token_ids))
+            self.tokens.add("prompt_tokens_cached", output.num_cached_tokens or 0)
+            self.histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        self.finish_reasons.add("stop", len(outputs))
+        self.histograms["e2e_request_latency_seconds"].observe(seconds)
 
     def response(self, route: str, status: int) -> None:
         """An HTTP response began."""

@@ -14,6 +14,14 @@ from compiled_engine.server.chat_format import LONGEST_SETTING
 from compiled_engine.server.errors import ErrorResponse
 from compiled_engine.server.middleware import OPEN_PATHS
 from compiled_engine.server.model_list import Load, ModelCard, ModelList, Version
+from compiled_engine.server.pooling import (
+    ClassificationRequest,
+    ClassificationResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingRequest,
+    PoolingResponse,
+)
 from compiled_engine.server.protocol import (
     ChatChunk,
     ChatRequest,
@@ -24,6 +32,7 @@ from compiled_engine.server.protocol import (
     ResponsesRequest,
 )
 from compiled_engine.server.replies import json_response
+from compiled_engine.server.rerank import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from compiled_engine.server.serving import Serving, serving_of
 from compiled_engine.server.tokenization import (
     DetokenizeRequest,
@@ -70,6 +79,16 @@ OPERATIONS = (
               OF_BODIES),
     Operation("/v1/responses", "post", "Respond to a conversation; nothing is kept.", ResponsesRequest, ResponseObject,
               str, OF_BODIES),
+    Operation("/v1/embeddings", "post", "A vector for each text.", EmbeddingRequest, EmbeddingResponse, None,
+              OF_BODIES),
+    Operation("/pooling", "post", "The model's result for each text.", PoolingRequest, PoolingResponse, None,
+              OF_BODIES),
+    Operation("/classify", "post", "Probabilities of labels for each text.", ClassificationRequest,
+              ClassificationResponse, None, OF_BODIES),
+    *(Operation(path, "post", "A score for each pair of texts.", ScoreRequest, ScoreResponse, None, OF_BODIES)
+      for path in ("/score", "/v1/score")),
+    *(Operation(path, "post", "Documents in the order of their scores.", RerankRequest, RerankResponse, None, OF_BODIES)
+      for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Operation("/tokenize", "post", "Token ids of a text or a conversation.", TokenizeRequest, TokenizeResponse,
               None, OF_BODIES),
     Operation("/detokenize", "post", "The text of token ids.", DetokenizeRequest, DetokenizeResponse, None, OF_BODIES),
@@ -239,6 +258,9 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     texts = {"type": "array", "items": text, "minItems": 1, "maxItems": limits.max_completions}
     batch = {"type": "array", "items": token_ids, "minItems": 1, "maxItems": limits.max_completions}
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [text, texts, token_ids, batch]}
+    for name in ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest"):
+        many = [each | {"maxItems": limits.max_inputs} for each in (texts, batch)]
+        schemas[name]["properties"]["input"] = {"anyOf": [text, token_ids, *many]}
     items = {"type": "array", "minItems": 1, "items": {"anyOf": INPUT_ITEMS}}
     schemas["ResponsesRequest"]["properties"]["input"] = {"anyOf": [{"type": "string"}, items]}
     for name in ("ChatRequest", "TokenizeRequest"):

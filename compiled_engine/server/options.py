@@ -28,6 +28,7 @@ class Limits:
     write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may leave its answer unread")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
     max_completions: int = declare(128, COUNT, "prompts times n of a request")
+    max_inputs: int = declare(2048, COUNT, "texts of a request for embeddings, classes or scores")
     max_in_flight: int = declare(
         4096, COUNT, "running and waiting completions of all requests; beyond it the server is busy (503)"
     )

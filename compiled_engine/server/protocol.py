@@ -244,22 +244,22 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-def parse_prompts(prompt: Any, most: int) -> list[str] | list[list[int]]:
-    """Return the prompts of a request, at most this many. Raises ApiError 400 naming the invalid one."""
+def parse_prompts(prompt: Any, most: int, name: str = "prompt") -> list[str] | list[list[int]]:
+    """Return the prompts of a request, at most this many. Raises ApiError 400 naming the invalid one. name: of the field."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong("prompt", prompt)
+        raise _wrong(name, prompt)
     if isinstance(prompt[0], str | list):
-        require_at_most("prompt", prompt, most, "prompts")
+        require_at_most(name, prompt, most, f"{name}s")
     if isinstance(prompt[0], str):
         for index, text in enumerate(prompt):
             if not isinstance(text, str):
-                raise _wrong(f"prompt[{index}]", text)
+                raise _wrong(f"{name}[{index}]", text)
         return prompt
     if not isinstance(prompt[0], list):
-        return [_token_ids("prompt", prompt)]
-    return [_token_ids(f"prompt[{index}]", ids) for index, ids in enumerate(prompt)]
+        return [_token_ids(name, prompt)]
+    return [_token_ids(f"{name}[{index}]", ids) for index, ids in enumerate(prompt)]
 
 
 def _token_ids(name: str, ids: Any) -> list[int]:

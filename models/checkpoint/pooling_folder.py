@@ -7,9 +7,10 @@ the last part of a module's type counts, so old and new spellings are the same.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.pooling import (
@@ -160,7 +161,9 @@ def _reranker(
     fields: JsonFields, path: Path, stated: _Stated | None, hidden_size: int, reasons: dict[str, str]
 ) -> Pooling:
     architecture = fields.texts("architectures")[0]
-    words = tuple(fields.texts("classifier_from_token")) if "classifier_from_token" in fields else NO_YES
+    words = fields.texts("classifier_from_token") if "classifier_from_token" in fields else [*NO_YES]
+    if len(words) != 2:
+        raise fields.error("classifier_from_token", "two tokens, the one that denies first")
     if stated is not None and stated.score_tokens is not None:
         tokens: tuple[int, ...] = stated.score_tokens
     elif architecture in RERANKERS or "classifier_from_token" in fields:
@@ -209,7 +212,8 @@ def stated_length(path: Path) -> tuple[int, str] | None:
 
 def _modules(path: Path, hidden_size: int) -> _Stated:
     """Read modules.json and the configurations of the modules that it names."""
-    kinds, include_prompt, normalises = LAST, True, False
+    kinds: tuple[str, ...] = LAST
+    include_prompt, normalises = True, False
     head: list[Dense] = []
     score_tokens = None
     for module in _list(path / MODULES):
@@ -254,14 +258,14 @@ def _dense(fields: JsonFields, folder: str, width: int) -> Dense:
     return Dense(folder, in_size, out_size, fields.boolean("bias", True), activation)
 
 
-def _token_ids(path: Path, words: tuple[str, ...]) -> tuple[int, ...]:
+def _token_ids(path: Path, words: Sequence[str]) -> tuple[int, ...]:
     """Ids of the vocabulary's entries."""
     if (path / "vocab.json").is_file():
-        vocabulary: Any = _json(path / "vocab.json").values
+        vocabulary = _json(path / "vocab.json").values
     else:
-        vocabulary = JsonFields.from_file(path / "tokenizer.json").section("model").values.get("vocab")
-    ids = tuple(vocabulary.get(word) for word in words) if isinstance(vocabulary, dict) else (None,)
-    if not all(type(each) is int for each in ids):
+        vocabulary = JsonFields.from_file(path / "tokenizer.json").section("model").section("vocab").values
+    ids = tuple(each for word in words if type(each := vocabulary.get(word)) is int)
+    if len(ids) < len(words):
         raise ValueError(f"{path}: its tokenizer must have the tokens {' and '.join(map(repr, words))}, which judge")
     return ids
 

@@ -124,7 +124,7 @@ def embedding(path: Path, decoder: Any, ids: Sequence[int], *, kinds: Sequence[s
 
 def make_reranker(path: Path) -> Any:
     """Write a random Qwen3 whose tokenizer has the tokens no and yes; the causal language model of transformers."""
-    model = make_checkpoint(path, "qwen3", vocab_size=VOCAB)
+    model = make_checkpoint(path, "qwen3", vocab_size=VOCAB, max_position_embeddings=1024)
     byte_level().hf.save_pretrained(path)
     values = json.loads((path / "tokenizer.json").read_text())
     vocabulary, merges = values["model"]["vocab"], values["model"]["merges"]

@@ -1,0 +1,245 @@
+"""/v1/embeddings, /classify and /pooling: texts in, vectors or probabilities out."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compiled_engine.frontend.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from compiled_engine.frontend.prompts import LONGEST_SALT
+from compiled_engine.processes.core_client import EngineDeadError
+from compiled_engine.server.cache_salt import cache_salt, salted
+from compiled_engine.server.errors import ApiError, blamed_on_request, engine_failure
+from compiled_engine.server.protocol import PromptTokensDetails, parse_prompts
+from compiled_engine.server.replies import json_response, read_body, unless_gone
+from compiled_engine.server.request_fields import REFUSED, Refused
+from compiled_engine.server.serving import Serving, serving_of
+
+Result = TypeVar("Result", bound="Sequence[PoolingRequestOutput[Any]]")
+Encoding = Literal["float", "base64"]
+REFUSED_HERE: dict[str, Refused] = {
+    **REFUSED,
+    "messages": Refused("give texts or token ids"),
+    "truncation_side": Refused("truncate_prompt_tokens keeps the first tokens", ("right",)),
+    "embed_dtype": Refused("values are 32-bit floats", ("float32",)),
+    "endianness": Refused("values are little-endian", ("little", "native")),
+}
+
+
+class PoolingFields(msgspec.Struct, kw_only=True):
+    """Fields of every request that pools. truncate_prompt_tokens: keep so many tokens of a text, the first ones; -1: as
+    many as the model takes. use_activation: False for raw values. priority, cache_salt: as for completions."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    use_activation: bool | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=LONGEST_SALT)] | None = None
+
+
+class EmbeddingRequest(PoolingFields, kw_only=True):
+    """input: text, token ids, or a list of either. encoding_format: base64 of little-endian 32-bit floats.
+
+    normalize: False for vectors of any length. prompt_name: of the checkpoint's prompts, put before each text.
+    """
+
+    input: Any
+    encoding_format: Encoding | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+
+
+class ClassificationRequest(PoolingFields, kw_only=True):
+    """input: text, token ids, or a list of either."""
+
+    input: Any
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True):
+    """task: embed or classify, what the model does; token_embed or token_classify for a result for each token."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+
+
+class PoolingUsage(msgspec.Struct, kw_only=True):
+    """Tokens of all texts of a request."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingData(msgspec.Struct, kw_only=True):
+    """One text's vector."""
+
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+
+
+class PoolingData(msgspec.Struct, kw_only=True):
+    """One text's result, for each of its tokens if that was asked for."""
+
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float | list[float]] | str
+
+
+class ClassificationData(msgspec.Struct, kw_only=True):
+    """One text's probabilities; label: the likeliest."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class PoolingAnswer(msgspec.Struct, kw_only=True):
+    """What every answer has."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
+class EmbeddingResponse(PoolingAnswer, kw_only=True):
+    """The vectors, in the order of the texts."""
+
+    data: list[EmbeddingData]
+
+
+class PoolingResponse(PoolingAnswer, kw_only=True):
+    """The results, in the order of the texts."""
+
+    data: list[PoolingData]
+
+
+class ClassificationResponse(PoolingAnswer, kw_only=True):
+    """The classes, in the order of the texts."""
+
+    data: list[ClassificationData]
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /v1/embeddings."""
+    fields, outputs, answer, ignored = await _encoded(request, EmbeddingRequest, "embed")
+    data = [
+        EmbeddingData(index=i, embedding=_values(output.outputs.values, fields.encoding_format))
+        for i, output in enumerate(outputs)
+    ]
+    return json_response(EmbeddingResponse(**answer, data=data), ignored)
+
+
+async def pooling(request: Request) -> Response:
+    """POST /pooling."""
+    fields, outputs, answer, ignored = await _encoded(request, PoolingRequest, None)
+    data = [
+        PoolingData(index=i, data=_values(output.outputs.values, fields.encoding_format))
+        for i, output in enumerate(outputs)
+    ]
+    return json_response(PoolingResponse(**answer, data=data), ignored)
+
+
+async def classify(request: Request) -> Response:
+    """POST /classify."""
+    _, outputs, answer, ignored = await _encoded(request, ClassificationRequest, "classify")
+    stated = serving_of(request).engine.config.model.pooling
+    labels = stated.labels if stated is not None else ()
+    data = []
+    for i, output in enumerate(outputs):
+        probs = output.outputs.values.tolist()
+        label = labels[probs.index(max(probs))] if len(labels) == len(probs) else None
+        data.append(ClassificationData(index=i, label=label, probs=probs, num_classes=len(probs)))
+    return json_response(ClassificationResponse(**answer, data=data), ignored)
+
+
+async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, list[Any], Any, list[str]]:
+    """The fields, a result for each text, what every answer has, and what of the request is ignored."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, kind, REFUSED_HERE)
+    model = serving.model(fields.model)
+    texts = parse_prompts(fields.input, serving.options.limits.max_inputs, "input")
+    salt = cache_salt(request, fields)
+
+    async def encode() -> list[PoolingRequestOutput[PoolingOutput]]:
+        return await serving.engine.encode(
+            [salted(text, salt) for text in texts],
+            pooling_params(fields),
+            pooling_task=task or getattr(fields, "task", None),
+            prompt_name=getattr(fields, "prompt_name", None),
+            priority=fields.priority or 0,
+        )
+
+    outputs = await unless_gone(request.receive, pooled(serving, len(texts), encode(), "input"))
+    return fields, outputs, answer_of(serving, model, outputs, "embd"), ignored
+
+
+def pooling_params(fields: PoolingFields) -> PoolingParams:
+    """The parameters that a request's fields ask for. Raises ApiError 400."""
+    try:
+        return PoolingParams(
+            dimensions=getattr(fields, "dimensions", None),
+            use_activation=fields.use_activation,
+            normalize=getattr(fields, "normalize", None),
+            truncate_prompt_tokens=fields.truncate_prompt_tokens,
+        )
+    except ValueError as error:
+        raise blamed_on_request(error) from error
+
+
+async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result], field: str) -> Result:
+    """The results of so many texts. Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do,
+    500 if the engine fails. field: where the texts are from."""
+    begin = time.perf_counter()
+    try:
+        with serving.admission.admit(count):
+            outputs = await work
+    except EngineDeadError as error:
+        raise engine_failure(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise blamed_on_request(error, field) from error
+    except RuntimeError as error:
+        if serving.stopping.is_set():
+            raise ApiError(503, "the server is shutting down", code="shutting_down") from error
+        raise engine_failure(str(error)) from error
+    finally:
+        work.close()
+    serving.metrics.pooled(outputs, time.perf_counter() - begin)
+    return outputs
+
+
+def answer_of(
+    serving: Serving, model: str, outputs: Sequence[PoolingRequestOutput[Any]], prefix: str
+) -> dict[str, Any]:
+    """The fields of PoolingAnswer."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "created": serving.now(),
+        "model": model,
+        "usage": usage_of(outputs),
+    }
+
+
+def usage_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> PoolingUsage:
+    """The tokens of all results."""
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = PromptTokensDetails(sum(output.num_cached_tokens or 0 for output in outputs))
+    return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
+
+
+def _values(values: np.ndarray, encoding: Encoding | None) -> Any:
+    if encoding == "base64":
+        return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    return values.tolist()

@@ -1,0 +1,160 @@
+"""/score and /rerank: how well documents answer a query, in the shapes of vLLM, Jina and Cohere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compiled_engine.frontend.pooling import ScoringRequestOutput
+from compiled_engine.server.cache_salt import cache_salt
+from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.pooling import (
+    REFUSED_HERE,
+    PoolingAnswer,
+    PoolingFields,
+    PoolingUsage,
+    answer_of,
+    pooled,
+    pooling_params,
+)
+from compiled_engine.server.replies import json_response, read_body, unless_gone
+from compiled_engine.server.request_fields import Refused, require_at_most
+from compiled_engine.server.serving import serving_of
+
+COHERE = "/v2/rerank"  # its answers have no documents unless asked for
+REFUSED_OF_RERANK: dict[str, Refused] = {
+    **REFUSED_HERE,
+    "rank_fields": Refused("documents are texts"),
+    "max_chunks_per_doc": Refused("documents are not divided"),
+    "max_tokens_per_doc": Refused("give truncate_prompt_tokens, which counts the tokens of a pair"),
+}
+
+
+class ScoreRequest(PoolingFields, kw_only=True):
+    """queries, documents, or text_1, text_2: one text with each of others, or as many of both. instruction: of a
+    reranker whose template has one."""
+
+    queries: Any = None
+    documents: Any = None
+    text_1: Any = None
+    text_2: Any = None
+    instruction: str | None = None
+
+
+class ScoreData(msgspec.Struct, kw_only=True):
+    """One pair's score."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(PoolingAnswer, kw_only=True):
+    """The scores, in the order of the pairs."""
+
+    data: list[ScoreData]
+
+
+class RerankRequest(PoolingFields, kw_only=True):
+    """documents: texts, or objects with a text. top_n: so many of the best; 0 for all. return_documents: False leaves
+    their texts out of the answer."""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+
+class RerankedDocument(msgspec.Struct):
+    """A document of the request."""
+
+    text: str
+
+
+class RerankResult(msgspec.Struct, kw_only=True):
+    """index: of the document in the request."""
+
+    index: int
+    relevance_score: float
+    document: RerankedDocument | UnsetType = UNSET
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    """The documents, the best first."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RerankResult]
+
+
+async def score(request: Request) -> Response:
+    """POST /score."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, ScoreRequest, REFUSED_HERE)
+    model = serving.model(fields.model)
+    by_number = fields.queries is None and fields.documents is None
+    names = ("text_1", "text_2") if by_number else ("queries", "documents")
+    queries, documents = (_texts(request, name, getattr(fields, name)) for name in names)
+    outputs = await _scores(request, fields, queries, documents, names)
+    data = [ScoreData(index=i, score=output.outputs.score) for i, output in enumerate(outputs)]
+    return json_response(ScoreResponse(**answer_of(serving, model, outputs, "score"), data=data), ignored)
+
+
+async def rerank(request: Request) -> Response:
+    """POST /rerank."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, RerankRequest, REFUSED_OF_RERANK)
+    model = serving.model(fields.model)
+    given = [document.get("text") if isinstance(document, dict) else document for document in fields.documents]
+    documents = _texts(request, "documents", given)
+    outputs = await _scores(request, fields, [fields.query], documents, ("query", "documents"))
+    shows = request.url.path != COHERE if fields.return_documents is None else fields.return_documents
+    results = [
+        RerankResult(
+            index=i,
+            relevance_score=output.outputs.score,
+            document=RerankedDocument(documents[i]) if shows else UNSET,
+        )
+        for i, output in enumerate(outputs)
+    ]
+    results.sort(key=lambda result: -result.relevance_score)
+    answer = answer_of(serving, model, outputs, "rerank")
+    response = RerankResponse(
+        id=answer["id"], model=model, usage=answer["usage"], results=results[: fields.top_n or None]
+    )
+    return json_response(response, ignored)
+
+
+async def _scores(
+    request: Request, fields: Any, queries: list[str], documents: list[str], names: tuple[str, str]
+) -> list[ScoringRequestOutput]:
+    """One for each pair. names: of the fields that the texts are from."""
+    serving = serving_of(request)
+    if len(queries) not in (1, len(documents)):
+        raise bad_request(
+            names[0], f"{names[0]} must be one, or one for each of the {len(documents)} {names[1]}, got {len(queries)}"
+        )
+    work = serving.engine.score(
+        queries,
+        documents,
+        pooling_params(fields),
+        instruction=fields.instruction,
+        priority=fields.priority or 0,
+        cache_salt=cache_salt(request, fields),
+    )
+    return await unless_gone(request.receive, pooled(serving, len(documents), work, names[1]))
+
+
+def _texts(request: Request, name: str, given: Any) -> list[str]:
+    """Raises ApiError 400 unless there are texts, and not too many."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise bad_request(name, f"{name} must be a text or a list of texts, got {shown(given)}")
+    require_at_most(name, texts, serving_of(request).options.limits.max_inputs, "texts")
+    return texts

@@ -1,0 +1,178 @@
+"""Embeddings, scores, rerankers and classes over HTTP, by the official client where there is one."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from pooling_folders import make_classifier, make_embedder, make_reranker
+from running_server import MODEL, RunningServer, error_of, running
+
+from compiled_engine import LLM, AsyncLLM
+from compiled_engine.server.options import Limits
+
+SMALL: dict[str, Any] = {"device": "cpu", "mode": "eager", "progress": False, "max_num_seqs": 8}
+TEXTS = ["hello world", "the quick brown fox", "a"]
+DOCUMENTS = ["the lazy dog", "def add(a, b)", "hello"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("embedder")
+    make_embedder(path, kinds=("lasttoken",), prompts={"query": "find: "}, max_length=40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def embedder(folder: Path) -> Iterator[RunningServer]:
+    with running(AsyncLLM(folder, **SMALL), limits=Limits(max_in_flight=64)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    path = tmp_path_factory.mktemp("reranker")
+    make_reranker(path)
+    with running(AsyncLLM(path, convert="classify", **SMALL)) as server:
+        yield server
+
+
+def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def test_the_client_of_openai_gets_the_vectors(embedder: RunningServer, folder: Path) -> None:
+    with LLM(folder, **SMALL) as llm:
+        expected = [output.outputs.embedding for output in llm.embed(TEXTS)]
+        ids = [llm.get_tokenizer().encode(text) for text in TEXTS]
+    with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0) as client:
+        by_default = client.embeddings.create(model=MODEL, input=TEXTS)  # it asks for base64
+        as_floats = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
+        of_ids = client.embeddings.create(model=MODEL, input=ids)
+        (one,) = client.embeddings.create(model=MODEL, input=ids[0]).data
+        (cut,) = client.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=8).data
+    for answer in (by_default, as_floats, of_ids):
+        assert [each.index for each in answer.data] == [0, 1, 2]
+        np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-6)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+    np.testing.assert_allclose(one.embedding, expected[0], atol=1e-6)
+    first = np.array(expected[0][:8])
+    np.testing.assert_allclose(cut.embedding, first / np.linalg.norm(first), atol=1e-6)
+
+
+def test_base64_holds_little_endian_floats(embedder: RunningServer) -> None:
+    floats = post(embedder, "/v1/embeddings", input="hello").json()["data"][0]["embedding"]
+    text = post(embedder, "/v1/embeddings", input="hello", encoding_format="base64").json()["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == pytest.approx(floats)
+
+
+def test_results_of_each_token(embedder: RunningServer) -> None:
+    answer = post(embedder, "/pooling", input=TEXTS[0], task="token_embed").json()
+    rows = np.array(answer["data"][0]["data"])
+    assert rows.shape == (answer["usage"]["prompt_tokens"], 56)
+    last = post(embedder, "/pooling", input=TEXTS[0]).json()["data"][0]["data"]
+    np.testing.assert_allclose(rows[-1], last, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "input", "input must be given"),
+        ({"input": []}, "input", "a list of either"),
+        ({"input": ["a", 3]}, "input[1]", "got 3"),
+        ({"input": "a", "dimensions": 57}, "dimensions", "dimensions must be at most 56"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "got 0"),
+        ({"input": [999]}, "input", "within the vocabulary, 0 to 399, got 999"),
+        ({"input": ["a", "b " * 60]}, "input", "at most 40 tokens"),
+        ({"input": "a", "prompt_name": "x"}, "prompt_name", "allowed: query"),
+        ({"input": "a", "messages": []}, "messages", "give texts"),
+        ({"input": "a", "encoding_format": "bytes"}, "encoding_format", "'float'"),
+        ({"input": ["a"] * 2049}, "input", "at most 2048"),
+        ({"input": "a", "model": "other"}, "model", "does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(embedder: RunningServer, body: dict[str, Any], param: str, message: str) -> None:
+    response = post(embedder, "/v1/embeddings", **body)
+    assert response.status_code == (404 if param == "model" else 400)
+    error = error_of(response)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_too_long_texts_are_cut_on_request(embedder: RunningServer) -> None:
+    answer = post(embedder, "/v1/embeddings", input="b " * 60, truncate_prompt_tokens=-1).json()
+    assert answer["usage"]["prompt_tokens"] == 40
+
+
+def test_what_is_too_much_is_busy(embedder: RunningServer) -> None:
+    response = post(embedder, "/v1/embeddings", input=["a"] * 65)
+    assert response.status_code == 503
+    assert error_of(response)["code"] == "server_busy"
+    assert embedder.serving.admission.in_flight == 0
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_come_in_the_order_of_their_scores(reranker: RunningServer, path: str) -> None:
+    scores = [each["score"] for each in post(reranker, "/score", text_1="fox", text_2=DOCUMENTS).json()["data"]]
+    response = post(
+        reranker, path, model=MODEL, query="fox", documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
+    )
+    results = response.json()["results"]
+    order = sorted(range(3), key=lambda index: -scores[index])
+    assert [result["index"] for result in results] == order
+    assert [result["relevance_score"] for result in results] == pytest.approx(
+        [scores[index] for index in order], abs=1e-5
+    )
+    shown = [result.get("document") for result in results]
+    assert shown == ([None] * 3 if path == "/v2/rerank" else [{"text": DOCUMENTS[index]} for index in order])
+    best = post(reranker, path, query="fox", documents=DOCUMENTS, top_n=1, return_documents=False).json()["results"]
+    assert [(result["index"], "document" in result) for result in best] == [(order[0], False)]
+
+
+def test_scores_of_pairs(reranker: RunningServer, embedder: RunningServer) -> None:
+    for server in (reranker, embedder):
+        pairs = post(server, "/v1/score", queries=TEXTS, documents=DOCUMENTS)
+        assert [each["index"] for each in pairs.json()["data"]] == [0, 1, 2]
+        first = post(server, "/score", queries=TEXTS[0], documents=DOCUMENTS).json()["data"][0]
+        assert first["score"] == pytest.approx(pairs.json()["data"][0]["score"], abs=1e-5)
+        refused = post(server, "/score", queries=TEXTS[:2], documents=DOCUMENTS)
+        assert error_of(refused)["param"] == "queries"
+    told = post(reranker, "/score", queries="a", documents="b", instruction="Find").json()["data"][0]["score"]
+    assert told != post(reranker, "/score", queries="a", documents="b").json()["data"][0]["score"]
+    assert "no template" in error_of(post(embedder, "/score", queries="a", documents="b", instruction="x"))["message"]
+
+
+def test_classes(tmp_path: Path) -> None:
+    make_classifier(tmp_path, 3, id2label={0: "good", 1: "bad", 2: "else"})
+    with running(AsyncLLM(tmp_path, **SMALL)) as server:
+        answer = post(server, "/classify", input=TEXTS).json()
+        for each in answer["data"]:
+            assert sum(each["probs"]) == pytest.approx(1)
+            assert each["label"] == ["good", "bad", "else"][int(np.argmax(each["probs"]))]
+            assert each["num_classes"] == 3
+        refused = error_of(post(server, "/v1/embeddings", input="a"))
+        assert refused["message"].startswith("task is 'embed', but the model can classify")
+        refused = error_of(post(server, "/rerank", query="a", documents=["b"]))
+        assert refused["message"] == "score needs a classifier with one label, and the model has 3"
+
+
+def test_models_of_the_other_kind_say_so(server: RunningServer, embedder: RunningServer) -> None:
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/classify", {"input": "a"}),
+        ("/score", {"queries": "a", "documents": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        response = post(server, path, **body)
+        assert response.status_code == 400
+        assert "generates text, and does not pool" in error_of(response)["message"]
+    response = post(embedder, "/v1/completions", prompt="a")
+    assert response.status_code == 400
+    assert "pools, and generates no text" in error_of(response)["message"]
