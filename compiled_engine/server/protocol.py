@@ -245,7 +245,9 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 def parse_prompts(prompt: Any, most: int, name: str = "prompt") -> list[str] | list[list[int]]:
-    """Return the prompts of a request, at most this many. Raises ApiError 400 naming the invalid one. name: of the field."""
+    """Return the prompts of a request, at most this many. name: of the field. Raises ApiError 400 naming the invalid
+    one.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
