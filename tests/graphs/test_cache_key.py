@@ -38,6 +38,7 @@ from compiled_engine.graphs.compiler.signature import compile_ranges, forward_si
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
 
 ENVIRONMENT = Environment(
@@ -138,7 +139,7 @@ PERTURBED: dict[str, Any] = {
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
-APART = {"device", "model.transformers", "model.quantisation"}
+APART = {"device", "model.transformers", "model.quantisation", "model.pooling"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -219,6 +220,17 @@ def test_the_rules_of_a_quantised_model_count(changes: dict[str, Any], base: Eng
         with_value(base, "model.quantisation", replace(online("fp8", ()), **more)) for more in ({}, changes)
     )
     assert len({factors_key(cache_factors(config, ENVIRONMENT)) for config in (base, first, second)}) == 3
+
+
+def test_of_a_model_that_pools_the_kinds_and_the_head_count(base: EngineConfig) -> None:
+    def key(**changes: Any) -> str:
+        pooling = replace(Pooling("embed", ("mean",), (Dense("2_Dense", 16, 8),), "none"), **changes)
+        return factors_key(cache_factors(with_value(base, "model.pooling", pooling), ENVIRONMENT))
+
+    heads = ((), (Dense("2_Dense", 16, 4),), (Dense("3_Dense", 16, 8),))
+    others = {"activation": "normalise", "prompts": (("query", "Query: "),), "dimensions": 4, "task": "classify"}
+    assert len({key(), key(kinds=("cls",)), *(key(head=head) for head in heads)}) == 5
+    assert {key(**{name: value}) for name, value in others.items()} == {key()}
 
 
 def test_how_positions_are_scaled_counts_only_where_the_graph_has_it(base: EngineConfig) -> None:
