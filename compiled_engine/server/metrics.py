@@ -42,7 +42,7 @@ PROMPT_TOKENS = {
     "prompt_tokens_cached": "Those that came from the prefix cache.",
 }
 ABORTED = "abort"
-STATUSES = ("200", "400", "401", "404", "405", "408", "413", "415", "499", "500", "503")
+STATUSES = ("200", "400", "401", "403", "404", "405", "408", "413", "415", "431", "499", "500", "503")
 OTHER = "other"
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -82,13 +81,6 @@ class Conversions:
 def in_natural_order(names: Iterable[str]) -> list[str]:
     """Names with numbers in the order of the numbers: experts in their order."""
     return sorted(names, key=dot_natural_key)
-
-
-def registered_layers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Module lists whose members have a layer number: candidates for the stack of decoder layers."""
-    for path, module in model.named_modules():
-        if type(module) is nn.ModuleList and len(module):
-            yield path, module
 
 
 def operations_of(converter: Any) -> list[Any]:

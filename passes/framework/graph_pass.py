@@ -71,7 +71,8 @@ class GraphPass(Protocol):
 
     requires: names of passes that this one needs. splitting_ops: introduced by the pass. kernel_token_counts: token
     counts at which it switches kernels. required: a missed match changes the result, so falling short of the contract
-    is an error in any mode. uuid: changes with the pass, for a pass without a separate source file.
+    is an error in any mode. uuid: replaces the digest of the source in the cache key, for a pass without a source file;
+    it must change with the pass.
     """
 
     name: str
