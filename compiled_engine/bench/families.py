@@ -61,6 +61,7 @@ class Family:
 
 
 _NO_HEADS = ("head_dim", "num_key_value_heads")
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SHORT_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -71,10 +72,41 @@ _SHORT_YARN = {
 # Queries are scaled from the fifth token on.
 _SCALED_QUERIES = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 4}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+_GEMMA4 = _WINDOWS | {"global_head_dim": 64, "pad_token_id": 0}
 _GEMMA3 = _WINDOWS | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0}
 _NARROW = {"moe_intermediate_size": 48}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_NARROW_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+# Encoders that can be told to attend to earlier tokens alone.
+_DECODING_ENCODERS = ("bert", "bert-generation", "electra", "ernie", "roc_bert")
+# Types whose variety is in code, which their defaults run.
+_PLAIN = (
+    *("afmoe", "apertus1p5_text", "aria_text", "beam", "cohere2_moe", "ctrl", "exaone", "exaone_moe", "flint"),
+    *(
+        "gpt-sw3",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "hyperclovax",
+        "internlm3",
+    ),
+    *(
+        "iquestcoder",
+        "kolibri1",
+        "laguna",
+        "mellum",
+        "minimax_m2",
+        "moshi",
+        "nanochat",
+        "phimoe",
+        "sarvam_moe",
+        "solar_open",
+    ),
+)
+_NARROW_MROPE = {"rope_parameters": _PLAIN_ROPE | {"mrope_section": [2, 3, 3]}}
 _TOWER: dict[str, Any] = {
     "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     | {"image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": TINY["hidden_size"]}
@@ -91,6 +123,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen2", {"tie_word_embeddings": True}),
     Family("mistral", {"sliding_window": WINDOW}),
     Family("gemma3_text", _GEMMA3),
+    Family("gemma4_text", _GEMMA4),
+    Family("gemma4_unified_text", _GEMMA4),
     Family("gemma2", _WINDOWS | {"query_pre_attn_scalar": 24}),
     Family("gemma"),
     Family("phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}, ("head_dim",)),
@@ -107,6 +141,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("glm", {"partial_rotary_factor": 0.5}),
     Family("cohere", {"logit_scale": 0.25}),
     Family("cohere2", _WINDOWS),
+    Family("cohere_compass_text", _WINDOWS | {"rope_parameters": dict.fromkeys(_ALTERNATING, _PLAIN_ROPE)}),
     Family("starcoder2", {"sliding_window": WINDOW}),
     Family("exaone4", _WINDOWS),
     Family("ernie4_5"),
@@ -140,10 +175,22 @@ FAMILIES: tuple[Family, ...] = (
         {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": _SHORT_YARN}
         | {"swiglu_limit": 1.0},
     ),
+    Family(
+        "dots1", {"n_routed_experts": 6, "num_experts_per_tok": 2, "first_k_dense_replace": 1} | _ONE_GROUP | _NARROW
+    ),
+    Family("bitnet", {}, ("head_dim",)),
+    Family("codegen", {"rotary_dim": 8}, _NO_HEADS),
+    Family("gptj", {"rotary_dim": 8}, _NO_HEADS),
+    Family("modernbert-decoder", dict.fromkeys(_TOKENS, 0), _NO_HEADS),
+    *(Family(name, {"is_decoder": True}, _NO_HEADS) for name in _DECODING_ENCODERS),
+    *(Family(name) for name in _PLAIN),
 )
 # Text models within multimodal ones, whose other parts stay unread.
 WRAPPERS: tuple[Family, ...] = (
     Family("gemma3", _GEMMA3 | {"model_type": "gemma3_text"}, others=_TOWER),
+    Family("gemma4", _GEMMA4 | {"model_type": "gemma4_text"}, others=_TOWER),
+    Family("gemma4_unified", _GEMMA4 | {"model_type": "gemma4_unified_text"}, others=_TOWER),
+    Family("got_ocr2", {"model_type": "qwen2"}, others=_TOWER),
     Family("mistral3", {"model_type": "mistral", "sliding_window": WINDOW}, others=_tower("pixtral")),
     Family("llava", {"model_type": "llama"}, others=_tower("clip_vision_model")),
     Family("llava_next", {"model_type": "mistral", "sliding_window": WINDOW}, others=_tower("clip_vision_model")),

@@ -28,6 +28,8 @@ _PLAIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     )
     for name in names
 }
+# Functions in sizes and strides beside arithmetic: a stride is at least one.
+_OF_SIZES: dict[str, Any] = {"__builtins__": {}, "Max": torch.sym_max}
 _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 
 
@@ -128,7 +130,7 @@ class _Symbols:
 
 def _rebuild(description: dict[str, Any], sizes: dict[str, torch.SymInt]) -> Any:
     def size(value: int | str) -> Any:
-        return value if isinstance(value, int) else eval(value, {"__builtins__": {}}, sizes)  # products of our n0, n1
+        return value if isinstance(value, int) else eval(value, _OF_SIZES, sizes)  # of our n0, n1
 
     if "size" in description:
         return size(description["size"])

@@ -16,6 +16,9 @@ T = TypeVar("T")
 # where config.json states none.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
+    "GotOcr2ForConditionalGeneration": "qwen2",
     "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
     "LightOnOcrForConditionalGeneration": "qwen3",
@@ -40,6 +43,8 @@ _EQUAL_FOR_TEXT = {
 }
 _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",

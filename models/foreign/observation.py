@@ -135,7 +135,7 @@ class _Observer(TorchDispatchMode):
         strange = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
         found = [mask for mask in self.masks if mask.tensor is attention_mask]
         if not isinstance(layer, int) or layer in self.calls:
-            raise UnsupportedModelError(f"its attention is not one for each layer: layer_idx is {layer!r}")
+            raise UnsupportedModelError("its layers attend several times, or are run several times")
         if strange:
             raise UnsupportedModelError(f"its attention takes {', '.join(strange)}")
         if is_causal is False or not found:
@@ -173,7 +173,8 @@ def observe(model: PreTrainedModel, num_layers: int) -> Observation:
         config._attn_implementation = before
     if sorted(observer.calls) != list(range(num_layers)):
         missing = [layer for layer in range(num_layers) if layer not in observer.calls]
-        raise UnsupportedModelError(f"its layers {missing} do not attend through transformers' AttentionInterface")
+        which = f"its layers {missing}" if len(missing) < num_layers else "its layers"
+        raise UnsupportedModelError(f"{which} do not attend through transformers' AttentionInterface")
     signatures = tuple(hash(repr(observer.ops.get(number))) for number in range(num_layers))
     return Observation(tuple(observer.calls[layer] for layer in range(num_layers)), path, signatures, observer.in_tuple)
 

@@ -24,7 +24,8 @@ from compiled_engine.models.foreign.description import (
     TensorDescription,
     UnknownArchitectureError,
 )
-from compiled_engine.models.foreign.interfaces import NAME, Step, experts_by_columns
+from compiled_engine.models.foreign.interfaces import NAME, Step, UnknownExpertsError, experts_by_columns
+from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
 
 
@@ -73,6 +74,7 @@ class HandedOn:
     """The decoder output that the family's code receives."""
 
     cache = past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
+    shared_kv_states = None
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -110,26 +112,45 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 
     Raises UnsupportedModelError, with the name, for a model that the engine cannot run.
     """
-    config = read_hf_config(config_json)
-    name = causal_lm_name(config)
+    whole = read_hf_config(config_json)
+    config, name = whole.get_text_config(decoder=True), causal_lm_name(whole)
+    model: Any = None
     try:
         _require_fixed_angles(config)
+        if causal_lm_name(config) is None:
+            raise UnsupportedModelError("transformers has no causal language model for its text model alone")
         model = _on_the_meta_device(config, dtype)
+        _require_mechanisms(config, model)
         observation = observe(model, config.num_hidden_layers)
         _adapt(model, observation)
         _require_head_alone(model)
-    except UnsupportedModelError as error:
+        if config is not whole:
+            raise UnsupportedModelError("it is multimodal, and not among the models whose text model runs alone")
+    except (UnsupportedModelError, UnknownExpertsError) as error:
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {error}") from error
     except Exception as error:
         logging.getLogger(__name__).debug("%s", name, exc_info=True)
-        raise UnsupportedModelError(
-            f"{name} cannot be run through transformers' code: {type(error).__name__}: {error}"
-        ) from error
+        try:
+            _require_mechanisms(config, model)
+            cause = (
+                "its modules cannot be built with the values in config.json"
+                if model is None
+                else "it needs more than token ids and positions, or reads values of tensors"
+            )
+        except UnsupportedModelError as missing:
+            cause = str(missing)
+        raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {cause}") from error
     fill_buffers(model)
     for module, attribute in experts_by_columns(model):
         transposed = getattr(module, attribute).mT.contiguous().mT
         setattr(module, attribute, nn.Parameter(transposed, requires_grad=False))
     return model, observation
+
+
+def _require_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> None:
+    """Raises UnsupportedModelError, naming what is missing."""
+    if missing := missing_mechanisms(config, model):
+        raise UnsupportedModelError(f"it needs {', '.join(missing)}, which the engine does not have")
 
 
 def _require_fixed_angles(config: PreTrainedConfig) -> None:

@@ -180,7 +180,7 @@ SMALL_DEEPSEEK = {
                 "hidden_size": 32,
                 "n_head": 2,
             },
-            ("BloomForCausalLM", "AttentionInterface"),
+            ("BloomForCausalLM", "ALiBi"),
         ),
         (
             {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 32},

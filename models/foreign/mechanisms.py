@@ -1,0 +1,58 @@
+"""Mechanisms of language models that the engine does not have, recognised by a model's configuration and modules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+# Names of module classes.
+_MODULES = (
+    ("GatedDeltaNet", "the gated delta rule"),
+    ("DeltaAttention", "Kimi delta attention"),
+    ("Mamba|BambaMixer|FalconH1Mixer", "the scan of a state space model (Mamba)"),
+    ("LightningAttention", "lightning attention"),
+    ("ShortConv", "short convolutions"),
+    ("Rglru", "a gated linear recurrence (RG-LRU)"),
+    ("^Rwkv", "the recurrence of RWKV"),
+    ("^xLSTM", "the recurrence of xLSTM"),
+    ("Indexer$", "sparse attention by an index"),
+    ("Compressor$", "attention to compressed keys and values"),
+    ("BlockSparseAttention", "block-sparse attention"),
+    ("LSHSelfAttention|LocalSelfAttention", "attention by hashes of keys"),
+    ("CCAProjection", "convolutions of keys and queries"),
+    ("HyperConnection$", "hyper-connections"),
+    ("AltUp$", "alternating updates"),
+    ("MoA$", "experts of attention heads"),
+    ("DecoderWrapper$|^ProphetNetDecoder$", "the decoder of an encoder-decoder model"),
+    ("Patcher$", "patches of bytes"),
+    ("^XLNetRelativeAttention$", "attention to relative positions in two streams"),
+    ("^(Bloom|Mpt)Attention$", "positions as biases of attention scores (ALiBi)"),
+    ("^Conv1d$", "convolutions over tokens"),
+)
+# The method of embeddings that count positions (RoBERTa's).
+_COUNTS = "create_position_ids_from_input_ids"
+
+
+def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> tuple[str, ...]:
+    """Name what the model needs and the engine does not have. model: None for one that could not be built."""
+    modules = [] if model is None else list(model.modules())
+    classes = {type(module).__name__ for module in modules}
+    found = [text for pattern, text in _MODULES if any(re.search(pattern, name) for name in classes)]
+
+    def value(name: str) -> Any:
+        return vars(config).get(name)
+
+    stated = {
+        "positions that are counted from the token ids": any(hasattr(each, _COUNTS) for each in modules),
+        "chunked attention": "chunked_attention" in (value("layer_types") or ()),
+        "multi-head latent attention": value("kv_lora_rank"),
+        "keys and values shared between layers": value("num_kv_shared_layers") or "Assistant" in type(config).__name__,
+        "attention to another sequence": value("cross_attention_layers"),
+        "an encoder": config.is_encoder_decoder or value("encoder_layers"),
+    }
+    found += [text for text, needed in stated.items() if needed]
+    general = "convolutions over tokens"  # a part of most recurrences
+    return tuple(text for text in found if text != general or len(found) == 1)
