@@ -139,6 +139,13 @@ def test_other_factors_are_another_prediction(
     assert found == [*range(1001, 1009), 1008, 1009, 1009]
 
 
+def test_the_code_that_is_captured_or_captures_is_a_factor(config: EngineConfig) -> None:
+    source = memory.graph_memory_factors(config, "1" * 32, [])["source"]
+    captured = {"attention/backends/triton_decode.py", "sampling/sampler.py", "runner/model_runner.py"}
+    assert {"graphs/cuda_graphs/capture.py", "kernels/launcher.py", *captured} <= source.keys()
+    assert len(set(source.values())) > 1
+
+
 @pytest.mark.parametrize(
     "variable",
     [

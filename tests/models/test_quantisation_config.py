@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_checkpoints import LAYOUTS, TOKEN, compressed
+from quantised_checkpoints import GROUP, LAYOUTS, TOKEN, compressed
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
@@ -41,6 +41,12 @@ def test_each_format_states_its_scheme(name: str) -> None:
     assert str(found.scheme_of("model.layers.0.mlp.up_proj")) == SCHEMES[name]
     assert found.scheme_of("model.layers.1.mlp.up_proj") is None
     assert found.scale_name == LAYOUTS[name].scale_name
+
+
+def test_the_groups_of_inputs_are_as_wide_as_stated() -> None:
+    found = read(compressed("channel", GROUP | {"group_size": 64})([]))
+    assert found is not None
+    assert str(found.scheme_of("model.layers.0.mlp.up_proj")) == "e4m3 1x*, inputs e4m3 1x64"
 
 
 def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:

@@ -437,23 +437,27 @@ def test_a_layer_norm_divides_by_the_root_of_squared_deviations(squared: str, ma
     assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
 
 
-def of_two_dimensions(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape, weight)
+def of_another_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x.bfloat16(), weight.shape, weight)
 
 
 def with_its_mean(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return aten.native_layer_norm.default(x, [24], weight[0], None, 1e-6)[:2]
+    return aten.native_layer_norm.default(x, weight.shape, weight, None, 1e-6)[:2]
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"),
+    ("function", "shape", "reason"),
     [
-        (of_two_dimensions, "it is not over the last dimension"),
-        (with_its_mean, "its mean or its deviation is read too"),
+        (lambda x, weight: torch.nn.functional.layer_norm(x, x.shape, weight), (5, 24), "not over the last dimension"),
+        (of_another_dtype, (24,), "its weight or bias is not a parameter of its dtype"),
+        (with_its_mean, (24,), "its mean or its deviation is read too"),
     ],
+    ids=["two dimensions", "dtype", "mean"],
 )
-def test_what_only_looks_like_a_layer_norm_is_a_near_miss(function: Callable[..., object], reason: str) -> None:
-    module = graph_of(function, random_tensors(x=(5, 24)), random_tensors(weight=(5, 24)))
+def test_what_only_looks_like_a_layer_norm_is_a_near_miss(
+    function: Callable[..., object], shape: tuple[int, ...], reason: str
+) -> None:
+    module = graph_of(function, random_tensors(x=(5, 24)), random_tensors(weight=shape))
     module.graph.eliminate_dead_code()
     result = rewrite(LayerNorm(), module)
     assert (result.matches, len(result.near_misses)) == (0, 1)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 
 import pytest
 from async_engines import ENGINE, LONG, collect, idle, run
 from hypothesis import given
 from hypothesis import strategies as st
+from left_over import SOON_S, wait_until
+from scripted_core import ScriptedCore
 from small_engines import PROMPTS
+from tiny_models import tiny_config
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.outputs import RequestOutput
@@ -20,8 +26,19 @@ from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.processes.channel import Connection, FrameReader, MessageTooLargeError, frame
 from compiled_engine.processes.core_child import ForeignCore
 from compiled_engine.processes.core_client import wait_started
-from compiled_engine.processes.core_server import frames_of
-from compiled_engine.processes.wire import Abort, Add, Answered, Started, Stepped, ToApi, decode_to_api, encode
+from compiled_engine.processes.core_server import CoreServer, frames_of
+from compiled_engine.processes.wire import (
+    Abort,
+    Add,
+    Answered,
+    FrontendOptions,
+    Started,
+    Stepped,
+    ToApi,
+    decode_to_api,
+    decode_to_core,
+    encode,
+)
 from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,6 +166,68 @@ def test_a_request_is_aborted_by_its_owner_alone(engine: AsyncLLM, llm: LLM) -> 
     assert (reason, len(taken)) == ("length", 40)
     owner.close()
     other.close()
+
+
+class ServedCore(ScriptedCore):
+    """What a CoreServer asks of a core; every request says as many tokens as it may, slowly."""
+
+    bell = None
+    num_slots = 1 << 20
+
+    def __init__(self, tokens_a_step: int) -> None:
+        super().__init__(
+            lambda request: range(1 << 20), tokens_a_step=tokens_a_step, before_step=lambda step: time.sleep(1e-3)
+        )
+        self.config = tiny_config()
+
+    def can_step(self) -> bool:
+        return self.has_unfinished()
+
+
+@contextmanager
+def served(core: ServedCore) -> Iterator[tuple[Connection[ToApi], Started]]:
+    """A further process's connection to the core."""
+    starter, own = socket.socketpair()
+    with starter, socket.create_server(("127.0.0.1", 0)) as listener:
+        starter_end = Connection(own, decode_to_core)
+        server = CoreServer(core, FrontendOptions(True, "auto"), starter_end, listener)  # type: ignore[arg-type]
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        connection = Connection(socket.create_connection(listener.getsockname()), decode_to_api)
+        (started,) = receive(connection)
+        assert isinstance(started, Started)
+        yield connection, started
+        starter.close()
+        thread.join(SOON_S)
+        connection.close()
+
+
+def test_the_requests_of_a_process_that_is_gone_end() -> None:
+    core = ServedCore(1)
+    with served(core) as (connection, started):
+        ids = [f"{started.client}:{number}" for number in range(3)]
+        for request_id in ids:
+            request = EngineRequest(request_id, (5, 6, 7), SamplingParams(max_tokens=1 << 19, ignore_eos=True))
+            connection.send(frame(encode(Add(request))))
+        wait_until(lambda: len(core.live) == 3)
+        connection.close()
+        wait_until(lambda: not core.live)
+    assert sorted(core.aborted) == ids
+
+
+def test_a_request_whose_output_is_too_large_for_a_message_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = ServedCore(3000)
+    with served(core) as (connection, started):
+        monkeypatch.setattr("compiled_engine.processes.channel.LARGEST_MESSAGE", 2000)
+        request_id = f"{started.client}:0"
+        params = SamplingParams(max_tokens=1 << 19, ignore_eos=True)
+        connection.send(frame(encode(Add(EngineRequest(request_id, (5, 6, 7), params)))))
+        (message,) = receive(connection)
+        assert isinstance(message, Stepped)
+        (output,) = message.outputs
+        assert (output.request_id, output.finish_reason) == (request_id, "error")
+        wait_until(lambda: not core.live)
+    assert core.aborted == [request_id]
 
 
 @given(st.lists(st.binary(max_size=300)), st.randoms(use_true_random=False))
