@@ -191,15 +191,17 @@ def served(core: ServedCore) -> Iterator[tuple[Connection[ToApi], Started]]:
     with starter, socket.create_server(("127.0.0.1", 0)) as listener:
         starter_end = Connection(own, decode_to_core)
         server = CoreServer(core, FrontendOptions(True, "auto"), starter_end, listener)  # type: ignore[arg-type]
-        thread = threading.Thread(target=server.run)
+        thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         connection = Connection(socket.create_connection(listener.getsockname()), decode_to_api)
         (started,) = receive(connection)
         assert isinstance(started, Started)
-        yield connection, started
-        starter.close()
-        thread.join(SOON_S)
-        connection.close()
+        try:
+            yield connection, started
+        finally:
+            starter.close()
+            thread.join(SOON_S)
+            connection.close()
 
 
 def test_the_requests_of_a_process_that_is_gone_end() -> None:
@@ -211,7 +213,7 @@ def test_the_requests_of_a_process_that_is_gone_end() -> None:
             connection.send(frame(encode(Add(request))))
         wait_until(lambda: len(core.live) == 3)
         connection.close()
-        wait_until(lambda: not core.live)
+        wait_until(lambda: not core.live, SOON_S)
     assert sorted(core.aborted) == ids
 
 
@@ -226,7 +228,7 @@ def test_a_request_whose_output_is_too_large_for_a_message_ends(monkeypatch: pyt
         assert isinstance(message, Stepped)
         (output,) = message.outputs
         assert (output.request_id, output.finish_reason) == (request_id, "error")
-        wait_until(lambda: not core.live)
+        wait_until(lambda: not core.live, SOON_S)
     assert core.aborted == [request_id]
 
 

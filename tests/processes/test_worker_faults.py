@@ -48,7 +48,6 @@ def with_fault(fault: str) -> SamplingParams:
     [
         ("kill", "the worker of rank 1 of 2 was killed by SIGKILL"),
         ("stop", "the worker of rank 1 of 2 has given no sign of life"),
-        ("memory", "rank 1 of 2: .*OutOfMemoryError: injected"),
         ("raise", "rank 1 of 2: .*KeyError: 'injected in one'"),
     ],
 )

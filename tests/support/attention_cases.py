@@ -167,6 +167,8 @@ _SMALLER = (
     Case("window of 2048, decodes", decodes(*around(128)), 2, 1, sliding_window=128),
     Case("decodes of long contexts", decodes(1200, 1203), 1, 1, head_dim=256),
     Case("window, long prefills, bound of 4096", LONG_PREFILLS[:2], 2, 1, sliding_window=200, bound=4096),
+    Case("long prefills, bound of 4096", LONG_PREFILLS, 2, 1, bound=4096),
+    Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), 2, 1, block_size=256),
 )
 _BY_NAME = {case.name: case for case in _SMALLER}
 
