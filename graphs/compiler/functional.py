@@ -36,6 +36,7 @@ def _simplify_products(graph: fx.GraphModule) -> None:
             node.update_arg(0, rows)
             with graph.graph.inserting_after(node):
                 batch = graph.graph.call_method("unsqueeze", (node, 0))
+            batch.meta = dict(node.meta)  # the next linear may read it
             node.replace_all_uses_with(batch, delete_user_cb=lambda user, batch=batch: user is not batch)
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in (operator.matmul, torch.matmul):

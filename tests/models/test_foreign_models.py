@@ -76,6 +76,13 @@ def test_logprobs_after_all_passes_are_those_of_transformers(checkpoint: tuple[P
     assert reports["foreign_attention"].matches == model.config.model.num_layers
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["electra", "gptj"], ids=["linears in a row", "strides that are a maximum"])
+def test_graphs_of_unusual_code_are_right_after_all_passes(name: str, tmp_path: Path) -> None:
+    oracle = write_checkpoint(tmp_path, family(name))
+    assert difference_after_passes(fused_model(tmp_path, {"device": "cpu"}), oracle).is_right(torch.float32)
+
+
 def test_transformers_code_of_a_textbook_model_gives_the_textbooks_pieces(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
     textbook, foreign = (
