@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 KINDS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""Names of sentence-transformers, in the order in which it concatenates several."""
+"""Names of sentence-transformers, in the order in which its older configurations concatenate several."""
 LAST = ("lasttoken",)
 EMBED, CLASSIFY = "embed", "classify"
 NONE, NORMALISE, SOFTMAX, SIGMOID = "none", "normalise", "softmax", "sigmoid"

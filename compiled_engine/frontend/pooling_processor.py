@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -212,6 +213,7 @@ class PoolingProcessor:
         return PreparedRequest(request_id, prompt.text, token_ids, params, (request,), task)
 
 
+@cache
 def _one_step() -> SamplingParams:
     """A request that pools ends with the step that computes its last token."""
     return SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False, ignore_eos=True)

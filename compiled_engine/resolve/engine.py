@@ -76,6 +76,8 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     if model.pooling is not None:
         if parallel.num_stages > 1:
             raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
+        if options.logits_processors:
+            raise ValueError(f"logits_processors is {options.logits_processors!r}, but the model pools; allowed: ()")
         if caches_prefixes and model.pooling.every_token:
             caches_prefixes = False
             reasons["cache.enable_prefix_caching"] = (

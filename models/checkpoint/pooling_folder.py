@@ -238,14 +238,14 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
 
 
 def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
-    """The kinds, in the order of KINDS, and whether prompts are pooled."""
+    """The kinds, in the order in which they are concatenated, and whether prompts are pooled."""
     stated = fields.values.get("pooling_mode")
     if stated is None:
         stated = [kind for name, kind in OLD_FIELDS.items() if fields.values.get(name) is True]
     found = [stated] if isinstance(stated, str) else stated
     if not isinstance(found, list) or not found or any(kind not in KINDS for kind in found):
         raise fields.error("pooling_mode", f"of {', '.join(KINDS)}")
-    return tuple(kind for kind in KINDS if kind in found), fields.boolean("include_prompt", True)
+    return tuple(found), fields.boolean("include_prompt", True)
 
 
 def _dense(fields: JsonFields, folder: str, width: int) -> Dense:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ def test_vectors_of_ragged_batches_are_those_of_the_definition(
     hits = [output.num_cached_tokens for output in outputs]
     assert (max(hits) > 0) == (modules["kinds"] == ("lasttoken",))
     assert ("cache.enable_prefix_caching" in llm.config.reasons) == (modules["kinds"] != ("lasttoken",))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_vectors_are_those_of_sentence_transformers(old: bool, tmp_path: Path, engine: Engine) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    kinds = ("cls", "max", "mean") if old else ("lasttoken", "mean_sqrt_len_tokens", "cls")
+    make_embedder(tmp_path, kinds=kinds, dense=((168, 24, True, TANH), (24, 40, False, IDENTITY)), old=old)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"pad_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = library.SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS)
+    for output, vector in zip(engine(tmp_path).embed(TEXTS), expected, strict=True):
+        assert_close(output.outputs.embedding, torch.from_numpy(vector))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "phi3"])

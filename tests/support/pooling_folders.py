@@ -15,7 +15,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 VOCAB = 400
-NEW = "sentence_transformers.sentence_transformer.modules"
+NEW = {
+    "Transformer": "sentence_transformers.base.modules.transformer",
+    "Pooling": "sentence_transformers.sentence_transformer.modules.pooling",
+    "Dense": "sentence_transformers.base.modules.dense",
+    "Normalize": "sentence_transformers.base.modules.normalize",
+}
 OLD = "sentence_transformers.models"
 
 
@@ -31,12 +36,11 @@ def write_modules(
     max_length: int | None = None,
 ) -> None:
     """Write the files of sentence-transformers, in its old or new spelling. dense: sizes, bias, activation of torch."""
-    package = OLD if old else NEW
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules += [(f"{2 + i}_Dense", "Dense") for i in range(len(dense))]
     modules += [(f"{2 + len(dense)}_Normalize", "Normalize")] * normalize
     listed = [
-        {"idx": i, "name": str(i), "path": folder, "type": f"{package}.{'' if old else f'{kind.lower()}.'}{kind}"}
+        {"idx": i, "name": str(i), "path": folder, "type": f"{OLD if old else NEW[kind]}.{kind}"}
         for i, (folder, kind) in enumerate(modules)
     ]
     (path / "modules.json").write_text(json.dumps(listed))
