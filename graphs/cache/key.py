@@ -50,8 +50,12 @@ RANK_ROOMS = ("parallel", "models.checkpoint")
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # Of a quantised model.
 QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "rules", "ignore", "scale_name"))
-# Of a model that pools: its head. The rest is done outside of it.
-POOLING_FIELDS = ("model.pooling.kinds", "model.pooling.head")
+# Of a model that pools: its head. The rest is done outside of the graph.
+POOLING_FIELDS = ("model.pooling.head",)
+OTHER_POOLING_FIELDS = tuple(
+    f"model.pooling.{name}"
+    for name in ("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions")
+)
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
@@ -83,10 +87,6 @@ OTHER_FIELDS = (
     "model.transformers",  # None, for the textbook's models
     "model.quantisation",  # None, for weights in model.dtype
     "model.pooling",  # None, for models that generate
-    *(
-        f"model.pooling.{name}"
-        for name in ("task", "activation", "labels", "template", "prompts", "include_prompt", "dimensions")
-    ),
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -139,7 +139,15 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     Raises RuntimeError for a field that is in neither list.
     """
     flat = flat_fields(config)
-    declared = {*GRAPH_FIELDS, *FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
+    declared = {
+        *GRAPH_FIELDS,
+        *FOREIGN_FIELDS,
+        *QUANTISED_FIELDS,
+        *POOLING_FIELDS,
+        *ANGLE_SCALE_FIELDS,
+        *OTHER_FIELDS,
+        *OTHER_POOLING_FIELDS,
+    }
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")

@@ -38,6 +38,7 @@ from compiled_engine.graphs.compiler.signature import compile_ranges, forward_si
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
 
 ENVIRONMENT = Environment(
@@ -138,7 +139,7 @@ PERTURBED: dict[str, Any] = {
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
-APART = {"device", "model.transformers", "model.quantisation"}
+APART = {"device", "model.transformers", "model.quantisation", "model.pooling"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -184,6 +185,15 @@ def test_every_field_is_perturbed(base: EngineConfig) -> None:
 
 def test_every_field_is_declared_once(base: EngineConfig) -> None:
     assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
+
+
+def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> None:
+    plain = Pooling("embed", ("lasttoken",), (), "normalise")
+    variants = (None, plain, replace(plain, head=(Dense("2_Dense", 64, 8),)))
+    keys = [str(cache_factors(with_value(base, "model.pooling", each), ENVIRONMENT)) for each in variants]
+    assert len(set(keys)) == 3
+    prompted = with_value(base, "model.pooling", replace(plain, prompts=(("query", "find: "),)))
+    assert str(cache_factors(prompted, ENVIRONMENT)) == keys[1]
 
 
 @cache
