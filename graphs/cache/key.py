@@ -50,11 +50,11 @@ RANK_PACKAGES = ("parallel", "models.checkpoint")
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # Fields of a quantised model.
 QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "rules", "ignore", "scale_name"))
-# Fields of a model that pools: those of its head, and those of what is done outside of it.
-POOLING_FIELDS = ("model.pooling.kinds", "model.pooling.head")
+# Fields of a model that pools: its head, and what is done outside of the graph.
+POOLING_FIELDS = ("model.pooling.head",)
 OTHER_POOLING_FIELDS = tuple(
     f"model.pooling.{name}"
-    for name in ("task", "activation", "labels", "template", "prompts", "include_prompt", "dimensions")
+    for name in ("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions")
 )
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pooling_folders import embedding, hidden_states, make_classifier, make_embedder, make_reranker, write_modules
 
-from compiled_engine import LLM, AsyncLLM, PoolerConfig, PoolingParams
+from compiled_engine import LLM, AsyncLLM, LogitsProcessor, PoolerConfig, PoolingParams
 
 TEXTS = ["hello world", "the quick brown fox " * 20, "a", "def add(a, b):\n    return a + b", "über 你好"]
 IDENTITY, TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
@@ -206,6 +206,8 @@ def test_options_override_the_folder(tmp_path: Path, engine: Engine) -> None:
     assert llm.config.reasons["model.pooling.kinds"] == "pooler_config"
     with pytest.raises(ValueError, match=r"pooler_config has no 'pool'; allowed: pooling_type"):
         engine(tmp_path, pooler_config={"pool": 1})
+    with pytest.raises(ValueError, match=r"logits_processors is .*, but the model pools"):
+        engine(tmp_path, logits_processors=(LogitsProcessor,))
     generates = engine(tmp_path, runner="generate")
     assert generates.config.model.pooling is None
     with pytest.raises(ValueError, match="does not pool; allowed: runner='pooling'"):

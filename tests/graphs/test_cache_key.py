@@ -187,6 +187,15 @@ def test_every_field_is_declared_once(base: EngineConfig) -> None:
     assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
 
 
+def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> None:
+    plain = Pooling("embed", ("lasttoken",), (), "normalise")
+    variants = (None, plain, replace(plain, head=(Dense("2_Dense", 64, 8),)))
+    keys = [str(cache_factors(with_value(base, "model.pooling", each), ENVIRONMENT)) for each in variants]
+    assert len(set(keys)) == 3
+    prompted = with_value(base, "model.pooling", replace(plain, prompts=(("query", "find: "),)))
+    assert str(cache_factors(prompted, ENVIRONMENT)) == keys[1]
+
+
 @cache
 def base_with(architecture: str) -> tuple[EngineConfig, list[Any]]:
     config = with_value(base_config(), "model.architecture", architecture)
@@ -220,17 +229,6 @@ def test_the_rules_of_a_quantised_model_count(changes: dict[str, Any], base: Eng
         with_value(base, "model.quantisation", replace(online("fp8", ()), **more)) for more in ({}, changes)
     )
     assert len({factors_key(cache_factors(config, ENVIRONMENT)) for config in (base, first, second)}) == 3
-
-
-def test_of_a_model_that_pools_the_kinds_and_the_head_count(base: EngineConfig) -> None:
-    def key(**changes: Any) -> str:
-        pooling = replace(Pooling("embed", ("mean",), (Dense("2_Dense", 16, 8),), "none"), **changes)
-        return factors_key(cache_factors(with_value(base, "model.pooling", pooling), ENVIRONMENT))
-
-    heads = ((), (Dense("2_Dense", 16, 4),), (Dense("3_Dense", 16, 8),))
-    others = {"activation": "normalise", "prompts": (("query", "Query: "),), "dimensions": 4, "task": "classify"}
-    assert len({key(), key(kinds=("cls",)), *(key(head=head) for head in heads)}) == 5
-    assert {key(**{name: value}) for name, value in others.items()} == {key()}
 
 
 def test_how_positions_are_scaled_counts_only_where_the_graph_has_it(base: EngineConfig) -> None:
