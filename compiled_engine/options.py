@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compiled_engine.schema import (
     SWITCH,
@@ -17,6 +18,7 @@ from compiled_engine.schema import (
     number,
     one_of,
     path,
+    require,
     sizes,
     switch,
     text,
@@ -30,6 +32,10 @@ FOLDER = path("the path of a folder, or None")
 REVISION = text("a branch, tag or commit, or None")
 # Checked where it is resolved, with what is there.
 DEVICE = Kind(lambda name, value: value, {"type": "string"})
+SPECULATIVE_CONFIG = Kind(
+    require("a dict, or one as JSON", lambda value: isinstance(value, Mapping | str)),
+    {"anyOf": [{"type": "string"}, {"type": "object"}]},
+)
 BLOCK_SIZE = Kind(lambda name, value: value, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
 
 
@@ -112,6 +118,13 @@ class EngineOptions:
         switch("True, False or None"),
         "launch a step before the results of the one before it are known",
         default_is="on CUDA",
+    )
+    speculative_config: Mapping[str, Any] | str | None = declare(
+        None,
+        SPECULATIVE_CONFIG,
+        "[verify drafts of several tokens in a step](speculation.md): a dict with `method`, `num_speculative_tokens`, "
+        "`prompt_lookup_max` and `prompt_lookup_min`, on the command line as JSON",
+        default_is="one token a step",
     )
     seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")
     load_format: str = declare(

@@ -59,6 +59,7 @@ class EngineCore:
             config.model.vocab_size,
             self._steps_in_flight,
             config.parallel.num_stages,
+            config.most_new_tokens,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
