@@ -348,7 +348,7 @@ class EngineConfig:
     device: torch.device
     attention_backend: str
     reasons: dict[str, str]
-    speculation: SpeculationConfig = SpeculationConfig()
+    speculation: SpeculationConfig
 
     @property
     def most_new_tokens(self) -> int:

@@ -433,10 +433,10 @@ class Scheduler:
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics, and with several tokens a step DraftCounts.metrics."""
+        """See SchedulerCounts.metrics and DraftCounts.metrics."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
-        return counts | self._drafts.metrics() if self._most_new_tokens > 1 else counts
+        return counts | self._drafts.metrics()
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""
