@@ -228,6 +228,19 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    """Drafts, up to `num_tokens` a request and step, that are verified together with its newest token; 0: none.
+
+    method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before.
+    """
+
+    method: str = "none"
+    num_tokens: int = 0
+    lookup_max: int = 0
+    lookup_min: int = 0
+
+
+@dataclass(frozen=True)
 class CompileConfig:
     """Options of compilation. `passes` are the enabled FX passes in their fixed order.
 
@@ -337,6 +350,12 @@ class EngineConfig:
     device: torch.device
     attention_backend: str
     reasons: dict[str, str]
+    speculation: SpeculationConfig
+
+    @property
+    def most_new_tokens(self) -> int:
+        """Most tokens that a step yields for a request."""
+        return 1 + self.speculation.num_tokens
 
     @property
     def max_running(self) -> int:

@@ -279,7 +279,8 @@ class RunnerOutput:
     """Runner to scheduler: what a step produced.
 
     token_ids: of the requests that sample, in the order of the step; or why there is none (see sampled_tokens.py).
-    counts: how many tokens each of those requests got; None if each got one.
+    counts: how many tokens each of those requests got; None if each got one. num_drafts: how many drafts of each were
+        verified; None where there are none.
     logprobs: if any of them needs them, as in StepOutputs: a row for each token.
 
     Results that few requests need are in a dict each, by request id:
@@ -295,3 +296,4 @@ class RunnerOutput:
     prompt_logprobs: dict[str, tuple[int, LogprobRows]] = field(default_factory=dict)
     counts: Sequence[int] | None = None
     vectors: dict[str, Vectors] = field(default_factory=dict)
+    num_drafts: Sequence[int] | None = None

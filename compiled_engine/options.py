@@ -19,6 +19,7 @@ from compiled_engine.schema import (
     number,
     one_of,
     path,
+    require,
     sizes,
     switch,
     text,
@@ -33,6 +34,10 @@ REVISION = text("a branch, tag or commit, or None")
 # Checked where it is resolved, with what is there.
 DEVICE = Kind(lambda name, value: value, {"type": "string"})
 POOLER_CONFIG = Kind(lambda name, value: PoolerConfig.of(value), {"type": "string"})
+SPECULATIVE_CONFIG = Kind(
+    require("a dict, or one as JSON", lambda value: isinstance(value, Mapping | str)),
+    {"anyOf": [{"type": "string"}, {"type": "object"}]},
+)
 BLOCK_SIZE = Kind(lambda name, value: value, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
 
 
@@ -115,6 +120,13 @@ class EngineOptions:
         switch("True, False or None"),
         "launch a step before the results of the one before it are known",
         default_is="on CUDA",
+    )
+    speculative_config: Mapping[str, Any] | str | None = declare(
+        None,
+        SPECULATIVE_CONFIG,
+        "[verify drafts of several tokens in a step](speculation.md): a dict with `method`, `num_speculative_tokens`, "
+        "`prompt_lookup_max` and `prompt_lookup_min`, on the command line as JSON",
+        default_is="one token a step",
     )
     seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")
     load_format: str = declare(

@@ -6,6 +6,7 @@ The command line comes before the environment, and that before a YAML file; the 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +198,7 @@ def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[
         elif isinstance(value, tuple | list):
             words += [word for each in value or (0,) for word in (argument.written, str(each))]
         else:
-            words += [argument.written, str(value)]
+            words += [argument.written, json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return words
 
 

@@ -59,6 +59,7 @@ class EngineCore:
             config.model.vocab_size,
             self._steps_in_flight,
             config.parallel.num_stages,
+            config.most_new_tokens,
             pools=config.model.pooling is not None,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size

@@ -141,7 +141,12 @@ class Request:
         most_new_tokens: int = 1,
     ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one with a
-        constraint, whose masks are made a token at a time, gets one."""
+        constraint, whose masks are made a token at a time, gets one, and so does one whose logits depend on the tokens
+        generated so far."""
+        if constraint is not None or request.sampling_params.edits_by_output:
+            most, gets_fewer = 1, most_new_tokens > 1
+        else:
+            most, gets_fewer = most_new_tokens, False
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
         rule = StopRule.of(request.sampling_params, request.eos_token_ids, room)
@@ -157,8 +162,8 @@ class Request:
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             constraint=constraint,
             num_tokens=num_prompt_tokens + len(request.output_token_ids),
-            most_new_tokens=most_new_tokens if constraint is None else 1,
-            gets_fewer=constraint is not None and most_new_tokens > 1,
+            most_new_tokens=most,
+            gets_fewer=gets_fewer,
             prefix_root=request.prefix_root,
             pooling=request.pooling,
             next_prompt_logprob=request.next_prompt_logprob,

@@ -17,6 +17,7 @@ stages of a pipeline work at steps side by side, steps.Lanes says which requests
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
@@ -91,6 +92,33 @@ class SchedulerCounts:
         }
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of drafts: how often a request had any in a step, how many, and how many were right, by position."""
+
+    by_position: list[int]
+    requests: int = 0
+    tokens: int = 0
+
+    def verified(self, num_drafts: int, num_right: int) -> None:
+        """Count the drafts of a request in a step."""
+        self.requests += 1
+        self.tokens += num_drafts
+        for position in range(num_right):
+            self.by_position[position] += 1
+
+    def metrics(self) -> dict[str, Any]:
+        """Since the start: drafted_requests (a request in a step), draft_tokens, accepted_tokens, accepted_by_position
+        (from 0).
+        """
+        return {
+            "drafted_requests": self.requests,
+            "draft_tokens": self.tokens,
+            "accepted_tokens": sum(self.by_position),
+            "accepted_by_position": {str(position): count for position, count in enumerate(self.by_position)},
+        }
+
+
 class Scheduler:
     """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
     `masks`), call `update` with both; repeat while unfinished.
@@ -131,6 +159,7 @@ class Scheduler:
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
+        self._drafts = DraftCounts([0] * (most_new_tokens - 1))
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
         """Queue a request. Raises ValueError as `check` does."""
@@ -346,6 +375,8 @@ class Scheduler:
             if not 0 <= count <= (bound := in_flight.bounds.get(request, self._most_new_tokens)):
                 raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
             request.take_in(bound, count)
+            if result.num_drafts is not None and (num_drafts := result.num_drafts[index]):
+                self._drafts.verified(num_drafts, count - 1)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
@@ -403,10 +434,11 @@ class Scheduler:
         """Let no later request find what is cached now; requests that run keep their blocks."""
         self._kv_cache.reset_prefix_cache()
 
-    def metrics(self) -> dict[str, int | float]:
-        """See SchedulerCounts.metrics."""
+    def metrics(self) -> dict[str, Any]:
+        """See SchedulerCounts.metrics and DraftCounts.metrics."""
         waiting = len(self._requests.waiting)
-        return self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
+        counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
+        return counts | self._drafts.metrics()
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

@@ -135,6 +135,7 @@ HONOURED: Rows = {
         "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size runner convert pooler_config"
     ),
+    "speculative_config": Honoured("`speculative_config`", "speculative_config", nothing=({},)),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
         "dtype",
@@ -235,9 +236,8 @@ NOT_SUPPORTED: Rows = {
     **only("a KV cache given in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
     **only("LoRA", "merge the adapter into the checkpoint", enable_lora=False),
     **only(
-        "speculative decoding",
-        "leave it out: the outputs are the same without it",
-        speculative_config=({},),
+        "an option for each part of speculative decoding",
+        "give speculative_config",
         spec_method=(),
         spec_model=(),
         spec_tokens=(),

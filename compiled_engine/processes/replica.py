@@ -88,13 +88,14 @@ COUNTED = (
     *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
     *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
     *("recordings", "recorded_replays"),
+    *("drafted_requests", "draft_tokens", "accepted_tokens"),
     *("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits"),
 )
 HELD = (
     *("running", "waiting", "blocks_total", "blocks_free", "kv_cache_bytes"),
     *("graph_bytes_used", "graph_bytes_predicted"),
 )
-COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason")
+COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason", "accepted_by_position")
 OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")
 
 
@@ -106,7 +107,8 @@ def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
     for names, those in ((COUNTED, answers), (HELD, living)):
         found |= {name: sum(each[name] for each in those) for name in names if all(name in each for each in those)}
     for name in COUNTED_BY_NAME:
-        found[name] = dict(sum((Counter(each[name]) for each in answers), Counter()))
+        if all(name in each for each in answers):
+            found[name] = dict(sum((Counter(each[name]) for each in answers), Counter()))
     found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
     found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)
     return found | {"replicas": [_of_one(replica) for replica in replicas]}

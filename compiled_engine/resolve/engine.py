@@ -30,6 +30,7 @@ from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder, resolve_tokenizer_folder
 from compiled_engine.resolve.parallel import check_stages, resolve_parallel
+from compiled_engine.resolve.speculation import resolve_speculation
 from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 log = logging.getLogger("compiled_engine")
@@ -109,6 +110,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         device=device,
         attention_backend=attention.backend,
         reasons=reasons,
+        speculation=resolve_speculation(options, device, scheduler, reasons, pools=model.pooling is not None),
     )
 
 

@@ -60,6 +60,9 @@ class InputBuffers:
     last token. `step` has the step tensors that are computed on the device, with their names and first dimensions,
     including `asked`, which passes declare. work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on
     the host: the sampled tokens of the last steps by request (-1 for none), after the number of the step.
+
+    draft_numbers_R: None without drafts. With them, a request has a row for its newest token and one for each draft
+    behind it, see drafts.py: which of them the row is, 0 for the newest token. Written by the host.
     """
 
     def __init__(
@@ -71,9 +74,13 @@ class InputBuffers:
         device: torch.device,
         work_length: int = 0,
         asked: Sequence[StepTensor] = (),
+        *,
+        has_drafts: bool = False,
     ):
         self._rows = writes.field(max_num_rows)
         self._query_start_loc = writes.field(max_num_rows + 1)
+        self._draft_numbers = writes.field(max_num_rows) if has_drafts else None
+        self.draft_numbers_R = None if self._draft_numbers is None else self._draft_numbers.tensor
         self.rows_R = self._rows.tensor
         self.query_start_loc_R1 = self._query_start_loc.tensor
         self.starts_of_decodes_R1 = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
@@ -112,11 +119,14 @@ class InputBuffers:
         padded_rows_R[: len(decodes.rows)] = decodes.rows
         self._rows.stage(0, padded_rows_R)
 
-    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray) -> None:
+    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, draft_numbers_R: np.ndarray | None = None) -> None:
         """Stage any batch, padding rows included."""
         self.decodes = None
         self._rows.stage(0, rows_R)
         self._query_start_loc.stage(0, starts_R1)
+        if draft_numbers_R is not None:
+            assert self._draft_numbers is not None
+            self._draft_numbers.stage(0, draft_numbers_R)
 
     def forget_staged(self) -> None:
         """Forget what was staged: it did not reach the device."""
@@ -181,6 +191,12 @@ def prepare_reference(
     real_R = rows_R >= 0
     computed_R = np.where(real_R, states.num_computed_S.numpy()[rows_R], 0)
     known_R = states.num_known_S.numpy()[rows_R]
+    newest_R = states.last_token_S.numpy()[rows_R]
+    if buffers.draft_numbers_R is not None:
+        assert states.drafts_SK is not None
+        number_R = buffers.draft_numbers_R.numpy()[:num_rows]
+        computed_R += number_R
+        newest_R = np.where(number_R > 0, states.drafts_SK.numpy()[rows_R, number_R - 1], newest_R)
 
     request_T = np.repeat(np.arange(num_rows), lens_R)
     covered = min(len(request_T), num_tokens)
@@ -189,7 +205,7 @@ def prepare_reference(
     row_T = rows_R[request_T]
     known_ids_KL = states.known_ids_KL.numpy()
     known_ids_T = known_ids_KL[states.known_row_S.numpy()[row_T], np.minimum(positions_T, known_ids_KL.shape[1] - 1)]
-    ids_T = np.where(positions_T < known_R[request_T], known_ids_T, states.last_token_S.numpy()[row_T])
+    ids_T = np.where(positions_T < known_R[request_T], known_ids_T, newest_R[request_T])
     table_SB = states.block_table_SB.numpy()
     block_T, offset_T = np.divmod(positions_T, states.block_size)
     blocks_T = table_SB[row_T, np.minimum(block_T, table_SB.shape[1] - 1)].astype(np.int64)
@@ -211,13 +227,28 @@ def prepare_reference(
 
 
 @dataclass(frozen=True)
+class DraftedRows:
+    """Rows of a batch in which a request has one for its newest token and one for each draft behind it.
+
+    places: int [rows], the rows of the batch in the order of the step's requests. starts: int [requests], where each
+    request begins among these; num_drafts: how many drafts it has; samples: bool [requests]. All in the step's order.
+    """
+
+    places: np.ndarray
+    starts: np.ndarray
+    num_drafts: np.ndarray
+    samples: np.ndarray
+
+
+@dataclass(frozen=True)
 class InputBatch:
     """Host arrays are per request, in batch order, real requests only; rows are those of RequestStates.
 
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
-    request of the step; None if it has them in the step's order.
+    request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
+    `step_starts` and `samples` too are in batch order.
     """
 
     request_ids: list[str]
@@ -232,6 +263,7 @@ class InputBatch:
     padded_tokens: int
     host: tuple[int, int, int]
     order: np.ndarray | None = None
+    drafted: DraftedRows | None = None
 
     @property
     def num_requests(self) -> int:

@@ -27,6 +27,7 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
+from compiled_engine.runner.drafts import NgramProposer, make_drafted_batch
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
@@ -114,11 +115,13 @@ class Runner:
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
-        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1
+        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
-        self.states = RequestStates(max_rows, length, block_size, config.device, in_flight)
+        speculation = config.speculation
+        self.states = RequestStates(max_rows, length, block_size, config.device, in_flight, speculation.num_tokens)
+        self._proposer = NgramProposer(speculation, self.states) if speculation.num_tokens else None
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, config.cache.block_size, config.device))
@@ -133,9 +136,12 @@ class Runner:
             config.device,
             work_length,
             step_tensors(config.compile.passes),
+            has_drafts=self._proposer is not None,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
-        self._sampling = StepSampling(self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic)
+        self._sampling = StepSampling(
+            self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic, self._proposer
+        )
         self._pooling = None
         if (pooling := config.model.pooling) is not None:
             hidden_size = config.model.hidden_size
@@ -223,7 +229,10 @@ class Runner:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
         key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted)
-        batch = make_batch(step, self.states, self.buffers, key)
+        if self._proposer is None:
+            batch = make_batch(step, self.states, self.buffers, key)
+        else:
+            batch = make_drafted_batch(step, self.states, self.buffers)
         self._clock.lap("prepare")
         self._clock.device_begins()
         pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks)

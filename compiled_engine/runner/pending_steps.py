@@ -11,7 +11,7 @@ import torch
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
+from compiled_engine.runner.input_batch import LAST_NUMBER, RING, DraftedRows, InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_pooling import PooledRows
 from compiled_engine.sampling.logprobs import BatchLogprobs
@@ -181,23 +181,48 @@ class PendingStep:
         if ring_row[0] != self._number:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
         batch = self._batch
+        if batch.drafted is not None:
+            return self._result_of_drafts(batch.drafted, ring_row[1 : batch.num_rows + 1])
         tokens_R, samples_R = ring_row[1 : batch.num_requests + 1], batch.samples
         if batch.order is not None:
             tokens_R, samples_R = tokens_R[batch.order], samples_R[batch.order]
         token_ids = tokens_R.tolist()
         if not samples_R.all():
             token_ids = list(compress(token_ids, samples_R.tolist()))
-        prompt = {request_id: (found.first, found.rows()) for request_id, found in self._prompt.items()}
         if self._pooled is not None:
             return RunnerOutput(token_ids, vectors=self._pooled.vectors())
         if self._logprobs is None:
-            return RunnerOutput(token_ids, prompt_logprobs=prompt)
+            return RunnerOutput(token_ids, prompt_logprobs=self._prompt_logprobs())
         few = None
         if self._logprobs.few_SW is not None:
             sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
         many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
-        return RunnerOutput(token_ids, few, many, prompt)
+        return RunnerOutput(token_ids, few, many, self._prompt_logprobs())
+
+    def _result_of_drafts(self, drafted: DraftedRows, tokens_R: np.ndarray) -> RunnerOutput:
+        """tokens_R: of each row; -1 where there is none, as behind a draft that was wrong."""
+        tokens_R = tokens_R[drafted.places]
+        taken_R = tokens_R != -1
+        counts = np.add.reduceat(taken_R, drafted.starts, dtype=np.int64)[drafted.samples].tolist()
+        few, many = None, dict[str, list[np.ndarray]]()
+        if self._logprobs is not None:
+            places = drafted.places[taken_R]
+            if self._logprobs.few_SW is not None:
+                few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[places])
+            for place in filter(self._logprobs.many.__contains__, places.tolist()):
+                many.setdefault(self._batch.request_ids[place], []).append(self._logprobs.many[place].numpy())
+        return RunnerOutput(
+            tokens_R[taken_R].tolist(),
+            few,
+            {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
+            self._prompt_logprobs(),
+            counts,
+            drafted.num_drafts[drafted.samples].tolist(),
+        )
+
+    def _prompt_logprobs(self) -> dict[str, tuple[int, LogprobRows]]:
+        return {request_id: (found.first, found.rows()) for request_id, found in self._prompt.items()}
 
 
 @dataclass

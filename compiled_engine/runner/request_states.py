@@ -21,17 +21,24 @@ class RequestStates:
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     num_known_S: tokens that the host knew when the request came; from there on each step samples.
     last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
-    known_row_S: index of the row's prompt in known_ids_KL.
+    known_row_S: index of the row's prompt in known_ids_KL. drafts_SK: guesses of the tokens behind the newest one,
+    followed by -1 where there are fewer than num_drafts; None without drafts.
 
     On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
     them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
-    used in turn, since a step may still read the prompt of the row's previous request. prompt_logprobs: number
-    requested, by row. by_token: rows that get a result for each token. generation: changes when a request gets or
-    loses a row.
+    used in turn, since a step may still read the prompt of the row's previous request. With drafts, steps add the
+    tokens that they sample. prompt_logprobs: number requested, by row. by_token: rows that get a result for each token.
+    num_known: as num_known_S. generation: changes when a request gets or loses a row.
     """
 
     def __init__(
-        self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device, steps_in_flight: int = 2
+        self,
+        max_num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        steps_in_flight: int = 2,
+        num_drafts: int = 0,
     ):
         self.block_size = block_size
         self.fields = fields = RowFields(max_num_rows, device)
@@ -46,6 +53,10 @@ class RequestStates:
         self.num_computed_S, self.num_known_S = fields["num_computed"], fields["num_known"]
         self.last_token_S, self.known_row_S = fields["last_token"], fields["known_row"]
         self.block_table_SB = fields["block_table"]
+        self.drafts_SK: torch.Tensor | None = None
+        if num_drafts:
+            fields.declare(RowField("drafts", shape=(num_drafts,), initial=-1))
+            self.drafts_SK = fields["drafts"]
         self.known_ids_KL = torch.zeros(
             steps_in_flight * max_num_rows,
             max_model_len + 1,
@@ -57,6 +68,7 @@ class RequestStates:
         self._known_rows = np.arange(max_num_rows)
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
+        self.num_known = np.zeros(max_num_rows, np.int64)
         self.prompt_logprobs: dict[int, int] = {}
         self.by_token: set[int] = set()
         self.generation = 0
@@ -79,6 +91,7 @@ class RequestStates:
         self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self.known_ids_KL)
         self.known_ids(row)[: len(request.token_ids)] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_known[row] = len(request.token_ids)
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
             self.prompt_logprobs[row] = wanted
         if request.by_token:

@@ -8,6 +8,7 @@
    sampler.py. They replace the first tokens in the states and on the host (`finish`).
 4. In a pipeline, the transfer of tokens to the first stage.
 5. The log-probabilities of the tokens, if requested.
+6. With drafts, the drafts of the next step, from the final tokens.
 
 Where the vocabulary is divided among ranks, 1, 2, 3 and 5 exchange a few numbers. Nothing waits for the device.
 """
@@ -19,6 +20,7 @@ import torch
 
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.rows.staged_writes import upload
+from compiled_engine.runner.drafts import NgramProposer, newest_tokens, verify
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, masks_of_batch
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep, advance
@@ -42,7 +44,9 @@ def owes_prompt_logprobs(step: SchedulerOutput, states: RequestStates) -> bool:
 
 
 class StepSampling:
-    """Launch post-logits sampling asynchronously. traffic: sends the tokens, in the last stage of a pipeline."""
+    """Launch post-logits sampling asynchronously. traffic: sends the tokens, in the last stage of a pipeline. proposer:
+    None without drafts.
+    """
 
     def __init__(
         self,
@@ -52,9 +56,10 @@ class StepSampling:
         buffers: InputBuffers,
         pending: PendingSteps,
         traffic: StageTraffic | None = None,
+        proposer: NgramProposer | None = None,
     ):
         self._model, self.sampler, self._states, self._buffers = model, sampler, states, buffers
-        self._pending, self._traffic = pending, traffic
+        self._pending, self._traffic, self._proposer = pending, traffic, proposer
 
     def prompt_logprobs(self, batch: InputBatch, hidden_TD: torch.Tensor) -> dict[str, PromptLogprobs]:
         """Compute those of the tokens after this step's, for the requests that want them and are in their prompt."""
@@ -111,17 +116,22 @@ class StepSampling:
         self._advance(batch, token_ids_R, num_rows, again=True)
 
     def _advance(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
+        if self._proposer is not None:
+            verify(self._states, self._buffers, token_ids_R, num_rows)
+            return
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
     def finish(self, step: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
-        """Launch 3 to 5 for a step after 2. masks: the step's masks, if any."""
+        """Launch 3 to 6 for a step after 2. masks: the step's masks, if any."""
         batch, logits_RV = step.batch, step.logits_RV
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV, masks)
         if self._traffic:
             self._traffic.send_tokens(batch)
+        if self._proposer is not None:
+            self._proposer.propose(np.unique(batch.rows[batch.samples]))
         return self._pending.step(batch, self._logprobs(batch, rows_R, logits_RV), step.prompt)
 
     def _sample_generally(
@@ -142,10 +152,13 @@ class StepSampling:
         self._pending.launched()
 
     def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        """Log-probabilities of the tokens now in the states, if requested."""
+        """Log-probabilities of the tokens that the step has, if requested."""
         num_logprobs_R = self.sampler.num_logprobs(rows_R)
         if num_logprobs_R is None:
             return None
         count = batch.num_requests
-        token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
+        if self._proposer is None:
+            token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
+        else:
+            token_ids_R = newest_tokens(self._buffers, count)
         return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)

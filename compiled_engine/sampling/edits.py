@@ -89,7 +89,7 @@ class EditedRows:
         """Arguments: see Sampler.add_row."""
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
-        penalised = has_penalties(params)
+        penalised = params.has_penalties
         if penalised:
             self._start_counts(row, token_ids[:num_prompt_tokens], output_ids)
         if additions.longest_prefix > 0:
@@ -247,10 +247,6 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
             logits_V[allowed_V == 0] = -np.inf
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-
-
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
     """Apply each row's penalties in place; only the logits of tokens that occurred are touched.
 
@@ -273,8 +269,8 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
     """Take each row's sampled token (int64 [S]) into its counts and its tail, as far as these are declared.
 
-    row_index_S: int32 [S]; -1 is padding, and no other row may come twice. Error codes in place of a token are left
-    out.
+    row_index_S: int32 [S]; -1 is padding, and no row that has counts or a tail may come twice. Error codes in place of
+    a token are left out.
     first_token: the id of the counts' first column.
     """
     counts_NV, tail_NL = rows.if_declared("counts"), rows.if_declared("tail")

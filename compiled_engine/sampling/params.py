@@ -338,6 +338,15 @@ class SamplingParams:
         """Return whether the most likely token is taken."""
         return self.temperature < SMALLEST_TEMPERATURE
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def edits_by_output(self) -> bool:
+        """Return whether the logits of a token are edited by the tokens generated before it."""
+        return self.has_penalties or bool(self.bad_words_token_ids)
+
     def clone(self) -> SamplingParams:
         """A copy with lists and dicts of its own; what they hold, and token_mask, is the same."""
         values = vars(self).copy()

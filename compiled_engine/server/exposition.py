@@ -45,11 +45,19 @@ COUNTERS = {
     "grammar_cache_hits": ("grammar_cache_hits", "Grammars that were compiled already."),
     "grammar_compile_s": ("grammar_compile_seconds", "Time that compiling them took, beside the steps."),
     "graph_padded_tokens": ("graph_padded_tokens", "Tokens that replays computed for nothing."),
+    "drafted_requests": ("spec_decode_num_drafts", "Verified drafts of a completion in a step, of any length."),
+    "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these."),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that were right."),
 }
 # The same for figures that have a label.
 LABELLED = {
     "graph_replays_by_key": ("graph_replays", "key", "Replays of CUDA graphs."),
     "graph_fallbacks_by_reason": ("graph_fallbacks", "reason", "Batches that ran without a CUDA graph, and why."),
+    "accepted_by_position": (
+        "spec_decode_num_accepted_tokens_per_pos",
+        "position",
+        "Right draft tokens, by their position in the draft, from 0.",
+    ),
 }
 
 # Totals over several replicas, by key of the engine's metrics.
@@ -74,6 +82,8 @@ OF_VLLM = {
     *PROMPT_TOKENS,
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
     *("prefix_cache_queries", "prefix_cache_hits", "generation_tokens", "request_success"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    "spec_decode_num_accepted_tokens_per_pos",
 }
 
 

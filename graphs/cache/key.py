@@ -114,6 +114,10 @@ OTHER_FIELDS = (
     "parallel.data_parallel_size",
     "device",
     "reasons",
+    "speculation.method",
+    "speculation.num_tokens",
+    "speculation.lookup_max",
+    "speculation.lookup_min",
 )
 
 

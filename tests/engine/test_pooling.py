@@ -74,6 +74,20 @@ def test_vectors_of_ragged_batches_are_those_of_the_definition(
     assert ("cache.enable_prefix_caching" in llm.config.reasons) == (modules["kinds"] != ("lasttoken",))
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact_float32")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("mode", ["eager", "graphed"])
+def test_vectors_on_a_gpu_are_those_of_the_definition(name: str, mode: str, tmp_path: Path, engine: Engine) -> None:
+    modules: dict[str, Any] = KINDS[name]
+    decoder = make_embedder(tmp_path, **modules)
+    llm = engine(tmp_path, mode, device="cuda", dtype="float32", num_blocks=256)
+    for _ in range(2):
+        for output in llm.embed(TEXTS):
+            assert_close(output.outputs.embedding, embedding(tmp_path, decoder, output.prompt_token_ids, **modules))
+    assert (llm.metrics()["graph_replays"] > 0) == (mode == "graphed")
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_vectors_are_those_of_sentence_transformers(old: bool, tmp_path: Path, engine: Engine) -> None:
     library = pytest.importorskip("sentence_transformers")

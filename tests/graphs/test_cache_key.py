@@ -136,6 +136,10 @@ PERTURBED: dict[str, Any] = {
     "parallel.data_parallel_size": 2,
     "attention_backend": "triton",
     "reasons": {"device": "another"},
+    "speculation.method": "ngram",
+    "speculation.num_tokens": 3,
+    "speculation.lookup_max": 5,
+    "speculation.lookup_min": 2,
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.

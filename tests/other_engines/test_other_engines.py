@@ -43,6 +43,8 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("enable_prefix_caching", False, {"enable_prefix_caching": False}),
     ("scheduling_policy", "priority", {"scheduling_policy": "priority"}),
     ("async_scheduling", False, {"async_scheduling": False}),
+    ("speculative_config", {"method": "ngram"}, {"speculative_config": {"method": "ngram"}}),
+    ("speculative_config", {}, {}),
     ("logits_processors", ["package:Name"], {"logits_processors": ("package:Name",)}),
     ("tensor_parallel_size", 2, {"tensor_parallel_size": 2}),
     ("pipeline_parallel_size", 2, {"pipeline_parallel_size": 2}),

@@ -114,6 +114,7 @@ def test_figures_of_vllm_under_its_names_too(server: RunningServer) -> None:
     httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
     assert not any(name.startswith("vllm:") for name in samples(server))
     engine = {"running": 3, "kv_usage": 0.25, "prefix_hits": 7, "generated_tokens": 11}
+    engine |= {"drafted_requests": 4, "draft_tokens": 8, "accepted_tokens": 5, "accepted_by_position": {"0": 3, "1": 2}}
     both = replace(server.serving, options=replace(server.serving.options, vllm_metric_names=True))
     found = parsed(exposition(both, engine).decode())
     copies = [name for name in found if name.startswith("vllm:")]
@@ -122,6 +123,8 @@ def test_figures_of_vllm_under_its_names_too(server: RunningServer) -> None:
         assert found[name] == found[",".join([own, *(label for label in labels if label != "engine=0")])]
     assert found["vllm:num_requests_running,engine=0"] == 3
     assert found["vllm:prefix_cache_hits_total,engine=0"] == 7
+    assert found["vllm:spec_decode_num_accepted_tokens_total,engine=0"] == 5
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total,engine=0,position=1"] == 2
     assert found["vllm:e2e_request_latency_seconds_count,engine=0"] >= 1
     assert found["vllm:request_success_total,engine=0,finished_reason=length"] >= 1
 

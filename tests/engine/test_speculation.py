@@ -1,0 +1,168 @@
+"""Drafts change no token: engines with and without them agree, with everything that a scheduler and a sampler do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.messages import EngineRequest
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.structured_outputs import StructuredOutputs
+
+# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
+ENGINE: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "progress": False,
+    "max_model_len": 96,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "block_size": 4,
+    "num_blocks": 40,
+}
+REPETITIVE = "x = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def ngram(num_drafts: int, longest: int = 3, shortest: int = 1) -> dict[str, Any]:
+    drafts = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    return {"speculative_config": drafts | {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}}
+
+
+@pytest.fixture(scope="module")
+def text(bundled_model_path: Path) -> str:
+    return (bundled_model_path / "held_out.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with LLM(mode="eager", **ENGINE) as llm:
+        yield llm
+
+
+DRAFTED: dict[str, dict[str, Any]] = {
+    "eager, in torch": {"mode": "eager", "attention_backend": "torch", **ngram(3)},
+    "compiled, two steps in flight": {"mode": "compiled", "async_scheduling": True, **ngram(5)},
+    "recorded, one draft": {"async_scheduling": True, **ngram(1, 4, 2)},
+    "recorded, more drafts than a step has room for": {"max_num_seqs": 3, **ngram(20)},
+    "two ranks": {"mode": "compiled", "async_scheduling": True, "tensor_parallel_size": 2, **ngram(4)},
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTED)
+def drafted(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(**ENGINE | DRAFTED[request.param]) as llm:
+        yield llm
+        llm.core.check_integrity()
+        metrics = llm.metrics()
+        assert (metrics["running"], metrics["waiting"], metrics["kv_usage"]) == (0, 0, 0)
+        assert metrics["accepted_tokens"] > 0
+        assert metrics["accepted_tokens"] < metrics["draft_tokens"]
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.3},
+    {"temperature": 0.8, "logprobs": 0, "prompt_logprobs": 1},
+    {"temperature": 0.7, "logprobs": 70},
+    {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {"temperature": 0.5, "n": 2},
+    {"temperature": 0, "repetition_penalty": 1.1},
+    {"temperature": 0.6, "frequency_penalty": 0.4, "presence_penalty": 0.2, "logprobs": 1},
+    {"temperature": 0, "bad_words": ["return", " 1"]},
+    {"temperature": 0, "logit_bias": {100: 3.0, 7: -5.0}},
+    {"temperature": 0.4, "allowed_token_ids": list(range(0, 3000, 3))},
+    {"temperature": 0.6, "structured_outputs": StructuredOutputs(regex="([ab]c){2,9}")},
+]
+ENDS: list[dict[str, Any]] = [
+    {"ignore_eos": True},
+    {},
+    {"stop": ["\n", "e "]},
+    {"stop_token_ids": [*range(0, 4000, 40)], "min_tokens": 5},
+    {"min_tokens": 4},
+]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[int, int, int, SamplingParams]:
+    """Where a prompt begins in the text, its length, how often it is repeated, and its parameters."""
+    sampling, ends = draw(st.sampled_from(SAMPLING)), draw(st.sampled_from(ENDS))
+    if "structured_outputs" in sampling:
+        ends = {name: value for name, value in ends.items() if name != "ignore_eos"}
+    max_tokens = draw(st.integers(max(1, ends.get("min_tokens", 1)), 30))
+    seed = draw(st.integers(0, 1000))
+    params = SamplingParams(seed=seed, max_tokens=max_tokens, truncate_prompt_tokens=80, **sampling, **ends)
+    start = draw(st.sampled_from([0, 300]) | st.integers(0, 20_000))
+    return start, draw(st.integers(1, 60)), draw(st.sampled_from([1, 1, 3])), params
+
+
+def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    for our, their in zip(ours, theirs, strict=True):
+        for mine, other in zip(our.outputs, their.outputs, strict=True):
+            assert list(mine.token_ids) == list(other.token_ids)
+            assert (mine.text, mine.finish_reason, mine.stop_reason) == (
+                other.text,
+                other.finish_reason,
+                other.stop_reason,
+            )
+            assert (mine.logprobs is None) == (other.logprobs is None)
+            for row, expected in zip(mine.logprobs or [], other.logprobs or [], strict=True):
+                assert {token: entry.logprob for token, entry in row.items()} == pytest.approx(
+                    {token: entry.logprob for token, entry in expected.items()}, abs=1e-3
+                )
+        assert (our.prompt_logprobs is None) == (their.prompt_logprobs is None)
+
+
+@given(workload=st.lists(requests(), min_size=1, max_size=9))
+@settings(max_examples=10, derandomize=True, phases=[Phase.generate])  # shrinking takes minutes
+def test_the_tokens_are_those_without_drafts(
+    workload: list[tuple[int, int, int, SamplingParams]], text: str, plain: LLM, drafted: LLM
+) -> None:
+    prompts = [(text[start : start + length] * times)[:150] for start, length, times, _ in workload]
+    params = [params for *_, params in workload]
+    same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (drafted, plain)))
+
+
+def test_right_drafts_save_steps() -> None:
+    """Each step yields one token and the drafts that were right."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(**ENGINE | {"max_num_batched_tokens": 64}, **ngram(4)) as llm:
+        (output,) = llm.generate([REPETITIVE], params, use_tqdm=False)
+        metrics = llm.metrics()
+    assert len(output.outputs[0].token_ids) == 40
+    assert metrics["steps"] == 40 - metrics["accepted_tokens"]
+    assert metrics["steps"] <= 20
+    by_position = list(metrics["accepted_by_position"].values())
+    assert sum(by_position) == metrics["accepted_tokens"] <= metrics["draft_tokens"]
+    assert by_position == sorted(by_position, reverse=True)
+    assert metrics["drafted_requests"] <= metrics["steps"] - 1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+def test_an_abort_among_drafts_leaves_no_trace(steps: int, text: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, seed=1, logprobs=1)
+    with LLM(async_scheduling=True, **ENGINE, **ngram(4)) as llm:
+        ids = [tuple(llm.get_tokenizer().encode(prompt)) for prompt in (REPETITIVE, text[:50], REPETITIVE[3:])]
+        expected = llm.generate([{"prompt_token_ids": list(each)} for each in ids], params, use_tqdm=False)
+        found: dict[str, list[int]] = {str(number): [] for number in range(len(ids))}
+        for name, each in zip(found, ids, strict=True):
+            llm.core.add(EngineRequest(name, each, params))
+        count = 0
+        while llm.core.has_unfinished():
+            if count == steps:
+                llm.core.abort("0")
+            for output in llm.core.step():
+                found[output.request_id] += output.new_token_ids
+            count += 1
+        llm.core.check_integrity()
+        for name, output in zip(found, expected, strict=True):
+            assert found[name] == list(output.outputs[0].token_ids)[: len(found[name])]
+            assert name == "0" or len(found[name]) == 30
