@@ -162,8 +162,7 @@ class EngineOptions:
     convert: str = declare(
         "auto",
         one_of("auto", "none", "embed", "classify"),
-        "use of a model that pools: `embed` or `classify`",
-        "`none` is auto",
+        "use of a model that pools: `embed`, `classify`, or `none`, which is auto",
         default_is="classify for a classifier or reranker",
     )
     pooler_config: str | Mapping[str, Any] | PoolerConfig | None = declare(

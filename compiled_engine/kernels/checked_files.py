@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from uuid import uuid4
 
 from triton.runtime.cache import FileCacheManager
 
@@ -16,20 +18,30 @@ class CheckedFiles(FileCacheManager):
     """
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
-        """Write a file, unless it is there already.
+        """Write a file, unless it is there already: a link, unlike a renamed file, never replaces one.
 
         Python recognises a loaded library by the inode that it had when its file was opened. If another process
         replaces the file at that moment, the file system may give the inode to the next library, and Python takes it
-        for the first one: a kernel would be launched with the launcher of another.
+        for the first one: a kernel would be launched with the launcher of another. A damaged file is replaced: no
+        process loads it.
         """
-        if self._is_shared and is_checked(filename):
-            there: str | None = super().get_file(filename)
-            if there is not None and matches_digest(Path(there)):
-                return there
-            content = data if isinstance(data, bytes) else str(data).encode()
-            keep_digest(Path(self.cache_dir) / filename, content)
-        path: str = super().put(data, filename, binary)
-        return path
+        if not self._is_shared or not is_checked(filename):
+            written: str = super().put(data, filename, binary)
+            return written
+        content = data if isinstance(data, bytes) else str(data).encode()
+        path = Path(self.cache_dir) / filename
+        new = path.with_name(f"{filename}.{uuid4()}")
+        keep_digest(path, content)
+        try:
+            new.write_bytes(content)
+            try:
+                os.link(new, path)
+            except FileExistsError:
+                if not matches_digest(path):
+                    new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+        return str(path)
 
     def get_file(self, filename: str) -> str | None:
         path: str | None = super().get_file(filename)

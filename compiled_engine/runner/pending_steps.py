@@ -218,7 +218,7 @@ class PendingStep:
             {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
             self._prompt_logprobs(),
             counts,
-            drafted.num_drafts[drafted.samples].tolist(),
+            num_drafts=drafted.num_drafts[drafted.samples].tolist(),
         )
 
     def _prompt_logprobs(self) -> dict[str, tuple[int, LogprobRows]]:

@@ -372,6 +372,10 @@ def test_metrics() -> None:
         "finished": 1,
         "aborted": 1,
         "steps": 2,
+        "drafted_requests": 0,
+        "draft_tokens": 0,
+        "accepted_tokens": 0,
+        "accepted_by_position": {},
     }
 
 

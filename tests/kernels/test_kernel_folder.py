@@ -101,6 +101,23 @@ def test_a_library_that_is_there_is_not_replaced(root: Path) -> None:
     assert first.read_bytes() == b"a"
 
 
+def test_no_process_sees_a_library_change_its_inode(root: Path) -> None:
+    """Several build the same libraries at the same time, each with bytes of its own."""
+    from triton.runtime.cache import get_cache_manager
+
+    def build(number: int) -> list[int]:
+        inodes = []
+        for name in range(200):
+            path = get_cache_manager("00" * 32).put(f"{name} of {number}".encode(), f"{name}.so")
+            inodes.append(Path(path).stat().st_ino)
+        return inodes
+
+    with kernels_in(kernel_folder(root)), ThreadPoolExecutor(8) as pool:
+        seen = list(pool.map(build, range(8)))
+    assert all(inodes == seen[0] for inodes in seen)
+    assert damaged_kernels(root) == []
+
+
 def _of_another(folder: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
