@@ -31,6 +31,7 @@ MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
 POOLING_FILES = (MODULES, PROMPTS, *LENGTHS)
 CAUSAL = "ForCausalLM"
+LM_HEAD = "LMHeadModel"
 CLASSIFIER = "ForSequenceClassification"
 # Names of architectures that are the same decoder with another head.
 SUFFIXES = (CLASSIFIER, "ForTextEncoding", "Model")
@@ -75,7 +76,12 @@ class _Stated(NamedTuple):
 
 
 def causal_name(architecture: str) -> str:
-    """The causal language model with the same decoder: Qwen3Model is Qwen3ForCausalLM's, Gemma3TextModel Gemma3's."""
+    """The causal language model with the same decoder: Qwen3Model is Qwen3ForCausalLM's, Gemma3TextModel Gemma3's.
+
+    GPT2LMHeadModel and its like are causal language models themselves.
+    """
+    if architecture.endswith(LM_HEAD):
+        return architecture
     for suffix in SUFFIXES:
         if architecture.endswith(suffix):
             return architecture.removesuffix(suffix).removesuffix("Text") + CAUSAL
