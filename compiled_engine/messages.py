@@ -97,7 +97,7 @@ class RequestLimits:
 
     @property
     def max_total_tokens(self) -> int:
-        """Of a request that pools the end counts as a token."""
+        """Most tokens of prompt and output together; the end of a request that pools counts as one."""
         return min(self.max_model_len + self.pools, self.num_slots + 1)
 
     @property

@@ -120,5 +120,5 @@ class PoolerConfig:
 
     @property
     def activates(self) -> bool | None:
-        """Whether results are normalised or activated, if it says so."""
+        """Return whether results are normalised or activated; None leaves it to the checkpoint."""
         return self.use_activation if self.normalize is None else self.normalize

@@ -53,7 +53,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class PoolingTask:
-    """What is made of a request's vectors. Raises ValueError for a task, or for dimensions, that the model lacks."""
+    """Makes results of a request's vectors. Raises ValueError for a task, or for dimensions, that the model lacks."""
 
     name: str
     pooling: Pooling
@@ -177,15 +177,15 @@ class PoolingRequestOutput(Generic[Output]):
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Of `embed`."""
+    """A result of `embed`."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Of `classify`."""
+    """A result of `classify`."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Of `score`."""
+    """A result of `score`."""
 
 
 def embeddings(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[EmbeddingRequestOutput]:

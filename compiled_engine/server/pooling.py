@@ -105,7 +105,7 @@ class ClassificationData(msgspec.Struct, kw_only=True):
 
 
 class PoolingAnswer(msgspec.Struct, kw_only=True):
-    """What every answer has."""
+    """The fields of every answer."""
 
     id: str
     object: Literal["list"] = "list"

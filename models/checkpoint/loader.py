@@ -15,7 +15,7 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.parameters import Weights
-from compiled_engine.models.checkpoint.pooling_tensors import pooling_tensors
+from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device

@@ -1,5 +1,6 @@
-"""What a checkpoint folder states of pooling: files of sentence-transformers, config.json of a classifier or reranker.
+"""A checkpoint folder that pools: its files' statements, as plain data, and the tensors of its head.
 
+The statements are files of sentence-transformers, and config.json of a classifier or reranker.
 sentence-transformers lists its modules in modules.json: a transformer, poolings, linears (Dense), a normalisation. Only
 the last part of a module's type counts, so old and new spellings are the same.
 """
@@ -7,12 +8,16 @@ the last part of a module's type counts, so old and new spellings are the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.pooling import (
     CLASSIFY,
     EMBED,
@@ -44,6 +49,11 @@ OLD_FIELDS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# Names of tensors: of the head in the model, and in checkpoints.
+POOLER = "pooler."
+_OUTPUT = "lm_head.weight"
+_OTHER_HEADS = (_OUTPUT, "score.weight", "score.bias")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 WITHOUT_EFFECT = ("Dropout",)
 RERANKERS = ("Qwen3ForCausalLM",)
@@ -66,7 +76,7 @@ class PoolingOptions(NamedTuple):
 
 
 class _Stated(NamedTuple):
-    """What modules.json comes to."""
+    """The content of modules.json."""
 
     kinds: tuple[str, ...]
     include_prompt: bool
@@ -289,3 +299,39 @@ def _list(path: Path) -> list[JsonFields]:
     if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
         raise ValueError(f"{path} must hold a list of objects")
     return [JsonFields(str(path), each) for each in values]
+
+
+def pooling_tensors(
+    tensors: Mapping[str, torch.Tensor], own: Collection[str], config: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """Rename tensors of a decoder that is stored alone, leave out heads that are not run, and add those of the head.
+
+    own: the model's names. Raises ValueError if tensors of the head are missing.
+    """
+    assert config.pooling is not None
+    found = {name if name in own or f"model.{name}" not in own else f"model.{name}": t for name, t in tensors.items()}
+    heads = [_of_head(dense, found, config) for dense in config.pooling.head]
+    found = {name: tensor for name, tensor in found.items() if name not in _OTHER_HEADS}
+    for number, head in enumerate(heads):
+        found |= {f"{POOLER}linears.{number}.{name}": tensor for name, tensor in head.items()}
+    return found
+
+
+def _of_head(dense: Dense, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Its weight and bias, by these names."""
+    if dense.tokens:
+        names = (*([] if config.tie_word_embeddings else [_OUTPUT]), *_embeddings(tensors))
+        output_VD = next((tensors[name] for name in names if name in tensors), None)
+        if output_VD is None:
+            raise ValueError(f"{config.path} must hold {_OUTPUT}, whose rows judge; it is missing")
+        return {"weight": output_VD[list(dense.tokens)]}
+    folder = config.path / dense.source
+    prefix, found = ("linear.", map_tensors(folder)) if folder.is_dir() else (f"{dense.source}.", tensors)
+    names = ("weight", "bias") if dense.bias else ("weight",)
+    if missing := [f"{prefix}{name}" for name in names if f"{prefix}{name}" not in found]:
+        raise ValueError(f"{config.path} must hold the head of the model; missing: {', '.join(missing)}")
+    return {name: found[f"{prefix}{name}"] for name in names}
+
+
+def _embeddings(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name in tensors if name.endswith(_EMBEDDINGS)]
