@@ -348,7 +348,7 @@ class AsyncLLM:
             self._client.abort(self._streams.remove(stream))
 
     async def _prepared(self, size: int, prepare: Callable[[], Prepared], *, apart: bool = False) -> Prepared:
-        """Return the result of prepare, computed in a thread if the texts are long, or `apart`. size: their characters."""
+        """Return the result of prepare, run in a thread if texts are long, or `apart`. size: their characters."""
         if apart or size >= LONG_TEXT:
             return await asyncio.wrap_future(self._preparing.submit(size, prepare))
         return prepare()
