@@ -65,15 +65,17 @@ class KVCacheManager:
         num_tokens = len(request.token_ids)
         reads_prefix = self.enable_prefix_caching and not request.owes_every_token
         num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
-        if not all(resource.has_room(request, num_tokens, num_cached, reserve) for resource in self.resources):
-            return False
+        for resource in self.resources:  # no comprehensions here: a step may admit many requests
+            if not resource.has_room(request, num_tokens, num_cached, reserve):
+                return False
         for resource in self.resources:
             resource.take(request, num_tokens, num_cached)
         request.num_computed_tokens = num_cached
-        request.num_slots = min(group.slots_of(request) for group in self.groups)
-        request.next_block_end = sys.maxsize
-        if self.enable_prefix_caching:
-            request.next_block_end = num_cached + min(group.block_size for group in self.groups)
+        request.num_slots = request.next_block_end = sys.maxsize
+        for group in self.groups:
+            request.num_slots = min(request.num_slots, group.slots_of(request))
+            if self.enable_prefix_caching:
+                request.next_block_end = min(request.next_block_end, num_cached + group.block_size)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             if reads_prefix:
@@ -94,7 +96,7 @@ class KVCacheManager:
                 return None
         blocks: BlockIds = ()
         request.num_slots = sys.maxsize
-        for group in self.groups:  # no comprehensions: it is called for many requests a step
+        for group in self.groups:
             blocks += (group.grow(request, end),)
             request.num_slots = min(request.num_slots, group.slots_of(request))
         return blocks
