@@ -40,9 +40,11 @@ def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_
     """Tiles for a [num_tokens, k] x [num_rows, k] product of codes: the largest of which every multiprocessor has one,
     with as many stages as fit."""
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
-    most_parts = max(parts for parts in (1, 2) if parts * tokens <= MOST_COLUMNS and k % (COLUMNS * parts) == 0)
+    # Two programs on a multiprocessor have registers for half as many columns.
+    most = MOST_COLUMNS if cdiv(num_rows, 32) <= num_multiprocessors else MOST_COLUMNS // 2
+    two_parts = 2 * tokens <= most and k % (2 * COLUMNS) == 0
     forms = [(groups, 1) for groups in (3, 2, 1) if groups < 3 or tokens <= MOST_OF_THREE]
-    forms += [(1, 2)] if most_parts == 2 else []
+    forms += [(1, 2)] if two_parts else []
     programs = {(groups, parts): cdiv(num_rows * parts, 64 * groups) for groups, parts in forms}
     busy = [form for form in forms if programs[form] >= BUSY * num_multiprocessors]
     groups, parts = busy[0] if busy else forms[-1]
