@@ -8,6 +8,9 @@ So that few rows use every multiprocessor, the 64 can be fewer rows in PARTS of 
 side by side: the diagonal blocks of the product are summed, the others are discarded.
 
 Weights and tokens pass through a ring of stages in shared memory, which the copying warp fills.
+
+Elements have 16 bits, or are 8-bit codes with scales. The tensor cores add products of codes with fewer bits than
+fp32 has, so the product of each 128 columns is added by other instructions, times the scales of its blocks.
 """
 
 from __future__ import annotations
@@ -28,15 +31,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launch_arguments import LINEAR_COPYING
 from compiled_engine.kernels.launcher import quick_launches
 
-# Rows on the left of a product of the tensor cores; its columns: 128 bytes, by which shared memory is swizzled.
+# Rows on the left of a product of the tensor cores; bytes of its columns, by which shared memory is swizzled.
 ROWS = gl.constexpr(64)
-STEP = gl.constexpr(64)
+STEP_BYTES = gl.constexpr(128)
 # Rows of gate that lie together, followed by as many of up.
 BLOCK = gl.constexpr(8)
 BLOCKS = gl.constexpr(64 // (2 * 8))
-SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-PARTS_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
-BLOCKS_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5))
 # Triton 3.9 has other names for these.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -44,9 +44,9 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Ring(NamedTuple):
-    """Stages of the weight, [stages * groups, products * ROWS, STEP], and of tokens,
-    [stages, products * parts * tokens, STEP]; for each stage the barriers that say that it is full, and that all groups
-    of warps have done with it."""
+    """Stages of the weight, [stages * groups, products * ROWS, columns], and of tokens,
+    [stages, products * parts * tokens, columns]; for each stage the barriers that say that it is full, and that all
+    groups of warps have done with it."""
 
     weights: Any
     tokens: Any
@@ -55,9 +55,10 @@ class Ring(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The constants of a compiled kernel: steps of K, groups of warps that compute, tokens, stages, gate and up, parts
-    of K in a product, products of a step."""
+    """The constants of a compiled kernel: bits of an element, steps of K, groups of warps that compute, tokens, stages,
+    gate and up, parts of K in a product, products of a step."""
 
+    bits: Any
     steps: Any
     groups: Any
     tokens: Any
@@ -68,10 +69,22 @@ class Form(NamedTuple):
 
 
 @gluon.constexpr_function
-def form_of(k: int, *numbers: Any) -> Form:
+def form_of(bits: int, k: int, *numbers: Any) -> Form:
     *_, parts, products = numbers
-    columns = parts * products * 64
-    return Form((k + columns - 1) // columns, *numbers)
+    columns = parts * products * 1024 // bits
+    return Form(bits, (k + columns - 1) // columns, *numbers)
+
+
+@gluon.constexpr_function
+def step_of(bits: int) -> int:
+    """Columns of STEP_BYTES."""
+    return 1024 // bits
+
+
+@gluon.constexpr_function
+def shared_layout(bits: int, rank: int) -> Any:
+    """Layout of boxes of elements in shared memory: [rows, columns] behind as many dimensions as there are."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
 
 
 @gluon.jit
@@ -91,17 +104,20 @@ def _load_weight(w_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore
     boxes: gl.constexpr = parts * FORM.products
     rows: gl.constexpr = ROWS // parts
     blocks: gl.constexpr = BLOCKS // parts
+    columns: gl.constexpr = step_of(FORM.bits)
+    blocks_shared: gl.constexpr = shared_layout(FORM.bits, 5)
+    parts_shared: gl.constexpr = shared_layout(FORM.bits, 3)
     full = ring.full.index(stage)
-    mbarrier.expect(full, (groups * ROWS + parts * FORM.tokens) * FORM.products * STEP * 2)
-    column = step * (boxes * STEP)
+    mbarrier.expect(full, (groups * ROWS + parts * FORM.tokens) * FORM.products * STEP_BYTES)
+    column = step * (boxes * columns)
     for i in gl.static_range(groups):
         group = gl.program_id(0) * groups + i
         place = ring.weights.index(stage * groups + i)
         if FORM.gated:
-            place = boxes_of(place, [boxes, blocks, 2, BLOCK, STEP], BLOCKS_SHARED)
+            place = boxes_of(place, [boxes, blocks, 2, BLOCK, columns], blocks_shared)
             load_box(w_desc, [0, group * blocks, 0, 0, column], full, place)
         else:
-            place = boxes_of(place, [boxes, rows, STEP], PARTS_SHARED)
+            place = boxes_of(place, [boxes, rows, columns], parts_shared)
             load_box(w_desc, [0, group * rows, column], full, place)
 
 
@@ -109,8 +125,10 @@ def _load_weight(w_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore
 def _load_tokens(x_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     boxes: gl.constexpr = FORM.parts * FORM.products
     tokens: gl.constexpr = FORM.tokens
-    place = boxes_of(ring.tokens.index(stage), [boxes, tokens, STEP], PARTS_SHARED)
-    load_box(x_desc, [0, 0, step * (boxes * STEP)], ring.full.index(stage), place)
+    columns: gl.constexpr = step_of(FORM.bits)
+    parts_shared: gl.constexpr = shared_layout(FORM.bits, 3)
+    place = boxes_of(ring.tokens.index(stage), [boxes, tokens, columns], parts_shared)
+    load_box(x_desc, [0, 0, step * (boxes * columns)], ring.full.index(stage), place)
 
 
 @gluon.jit
@@ -167,6 +185,98 @@ class Arguments(NamedTuple):
     residual_ptr: Any
     num_tokens: Any
     num_outputs: Any
+    scales_ptr: Any
+    input_scales_ptr: Any
+    input_stride: Any
+
+
+class Scaling(NamedTuple):
+    """The tiles that share a scale: rows and columns of the weight, columns of inputs; 0 columns: all of them."""
+
+    rows: Any
+    columns: Any
+    input_columns: Any
+
+
+@gluon.constexpr_function
+def scaling_of(rows: int, columns: int, input_columns: int) -> Scaling:
+    return Scaling(rows, columns, input_columns)
+
+
+@gluon.jit
+def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of the weight of a group's rows of products, and whether each is there."""
+    rows: gl.constexpr = ROWS // FORM.parts
+    row_N = gl.arange(0, ROWS, layout=layout) % rows
+    group = gl.program_id(0) * FORM.groups + GROUP
+    if FORM.gated:
+        output_N = group * (rows // 2) + row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
+        return output_N + row_N // BLOCK % 2 * given.num_outputs, output_N < given.num_outputs
+    else:
+        return group * rows + row_N, group * rows + row_N < given.num_outputs
+
+
+@gluon.jit
+def _scales_at(  # type: ignore[no-untyped-def]
+    given, row_N, there_N, token_T, block_N, block_T, K: gl.constexpr, SCALING: gl.constexpr
+):
+    """Scales of rows and of tokens in these blocks of 128 columns."""
+    blocks: gl.constexpr = (K + 127) // 128
+    if SCALING.columns == 0:
+        scale_N = gl.load(given.scales_ptr + row_N // SCALING.rows, mask=there_N, other=0.0)
+    else:
+        offset_N = row_N // SCALING.rows * blocks + block_N
+        scale_N = gl.load(given.scales_ptr + offset_N, mask=there_N, other=0.0)
+    if SCALING.input_columns == 0:
+        scale_T = gl.load(given.input_scales_ptr + token_T)
+    else:
+        scale_T = gl.load(given.input_scales_ptr + block_T * given.input_stride + token_T)
+    return scale_N, scale_T
+
+
+@gluon.jit
+def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[ROWS, parts * tokens] of codes, with their scales: of all steps."""
+    stages: gl.constexpr = FORM.stages
+    products: gl.constexpr = FORM.products
+    parts: gl.constexpr = FORM.parts
+    width: gl.constexpr = parts * FORM.tokens
+    by_step: gl.constexpr = SCALING.columns + SCALING.input_columns > 0
+    columns: gl.constexpr = step_of(FORM.bits)
+    shared: gl.constexpr = shared_layout(FORM.bits, 2)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    of_tokens: gl.constexpr = gl.SliceLayout(0, layout)
+    row_N, there_N = weight_rows(given, of_rows, FORM, GROUP)
+    part_N = gl.arange(0, ROWS, layout=of_rows) // (ROWS // parts)
+    column_T = gl.arange(0, width, layout=of_tokens)
+    token_T, part_T = column_T % FORM.tokens, column_T // FORM.tokens
+    # Tokens are there: so are their scales.
+    mbarrier.wait(ring.full.index(0), 0)
+    if not by_step:
+        scale_N, scale_T = _scales_at(given, row_N, there_N, token_T, part_N, part_T, K, SCALING)
+    acc = gl.zeros([ROWS, width], gl.float32, layout)
+    nothing = gl.zeros([ROWS, width], gl.float32, layout)
+    for i in range(FORM.steps):
+        stage = i % stages
+        mbarrier.wait(ring.full.index(stage), (i // stages) & 1)
+        w = boxes_of(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
+        x = boxes_of(ring.tokens.index(stage), [products, width, columns], shared)
+        for j in gl.static_range(products):
+            product = warpgroup_mma(w.index(j), x.index(j).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            if by_step:
+                block = (i * products + j) * parts
+                scale_N, scale_T = _scales_at(
+                    given, row_N, there_N, token_T, block + part_N, block + part_T, K, SCALING
+                )
+            product = warpgroup_mma_wait(0, deps=(product,))
+            if by_step:
+                product *= scale_N[:, None] * scale_T[None, :]
+            acc += product
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+    if not by_step:
+        acc *= scale_N[:, None] * scale_T[None, :]
+    return acc
 
 
 @gluon.jit
@@ -175,13 +285,15 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     width: gl.constexpr = FORM.parts * FORM.tokens
+    columns: gl.constexpr = step_of(FORM.bits)
+    shared: gl.constexpr = shared_layout(FORM.bits, 2)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     acc = gl.zeros([ROWS, width], gl.float32, layout)
     for i in range(FORM.steps):
         stage = i % stages
         mbarrier.wait(ring.full.index(stage), (i // stages) & 1)
-        w = boxes_of(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, STEP], SHARED)
-        x = boxes_of(ring.tokens.index(stage), [products, width, STEP], SHARED)
+        w = boxes_of(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
+        x = boxes_of(ring.tokens.index(stage), [products, width, columns], shared)
         for j in gl.static_range(products):
             acc = warpgroup_mma(w.index(j), x.index(j).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(products, deps=(acc,))
@@ -191,7 +303,16 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
 
 
 @gluon.jit
-def _compute(given, out_smem, ring, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+def _compute(  # type: ignore[no-untyped-def]
+    given,
+    out_smem,
+    ring,
+    K: gl.constexpr,
+    FORM: gl.constexpr,
+    SCALING: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """A group of warps: its rows of the weight times the tokens. Results pass through shared memory, which turns
     them."""
     tokens: gl.constexpr = FORM.tokens
@@ -208,7 +329,10 @@ def _compute(given, out_smem, ring, FORM: gl.constexpr, ACTIVATION: gl.constexpr
         # Tokens are there: so is what earlier kernels wrote.
         mbarrier.wait(ring.full.index(0), 0)
         residual_TM = gl.load(given.residual_ptr + offsets_TM, mask=there_TM, other=0.0)
-    y_NT = _products(ring, FORM, GROUP)
+    if FORM.bits == 8:  # noqa: SIM108 (Gluon compiles one branch alone)
+        y_NT = _scaled_products(given, ring, K, FORM, SCALING, GROUP)
+    else:
+        y_NT = _products(ring, FORM, GROUP)
     if FORM.parts > 1:
         y_NT = sum_of_parts(y_NT, FORM)
     if given.bias_ptr is not None:
@@ -250,6 +374,12 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     REGISTERS: gl.constexpr,
+    scales_ptr=None,
+    input_scales_ptr=None,
+    input_stride=0,
+    TILE_ROWS: gl.constexpr = 1,
+    TILE_COLUMNS: gl.constexpr = 0,
+    INPUT_COLUMNS: gl.constexpr = 0,
 ):
     """Program: GROUPS (1 to 3) times ROWS / PARTS rows of the weight, and all tokens, of which there are TOKENS at
     most; a step takes PARTS * PRODUCTS times STEP columns.
@@ -258,17 +388,23 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     [PARTS * PRODUCTS, ROWS / PARTS, STEP], or, GATED, as [PARTS * PRODUCTS, N / 2 / BLOCK, 2, BLOCK, K] in boxes of
     [PARTS * PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP]; x_desc: the same of x, in boxes of
     [PARTS * PRODUCTS, TOKENS, STEP]; out, residual: [num_tokens, num_outputs], contiguous. REGISTERS: of a thread that
-    computes.
+    computes. STEP is 64 columns, and 128 for codes of 8 bits. These have scales: of the weight [R, C], one for
+    TILE_ROWS times TILE_COLUMNS (128, or 0 for all), and of the inputs [C, input_stride], one for INPUT_COLUMNS (128,
+    or 0) of a token, with room for TOKENS of them.
     """
     gdc_launch_dependents()
-    FORM: gl.constexpr = form_of(K, GROUPS, TOKENS, STAGES, GATED, PARTS, PRODUCTS)
+    element: gl.constexpr = w_desc.dtype
+    FORM: gl.constexpr = form_of(element.primitive_bitwidth, K, GROUPS, TOKENS, STAGES, GATED, PARTS, PRODUCTS)
+    SCALING: gl.constexpr = scaling_of(TILE_ROWS, TILE_COLUMNS, INPUT_COLUMNS)
+    columns: gl.constexpr = step_of(FORM.bits)
+    shared: gl.constexpr = shared_layout(FORM.bits, 2)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     outputs: gl.constexpr = ROWS // PARTS // 2 if GATED else ROWS // PARTS
     out_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=outputs * 2, element_bitwidth=16, rank=2)
     out_smem = gl.allocate_shared_memory(dtype, [GROUPS, TOKENS, outputs], out_shared)
     ring = Ring(
-        gl.allocate_shared_memory(dtype, [STAGES * GROUPS, PRODUCTS * ROWS, STEP], SHARED),
-        gl.allocate_shared_memory(dtype, [STAGES, PRODUCTS * PARTS * TOKENS, STEP], SHARED),
+        gl.allocate_shared_memory(element, [STAGES * GROUPS, PRODUCTS * ROWS, columns], shared),
+        gl.allocate_shared_memory(element, [STAGES, PRODUCTS * PARTS * TOKENS, columns], shared),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
     )
@@ -276,12 +412,14 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(ring.full.index(stage), count=1)
         mbarrier.init(ring.empty.index(stage), count=GROUPS)
     fence_async_shared()
-    given = Arguments(out_ptr, bias_ptr, residual_ptr, num_tokens, num_outputs)
+    given = Arguments(
+        out_ptr, bias_ptr, residual_ptr, num_tokens, num_outputs, scales_ptr, input_scales_ptr, input_stride
+    )
     # A tuple that is kept in a variable would turn what is known at compile time into values.
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_compute, (given, out_smem.index(0), ring, FORM, ACTIVATION, 0)),
+                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ACTIVATION, 0)),
                 (copy, (w_desc, x_desc, ring, FORM)),
             ],
             [1],
@@ -290,8 +428,8 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (given, out_smem.index(0), ring, FORM, ACTIVATION, 0)),
-                (_compute, (given, out_smem.index(1), ring, FORM, ACTIVATION, 1)),
+                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ACTIVATION, 0)),
+                (_compute, (given, out_smem.index(1), ring, K, FORM, SCALING, ACTIVATION, 1)),
                 (copy, (w_desc, x_desc, ring, FORM)),
             ],
             [4, 1],
@@ -300,9 +438,9 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_compute, (given, out_smem.index(0), ring, FORM, ACTIVATION, 0)),
-                (_compute, (given, out_smem.index(1), ring, FORM, ACTIVATION, 1)),
-                (_compute, (given, out_smem.index(2), ring, FORM, ACTIVATION, 2)),
+                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ACTIVATION, 0)),
+                (_compute, (given, out_smem.index(1), ring, K, FORM, SCALING, ACTIVATION, 1)),
+                (_compute, (given, out_smem.index(2), ring, K, FORM, SCALING, ACTIVATION, 2)),
                 (copy, (w_desc, x_desc, ring, FORM)),
             ],
             [4, 4, 1],

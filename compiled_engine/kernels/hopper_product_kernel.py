@@ -4,6 +4,9 @@ A program takes one tile after another. As in hopper_linear_kernel, rows of the 
 cores' products, eight rows of gate and their eight of up in turn, so that one thread holds both, and tokens on the
 right. A tile's tokens come in up to three parts, each a power of two: there are tiles of 144 and of 192 tokens. While
 one group of warps ends its tile another still multiplies, and the next tile is copied.
+
+Elements have 16 bits, or are 8-bit codes with scales, which are applied as in hopper_linear_kernel; then tokens come in
+one part, and 64 rows of a group are multiplied at a time, since their product takes registers beside the sums.
 """
 
 from __future__ import annotations
@@ -21,17 +24,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.hopper_linear_kernel import BLOCK, SHARED, STEP, boxes_of, gated, load_box, store_box
+from compiled_engine.kernels.hopper_linear_kernel import (
+    BLOCK,
+    STEP_BYTES,
+    boxes_of,
+    gated,
+    load_box,
+    scaling_of,
+    shared_layout,
+    step_of,
+    store_box,
+)
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING
 from compiled_engine.kernels.launcher import quick_launches
 
-GATED_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4))
-
 
 class Form(NamedTuple):
-    """The constants of a compiled kernel: steps of K, groups of warps that compute, rows of the weight for each, parts
-    of the tokens (0: none), stages, gate and up, token tiles that take the same rows one after another."""
+    """The constants of a compiled kernel: bits of an element, steps of K, groups of warps that compute, rows of the
+    weight for each, parts of the tokens (0: none), stages, gate and up, token tiles that take the same rows one after
+    another."""
 
+    bits: Any
     steps: Any
     groups: Any
     rows: Any
@@ -67,6 +80,15 @@ class Stages(NamedTuple):
     empty: Any
 
 
+class Scales(NamedTuple):
+    """The scales of codes, the number of outputs, and that of input scales in a row; see hopper_product_kernel."""
+
+    of_weight_ptr: Any
+    of_inputs_ptr: Any
+    num_outputs: Any
+    input_stride: Any
+
+
 class Tiles(NamedTuple):
     """The number of tiles."""
 
@@ -75,8 +97,9 @@ class Tiles(NamedTuple):
 
 
 @gluon.constexpr_function
-def form_of(k: int, *numbers: Any) -> Form:
-    return Form((k + 63) // 64, *numbers)
+def form_of(bits: int, k: int, *numbers: Any) -> Form:
+    columns = 1024 // bits
+    return Form(bits, (k + columns - 1) // columns, *numbers)
 
 
 @gluon.jit
@@ -96,27 +119,30 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
     rows: gl.constexpr = FORM.rows
     blocks: gl.constexpr = rows // (2 * BLOCK)
     tokens: gl.constexpr = FORM.part0 + FORM.part1 + FORM.part2
+    columns: gl.constexpr = step_of(FORM.bits)
+    gated_shared: gl.constexpr = shared_layout(FORM.bits, 4)
     full = stages.full.index(stage)
-    mbarrier.expect(full, (groups * rows + tokens) * STEP * 2)
+    mbarrier.expect(full, (groups * rows + tokens) * STEP_BYTES)
     for i in gl.static_range(groups):
         group = row_tile * groups + i
         place = stages.weight.index(stage * groups + i)
         if FORM.gated:
-            place = boxes_of(place, [blocks, 2, BLOCK, STEP], GATED_SHARED)
-            load_box(desc, [group * blocks, 0, 0, step * STEP], full, place)
+            place = boxes_of(place, [blocks, 2, BLOCK, columns], gated_shared)
+            load_box(desc, [group * blocks, 0, 0, step * columns], full, place)
         else:
-            load_box(desc, [group * rows, step * STEP], full, place)
+            load_box(desc, [group * rows, step * columns], full, place)
 
 
 @gluon.jit
 def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     full = stages.full.index(stage)
     first = token_tile * (FORM.part0 + FORM.part1 + FORM.part2)
-    load_box(descs.tokens0, [first, step * STEP], full, stages.tokens0.index(stage))
+    column = step * step_of(FORM.bits)
+    load_box(descs.tokens0, [first, column], full, stages.tokens0.index(stage))
     if FORM.part1 > 0:
-        load_box(descs.tokens1, [first + FORM.part0, step * STEP], full, stages.tokens1.index(stage))
+        load_box(descs.tokens1, [first + FORM.part0, column], full, stages.tokens1.index(stage))
     if FORM.part2 > 0:
-        load_box(descs.tokens2, [first + FORM.part0 + FORM.part1, step * STEP], full, stages.tokens2.index(stage))
+        load_box(descs.tokens2, [first + FORM.part0 + FORM.part1, column], full, stages.tokens2.index(stage))
 
 
 @gluon.jit
@@ -272,6 +298,99 @@ def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.co
     tma.store_wait(0)
 
 
+@gluon.jit
+def _scales_of_rows(  # type: ignore[no-untyped-def]
+    scales, first, block, layout: gl.constexpr, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
+):
+    """[64]: of the weight's rows from the first row of products on, in a block of 128 columns."""
+    blocks: gl.constexpr = 1 if SCALING.columns == 0 else (K + 127) // 128
+    row_N = first + gl.arange(0, 64, layout=layout)
+    output_N = row_N
+    if FORM.gated:
+        output_N = row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
+        row_N = output_N + row_N // BLOCK % 2 * scales.num_outputs
+    offset_N = row_N // SCALING.rows * blocks + (block if SCALING.columns > 0 else 0)
+    return gl.load(scales.of_weight_ptr + offset_N, mask=output_N < scales.num_outputs, other=0.0)
+
+
+@gluon.jit
+def _scaled_product(  # type: ignore[no-untyped-def]
+    acc, w, x, scales, first, token, block, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
+):
+    """acc plus the product of 64 rows and the tokens, times its scales. Those of the tokens are read when it is there:
+    before, they would take registers from it."""
+    layout: gl.constexpr = acc.type.layout
+    nothing = gl.zeros(acc.shape, gl.float32, layout)
+    product = warpgroup_mma(w, x, nothing, use_acc=False, is_async=True)
+    scale_N = _scales_of_rows(scales, first, block, gl.SliceLayout(1, layout), K, FORM, SCALING)
+    product = warpgroup_mma_wait(0, deps=(product,))
+    token_T = token + gl.arange(0, FORM.part0, layout=gl.SliceLayout(0, layout))
+    if SCALING.input_columns > 0:
+        token_T += block * scales.input_stride
+    scale_T = gl.load(scales.of_inputs_ptr + token_T)
+    return acc + product * (scale_N[:, None] * scale_T[None, :])
+
+
+@gluon.jit
+def _compute_scaled(  # type: ignore[no-untyped-def]
+    descs,
+    places,
+    stages,
+    tiles,
+    scales,
+    K: gl.constexpr,
+    FORM: gl.constexpr,
+    SCALING: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """A group of warps: its rows of codes times a tile's codes of tokens."""
+    tokens: gl.constexpr = FORM.part0
+    rows: gl.constexpr = FORM.rows
+    outputs: gl.constexpr = rows // 2 if FORM.gated else rows
+    dtype: gl.constexpr = places.part0.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 32])
+    stage = 0
+    phase = 0
+    for number in range(gl.program_id(0), tiles.of_tokens * tiles.of_rows, gl.num_programs(0)):
+        token_tile, row_tile = tile_at(number, tiles, FORM)
+        first = (row_tile * FORM.groups + GROUP) * rows
+        token = token_tile * tokens
+        acc0 = gl.zeros([64, tokens], gl.float32, layout)
+        acc1 = gl.zeros([64, tokens], gl.float32, layout)
+        for step in range(FORM.steps):
+            mbarrier.wait(stages.full.index(stage), phase)
+            w = stages.weight.index(stage * FORM.groups + GROUP)
+            x = stages.tokens0.index(stage).permute((1, 0))
+            acc0 = _scaled_product(acc0, w.slice(0, 64), x, scales, first, token, step, K, FORM, SCALING)
+            if rows > 64:
+                acc1 = _scaled_product(acc1, w.slice(64, 64), x, scales, first + 64, token, step, K, FORM, SCALING)
+            mbarrier.arrive(stages.empty.index(stage), count=1)
+            stage += 1
+            if stage == FORM.stages:
+                stage = 0
+                phase ^= 1
+        tma.store_wait(0)
+        output = (row_tile * FORM.groups + GROUP) * outputs
+        half: gl.constexpr = outputs * 64 // rows
+        _write(_ended64(acc0, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0.index(GROUP))
+        if rows > 64:
+            tma.store_wait(0)
+            place = places.part0.index(GROUP)
+            _write(_ended64(acc1, dtype, FORM, ACTIVATION), descs.results0, token, output + half, place)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _ended64(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[64, tokens] -> [outputs, tokens]."""
+    tokens: gl.constexpr = acc.shape[1]
+    if FORM.gated:
+        gate, up = gl.split(acc.reshape([64 // (2 * BLOCK), 2, BLOCK, tokens]).permute((0, 2, 3, 1)))
+        acc = gated(gate, up, dtype, ACTIVATION).reshape([32, tokens])
+    return acc
+
+
 @quick_launches
 @gluon.jit(do_not_specialize=["token_tiles"])
 def hopper_product_kernel(  # type: ignore[no-untyped-def]
@@ -295,6 +414,13 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     TOGETHER: gl.constexpr,
     REGISTERS: gl.constexpr,
+    scales_ptr=None,
+    input_scales_ptr=None,
+    input_stride=0,
+    num_outputs=0,
+    TILE_ROWS: gl.constexpr = 1,
+    TILE_COLUMNS: gl.constexpr = 0,
+    INPUT_COLUMNS: gl.constexpr = 0,
 ):
     """Program: every num_programs-th tile of GROUPS (2 or 3) times ROWS rows of the weight and PART0 + PART1 + PART2
     tokens.
@@ -302,23 +428,30 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     w_desc: of the weight, [N, K] in boxes of [ROWS, STEP], or, GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of
     [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: of x, [T, K] in boxes of [part, STEP]. y0_desc to y2_desc:
     of the results, [T, outputs] in boxes of [part, outputs of a group], of chunk_of tokens at most. None for parts that
-    are 0. REGISTERS: of a thread that computes.
+    are 0. REGISTERS: of a thread that computes. STEP is 64 columns, and 128 for codes of 8 bits, whose scales are as in
+    hopper_linear_kernel. Codes have one part, and y0_desc has boxes of [part, outputs of 64 rows].
     """
     gdc_launch_dependents()
-    FORM: gl.constexpr = form_of(K, GROUPS, ROWS, PART0, PART1, PART2, STAGES, GATED, TOGETHER)
-    dtype: gl.constexpr = w_desc.dtype
-    outputs: gl.constexpr = ROWS // 2 if GATED else ROWS
-    weight = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, ROWS, STEP], SHARED)
-    tokens0 = gl.allocate_shared_memory(dtype, [STAGES, PART0, STEP], SHARED)
+    element: gl.constexpr = w_desc.dtype
+    BITS: gl.constexpr = element.primitive_bitwidth
+    FORM: gl.constexpr = form_of(BITS, K, GROUPS, ROWS, PART0, PART1, PART2, STAGES, GATED, TOGETHER)
+    SCALING: gl.constexpr = scaling_of(TILE_ROWS, TILE_COLUMNS, INPUT_COLUMNS)
+    STEP: gl.constexpr = step_of(BITS)
+    shared: gl.constexpr = shared_layout(BITS, 2)
+    dtype: gl.constexpr = y0_desc.dtype
+    rows: gl.constexpr = ROWS if BITS == 16 else 64
+    outputs: gl.constexpr = rows // 2 if GATED else rows
+    weight = gl.allocate_shared_memory(element, [STAGES * GROUPS, ROWS, STEP], shared)
+    tokens0 = gl.allocate_shared_memory(element, [STAGES, PART0, STEP], shared)
     tokens1, tokens2 = tokens0, tokens0
     if PART1 > 0:
-        tokens1 = gl.allocate_shared_memory(dtype, [STAGES, PART1, STEP], SHARED)
+        tokens1 = gl.allocate_shared_memory(element, [STAGES, PART1, STEP], shared)
     if PART2 > 0:
-        tokens2 = gl.allocate_shared_memory(dtype, [STAGES, PART2, STEP], SHARED)
+        tokens2 = gl.allocate_shared_memory(element, [STAGES, PART2, STEP], shared)
     out_shared: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=min(128, outputs * 2), element_bitwidth=16, rank=2
     )
-    chunk: gl.constexpr = chunk_of(ROWS, GATED)
+    chunk: gl.constexpr = chunk_of(ROWS, GATED) if BITS == 16 else PART0
     out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(PART0, chunk), outputs], out_shared)
     out1, out2 = out0, out0
     if chunk < PART0 and GATED:
@@ -337,8 +470,19 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     stages = Stages(weight, tokens0, tokens1, tokens2, full, empty)
     tiles = Tiles(token_tiles, row_tiles)
     places = Places(out0, out1, out2)
+    scales = Scales(scales_ptr, input_scales_ptr, num_outputs, input_stride)
     # A tuple that is kept in a variable would turn what is known at compile time into values.
-    if GROUPS == 2:
+    if BITS == 8:
+        gl.warp_specialize(
+            [
+                (_compute_scaled, (descs, places, stages, tiles, scales, K, FORM, SCALING, ACTIVATION, 0)),
+                (_compute_scaled, (descs, places, stages, tiles, scales, K, FORM, SCALING, ACTIVATION, 1)),
+                (copy, (descs, stages, tiles, FORM)),
+            ],
+            [4, 1],
+            [REGISTERS, COPYING_REGISTERS],
+        )
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (

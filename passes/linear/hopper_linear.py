@@ -9,6 +9,7 @@ import torch
 
 from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS, cdiv, computing_registers
 from compiled_engine.passes.framework.profile import DeviceProfile, load_profile
+from compiled_engine.passes.linear.quantised_product import Scaling
 
 # Conditions of both Hopper kernels of linears on the device and their tokens.
 
@@ -22,7 +23,7 @@ def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | 
 
 def rows_for_boxes(x_TK: torch.Tensor) -> torch.Tensor:
     """The same rows where boxes of them can be copied: each is dense and begins at a multiple of 16 bytes."""
-    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
+    if x_TK.stride(1) != 1 or x_TK.stride(0) * x_TK.element_size() % 16 or x_TK.data_ptr() % 16:
         return x_TK.clone(memory_format=torch.contiguous_format)
     return x_TK
 
@@ -79,11 +80,15 @@ def hopper_linear(
     activation: str,
     tiles: HopperTiles,
     residual_TM: torch.Tensor | None = None,
+    scaling: Scaling | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """linear(x), or with `gated` activation(gate) * up of its halves, plus the residual: [T, N] or [T, N / 2].
 
     The weight and the residual are contiguous, K is a multiple of 8, with several parts or products of 64 times
-    their number, and N of 8 or, with `gated`, of 16; T is at most that of the tiles.
+    their number, and N of 8 or, with `gated`, of 16; T is at most that of the tiles. scaling: of codes of 8 bits, in
+    blocks of 128 columns or whole rows, for results of `dtype`; then K is a multiple of 16, with several parts or
+    products of 128 times their number.
 
     Raises ValueError for gate and up in four parts, of which a program would have too few rows each.
     """
@@ -99,27 +104,29 @@ def hopper_linear(
     x_TK = rows_for_boxes(x_TK)
     num_rows = weight_NK.shape[0]
     outputs = num_rows // 2 if gated else num_rows
-    out_TM = x_TK.new_empty((num_tokens, outputs))
-    rows, step, block = ring.ROWS.value, ring.STEP.value, ring.BLOCK.value
+    out_TM = torch.empty((num_tokens, outputs), dtype=dtype or x_TK.dtype, device=x_TK.device)
+    bits = 8 * x_TK.element_size()
+    rows, step, block = ring.ROWS.value, ring.step_of(bits), ring.BLOCK.value
     parts, boxes = tiles.parts, tiles.parts * tiles.products
+    parts_shared = ring.shared_layout(bits, 3)
     if gated:
         weight = TensorDescriptor(
             weight_NK,
             [boxes, outputs // block, 2, block, k],
             [step, block * k, outputs * k, k, 1],
             [boxes, ring.BLOCKS.value // parts, 2, block, step],
-            ring.BLOCKS_SHARED.value,
+            ring.shared_layout(bits, 5),
         )
     else:
         weight = TensorDescriptor(
-            weight_NK, [boxes, num_rows, k], [step, k, 1], [boxes, rows // parts, step], ring.PARTS_SHARED.value
+            weight_NK, [boxes, num_rows, k], [step, k, 1], [boxes, rows // parts, step], parts_shared
         )
     x = TensorDescriptor(
         x_TK,
         [boxes, num_tokens, k],
         [step, x_TK.stride(0), 1],
         [boxes, tiles.tokens, step],
-        ring.PARTS_SHARED.value,
+        parts_shared,
     )
     hopper_linear_kernel[(cdiv(num_rows, tiles.groups * (rows // parts)),)](
         weight,
@@ -138,6 +145,7 @@ def hopper_linear(
         GATED=gated,
         ACTIVATION=activation,
         REGISTERS=tiles.computing_registers(),
+        **({} if scaling is None else scaling.arguments),
         num_warps=WARPS,
         maxnreg=tiles.registers or None,
         launch_pdl=True,

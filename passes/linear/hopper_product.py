@@ -11,6 +11,7 @@ import torch
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
 from compiled_engine.passes.linear import hopper_linear
 from compiled_engine.passes.linear.hopper_linear import hopper_profile, multiprocessors, rows_for_boxes
+from compiled_engine.passes.linear.quantised_product import Scaling
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
 # those for MANY.
@@ -90,34 +91,47 @@ def product_tiles(
 
 
 def hopper_product(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, gated: bool, activation: str, tiles: ProductTiles
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    gated: bool,
+    activation: str,
+    tiles: ProductTiles,
+    scaling: Scaling | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """linear(x), or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
 
-    The weight is contiguous, K is a multiple of 8, and N of 8 or, with `gated`, of 16.
+    The weight is contiguous, K is a multiple of 8, and N of 8 or, with `gated`, of 16. scaling: of codes of 8 bits, in
+    blocks of 128 columns or whole rows, for results of `dtype`; then K is a multiple of 16, and tiles have two groups
+    and one part of up to 128 tokens.
     """
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from compiled_engine.kernels import hopper_linear_kernel as ring
-    from compiled_engine.kernels.hopper_product_kernel import GATED_SHARED, chunk_of, hopper_product_kernel
+    from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 
     num_tokens, k = x_TK.shape
     x_TK = rows_for_boxes(x_TK)
     num_rows = weight_NK.shape[0]
     outputs, rows = (num_rows // 2, tiles.rows // 2) if gated else (num_rows, tiles.rows)
-    block, step, shared = ring.BLOCK.value, ring.STEP.value, ring.SHARED.value
-    out_TM = x_TK.new_empty((num_tokens, outputs))
+    bits = 8 * x_TK.element_size()
+    block, step, shared = ring.BLOCK.value, ring.step_of(bits), ring.shared_layout(bits, 2)
+    out_TM = torch.empty((num_tokens, outputs), dtype=dtype or x_TK.dtype, device=x_TK.device)
     if gated:
         shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
-        weight = TensorDescriptor(weight_NK, shape, strides, [rows // block, 2, block, step], GATED_SHARED.value)
+        weight = TensorDescriptor(
+            weight_NK, shape, strides, [rows // block, 2, block, step], ring.shared_layout(bits, 4)
+        )
     else:
         weight = TensorDescriptor(weight_NK, [num_rows, k], [k, 1], [rows, step], shared)
     parts = (*tiles.parts, 0, 0)[:3]
     shape, strides = [num_tokens, k], [x_TK.stride(0), 1]
     tokens = [TensorDescriptor(x_TK, shape, strides, [part, step], shared) if part else None for part in parts]
-    shape, strides, out_shared = [num_tokens, outputs], [outputs, 1], _out_shared(rows)
     chunk = chunk_of(tiles.rows, gated)
+    if scaling is not None:  # the results of 64 rows at a time
+        chunk, rows = tiles.parts[0], 32 if gated else 64
+    shape, strides, out_shared = [num_tokens, outputs], [outputs, 1], _out_shared(rows)
     results = [
         TensorDescriptor(out_TM, shape, strides, [min(part, chunk), rows], out_shared) if part else None
         for part in parts
@@ -140,6 +154,7 @@ def hopper_product(
         ACTIVATION=activation,
         TOGETHER=tiles.together,
         REGISTERS=tiles.computing_registers(),
+        **({} if scaling is None else scaling.arguments | {"num_outputs": outputs}),
         num_warps=WARPS,
         launch_pdl=True,
     )

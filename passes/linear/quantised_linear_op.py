@@ -6,14 +6,17 @@ what every kernel computes, by the formula in rounding.py.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from compiled_engine.passes.framework.op_library import QUANTISED, LinearArguments, define_op
-from compiled_engine.passes.framework.rounding import decode, round_inputs
-from compiled_engine.passes.linear.silu_mul import launch as silu_mul_launch
+from compiled_engine.passes.linear import quantised_kernels
 from compiled_engine.passes.linear.silu_mul import reference as silu_mul_reference
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
+
+_parsed = cache(LinearScheme.parse)
 
 
 def reference(
@@ -39,25 +42,10 @@ def reference(
     """
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
-    y_TN = _product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, LinearScheme.parse(scheme))
+    y_TN = quantised_kernels.product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, LinearScheme.parse(scheme))
     if silu_mul:
         y_TN = silu_mul_reference(y_TN, activation)
     return y_TN if residual_TM is None else residual_TM + y_TN
-
-
-def _product(
-    x_TK: torch.Tensor,
-    codes_NK: torch.Tensor,
-    scales_RC: torch.Tensor,
-    input_scale_1: torch.Tensor | None,
-    bias_N: torch.Tensor | None,
-    scheme: LinearScheme,
-) -> torch.Tensor:
-    rounded_TK = x_TK.float()
-    if scheme.inputs is not None:
-        rounded_TK = decode(*round_inputs(x_TK, scheme.inputs, input_scale_1), scheme.inputs)
-    bias = None if bias_N is None else bias_N.float()
-    return torch.nn.functional.linear(rounded_TK, decode(codes_NK, scales_RC, scheme.weight), bias).to(x_TK.dtype)
 
 
 def launch(
@@ -76,49 +64,10 @@ def launch(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """The kernels behind `reference`."""
-    if norm_weight_K is not None:
-        x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
-    parsed = LinearScheme.parse(scheme)
-    product = _product if library_obstacle(x_TK.shape[1], codes_NK.shape[0], parsed, x_TK.dtype) else _library_product
-    y_TN = product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, parsed)
-    if silu_mul:
-        y_TN = silu_mul_launch(y_TN, activation)
-    return y_TN if residual_TM is None else residual_TM + y_TN
-
-
-def library_obstacle(k: int, num_rows: int, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
-    """Why torch._scaled_mm does not take a linear; None where it does."""
-    if scheme.inputs is None:
-        return "its inputs are not rounded"
-    if (scheme.weight.rows, scheme.weight.columns) != (1, 0) or (scheme.inputs.columns and not scheme.inputs.static):
-        return f"its scales are not of whole rows ({scheme})"
-    if k % 16 or num_rows % 16:
-        return f"its sizes [{num_rows}, {k}] are no multiples of 16"
-    return None if dtype == torch.bfloat16 else f"its results are {str(dtype).removeprefix('torch.')}, not bfloat16"
-
-
-def _library_product(
-    x_TK: torch.Tensor,
-    codes_NK: torch.Tensor,
-    scales_R1: torch.Tensor,
-    input_scale_1: torch.Tensor | None,
-    bias_N: torch.Tensor | None,
-    scheme: LinearScheme,
-) -> torch.Tensor:
-    assert scheme.inputs is not None
-    rounded_TK, scales = round_inputs(x_TK, scheme.inputs, input_scale_1)
-    scales_T1 = scales.expand(x_TK.shape[0], 1).contiguous()
-    # Sums of fp8 products keep all of their bits only without fast accumulation.
-    return torch._scaled_mm(
-        rounded_TK,
-        codes_NK.t(),
-        scale_a=scales_T1,
-        scale_b=scales_R1.t(),
-        bias=bias_N,
-        out_dtype=x_TK.dtype,
-        use_fast_accum=False,
-    )
+    """The kernels behind `reference`: see quantised_kernels."""
+    after = bias_N, residual_TM, silu_mul, activation
+    norm = norm_weight_K, eps, norm_offset, norm_wide
+    return quantised_kernels.launch(x_TK, codes_NK, scales_RC, input_scale_1, _parsed(scheme), *after, *norm)
 
 
 def _fake(

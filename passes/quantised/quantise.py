@@ -24,7 +24,7 @@ from compiled_engine.passes.framework.matching import fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
 from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
-from compiled_engine.passes.linear.quantised_linear_op import library_obstacle
+from compiled_engine.passes.linear.quantised_kernels import MOST_FEW, choose
 from compiled_engine.passes.parallel.tensor_parallel import vocabulary_part
 from compiled_engine.quantisation import LinearScheme, Quantisation
 
@@ -58,7 +58,7 @@ class Quantise(GraphPass):
             scheme = scheme.dividing(*_sizes(weight))
             new = _rewrite(graph, linear, scheme, self._quantisation.is_online)
             replacements.append(Replacement(node.name, new))
-            notes.append(self._note(module, weight, scheme, linear.x.meta["val"]))
+            notes.append(self._note(module, weight, scheme, linear))
         _erase_unused(graph)
         return PassResult(len(replacements), (), tuple(replacements), tuple(notes))
 
@@ -67,15 +67,18 @@ class Quantise(GraphPass):
             return False
         return self._quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight")) is not None
 
-    def _note(self, module: str, weight: Parameter, scheme: LinearScheme, x_TK: torch.Tensor) -> str:
+    def _note(self, module: str, weight: Parameter, scheme: LinearScheme, linear: Linear) -> str:
         rows, k = weight.shape
         nbytes = rows * k * scheme.weight.dtype.itemsize + 4 * torch.Size(scheme.weight.grid(rows, k)).numel()
-        kernel = "the reference, in plain torch"
+        x_TK, kernels = linear.x.meta["val"], "plain torch"
         if x_TK.device.type == "cuda":
-            obstacle = library_obstacle(k, rows, scheme, x_TK.dtype)
-            kernel = f"{kernel}: {obstacle}" if obstacle else "torch._scaled_mm"
+            few, many = (
+                choose(count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype, x_TK.device)
+                for count in (MOST_FEW, MOST_FEW + 1)
+            )
+            kernels = str(few) if few == many else f"up to {MOST_FEW} tokens {few}; beyond {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
-        return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernel}"
+        return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernels}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
         """Compare each linear, on each rank, with the checkpoint's own layout; see quantise_verifier."""

@@ -50,11 +50,17 @@ WAYS = [
 MEASURED = load_profile(DEVICE).hopper_tiles  # type: ignore[union-attr]
 
 
-def compiled(tiles: HopperTiles, k: int, gated: bool, bias: bool, residual: bool) -> Any:
+def compiled(
+    tiles: HopperTiles, k: int, gated: bool, bias: bool, residual: bool, scales: tuple[int, int, int] | None = None
+) -> Any:
+    """scales: rows and columns of the weight, and columns of the inputs, that share one; for codes of 8 bits."""
     kernel = getattr(hopper_linear_kernel, "jit_function", hopper_linear_kernel)
-    parts, boxes, step = tiles.parts, tiles.parts * tiles.products, ring.STEP.value
-    plain = f"[{boxes}, {ring.ROWS.value // parts}, {step}],{ring.PARTS_SHARED.value!r}"
-    blocks = f"[{boxes}, {ring.BLOCKS.value // parts}, 2, {ring.BLOCK.value}, {step}],{ring.BLOCKS_SHARED.value!r}"
+    bits = 8 if scales else 16
+    element, step = ("fp8e4nv" if scales else "bf16"), ring.step_of(bits)
+    parts, boxes, shared = tiles.parts, tiles.parts * tiles.products, ring.shared_layout(bits, 3)
+    plain = f"[{boxes}, {ring.ROWS.value // parts}, {step}],{shared!r}"
+    box = f"[{boxes}, {ring.BLOCKS.value // parts}, 2, {ring.BLOCK.value}, {step}]"
+    blocks = f"{box},{ring.shared_layout(bits, 5)!r}"
     constants: dict[str, Any] = {
         "K": k,
         "GROUPS": tiles.groups,
@@ -66,15 +72,20 @@ def compiled(tiles: HopperTiles, k: int, gated: bool, bias: bool, residual: bool
         "ACTIVATION": "silu",
         "REGISTERS": tiles.computing_registers(),
     }
-    constants |= {name: None for name, given in (("bias_ptr", bias), ("residual_ptr", residual)) if not given}
+    constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS", "INPUT_COLUMNS"), scales or (1, 0, 0), strict=True))
+    given: dict[str, Any] = {"bias_ptr": bias, "residual_ptr": residual}
+    given |= {"scales_ptr": scales, "input_scales_ptr": scales}
+    constants |= {name: None for name, value in given.items() if not value}
     types = {
-        "w_desc": f"tensordesc<bf16{blocks if gated else plain}>",
-        "x_desc": f"tensordesc<bf16[{boxes}, {tiles.tokens}, {step}],{ring.PARTS_SHARED.value!r}>",
-        "num_tokens": "i32",
-        "num_outputs": "i32",
+        "w_desc": f"tensordesc<{element}{blocks if gated else plain}>",
+        "x_desc": f"tensordesc<{element}[{boxes}, {tiles.tokens}, {step}],{shared!r}>",
+        "scales_ptr": "*fp32",
+        "input_scales_ptr": "*fp32",
+        **dict.fromkeys(("num_tokens", "num_outputs", "input_stride"), "i32"),
     } | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "num_outputs"]
+    sizes = ("num_outputs", "input_stride")
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in sizes]
     source = GluonASTSource(
         kernel,
         signature,

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels import hopper_linear_kernel as ring
-from compiled_engine.kernels.hopper_product_kernel import GATED_SHARED, chunk_of, hopper_product_kernel
+from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.profile import load_profile
@@ -67,12 +67,15 @@ def tiles_of(fields: dict[str, Any]) -> ProductTiles:
     return ProductTiles(**fields | {"parts": tuple(fields["parts"])})
 
 
-def compiled(tiles: ProductTiles, k: int, gated: bool) -> Any:
+def compiled(tiles: ProductTiles, k: int, gated: bool, scales: tuple[int, int, int] | None = None) -> Any:
+    """scales: rows and columns of the weight, and columns of the inputs, that share one; for codes of 8 bits."""
     kernel = getattr(hopper_product_kernel, "jit_function", hopper_product_kernel)
     parts = (*tiles.parts, 0, 0)[:3]
     outputs = tiles.rows // 2 if gated else tiles.rows
-    step, shared = ring.STEP.value, ring.SHARED.value
-    out_shared = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
+    bits = 8 if scales else 16
+    element, step, shared = ("fp8e4nv" if scales else "bf16"), ring.step_of(bits), ring.shared_layout(bits, 2)
+    written = outputs * 64 // tiles.rows if scales else outputs
+    out_shared = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * written), element_bitwidth=16, rank=2)
     constants: dict[str, Any] = {
         "K": k,
         "GROUPS": tiles.groups,
@@ -84,19 +87,26 @@ def compiled(tiles: ProductTiles, k: int, gated: bool) -> Any:
         "TOGETHER": tiles.together,
         "REGISTERS": tiles.computing_registers(),
     }
-    box = f"[{outputs // 8}, 2, 8, {step}],{GATED_SHARED.value!r}" if gated else f"[{outputs}, {step}],{shared!r}"
-    types = {"w_desc": f"tensordesc<bf16{box}>", "token_tiles": "i32", "row_tiles": "i32"}
+    constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS", "INPUT_COLUMNS"), scales or (1, 0, 0), strict=True))
+    if not scales:
+        constants |= {"scales_ptr": None, "input_scales_ptr": None, "input_stride": 0, "num_outputs": 0}
+    box, gated_shared = f"[{outputs // 8}, 2, 8, {step}]", ring.shared_layout(bits, 4)
+    box = f"{box},{gated_shared!r}" if gated else f"[{outputs}, {step}],{shared!r}"
+    types = {"w_desc": f"tensordesc<{element}{box}>", "scales_ptr": "*fp32", "input_scales_ptr": "*fp32"}
+    types |= dict.fromkeys(("token_tiles", "row_tiles", "input_stride", "num_outputs"), "i32")
     for i, part in enumerate(parts):
         if part:
-            types[f"x{i}_desc"] = f"tensordesc<bf16[{part}, {step}],{shared!r}>"
-            most = min(part, chunk_of(tiles.rows, gated))
-            types[f"y{i}_desc"] = f"tensordesc<bf16[{most}, {outputs}],{out_shared!r}>"
+            types[f"x{i}_desc"] = f"tensordesc<{element}[{part}, {step}],{shared!r}>"
+            most = part if scales else min(part, chunk_of(tiles.rows, gated))
+            types[f"y{i}_desc"] = f"tensordesc<bf16[{most}, {written}],{out_shared!r}>"
         else:
             constants |= {f"x{i}_desc": None, f"y{i}_desc": None}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types[name] for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(kernel, signature, values, {})
+    aligned = ("scales_ptr", "input_scales_ptr", "input_stride", "num_outputs") if scales else ()
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 

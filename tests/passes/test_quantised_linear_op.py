@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from compiled_engine.passes.framework.rounding import weight_codes, weight_scales
-from compiled_engine.passes.linear.quantised_linear_op import launch, library_obstacle, reference
+from compiled_engine.passes.linear.quantised_kernels import library_obstacle
+from compiled_engine.passes.linear.quantised_linear_op import launch, reference
 from compiled_engine.quantisation import ONLINE, LinearScheme
 
 SCHEMES = (*ONLINE.values(), "e4m3 1x*, inputs e4m3 static", "e4m3 1x*", "e4m3 8x40, inputs e4m3 1x40")

@@ -1,0 +1,213 @@
+"""The kernels of quantised linears: which one computes what, and why not a faster one.
+
+A Hopper has kernels of its own, for up to MOST_FEW tokens at memory bandwidth, and beyond for scales of blocks; the
+library multiplies many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch
+what no kernel takes. Inputs are rounded by a kernel before, which computes the norm as well.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from compiled_engine.passes.framework.rounding import decode
+from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
+from compiled_engine.passes.linear import quantised_product, round_inputs
+from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
+from compiled_engine.passes.linear.hopper_product import hopper_product
+from compiled_engine.passes.linear.hopper_quantised import (
+    quantised_product_tiles,
+    quantised_tiles,
+    why_not_on_hopper,
+)
+from compiled_engine.passes.linear.quantised_product import Scaling
+from compiled_engine.passes.linear.silu_mul import launch as silu_mul_launch
+from compiled_engine.passes.norm import rms_norm
+from compiled_engine.quantisation import LinearScheme
+
+MOST_FEW = TOKEN_BUCKETS[-1]
+# The first compute capability with products of e4m3.
+CAPABILITY = (8, 9)
+
+HOPPER, LIBRARY, TRITON, TORCH = "Hopper's kernel", "torch._scaled_mm", "Triton's product", "plain torch"
+
+
+class Choice(NamedTuple):
+    """A kernel, and why it is none that is faster; None for the fastest."""
+
+    kernel: str
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return self.kernel if self.reason is None else f"{self.kernel}: {self.reason}"
+
+
+@cache
+def choose(
+    num_tokens: int,
+    num_rows: int,
+    k: int,
+    silu_mul: bool,
+    bias: bool,
+    scheme: LinearScheme,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Choice:
+    """The kernel of a [num_tokens, k] x [num_rows, k] product on a GPU, with silu_mul gate and up counted together."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return Choice(TORCH, f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8")
+    return choose_on(capability[0] == 9, num_tokens, num_rows, k, silu_mul, bias, scheme, dtype)
+
+
+def choose_on(
+    is_hopper: bool,
+    num_tokens: int,
+    num_rows: int,
+    k: int,
+    silu_mul: bool,
+    bias: bool,
+    scheme: LinearScheme,
+    dtype: torch.dtype,
+) -> Choice:
+    """The same for a GPU that has products of FP8."""
+    reason = why_not_by_kernels(k, scheme)
+    if reason is not None:
+        return Choice(TORCH, reason)
+    by_library = library_obstacle(k, num_rows, scheme, dtype)
+    if num_tokens > MOST_FEW and by_library is None:
+        return Choice(LIBRARY)
+    if not is_hopper:
+        return Choice(TRITON)
+    by_hopper = why_not_on_hopper(num_rows, k, silu_mul, scheme, dtype)
+    if by_hopper is None and num_tokens > MOST_FEW and bias:
+        by_hopper = "it has a bias"
+    if by_hopper is not None:
+        return Choice(TRITON, by_hopper)
+    return Choice(HOPPER)
+
+
+def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:
+    """Why plain torch must compute a linear of k columns; None where kernels do."""
+    if not quantised_product.step_of(scheme):
+        return f"its scales are of columns that are no multiple of {quantised_product.LEAST_COLUMNS} ({scheme})"
+    return None if scheme.inputs is None else round_inputs.columns_obstacle(k, scheme.inputs)
+
+
+def library_obstacle(k: int, num_rows: int, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
+    """Why torch._scaled_mm does not take a linear; None where it does."""
+    if scheme.inputs is None:
+        return "its inputs are not rounded"
+    if (scheme.weight.rows, scheme.weight.columns) != (1, 0) or (scheme.inputs.columns and not scheme.inputs.static):
+        return f"its scales are not of whole rows ({scheme})"
+    if k % 16 or num_rows % 16:
+        return f"its sizes [{num_rows}, {k}] are no multiples of 16"
+    return None if dtype == torch.bfloat16 else f"its results are {str(dtype).removeprefix('torch.')}, not bfloat16"
+
+
+def launch(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    input_scale_1: torch.Tensor | None,
+    scheme: LinearScheme,
+    bias_N: torch.Tensor | None,
+    residual_TM: torch.Tensor | None,
+    silu_mul: bool,
+    activation: str,
+    norm_weight_K: torch.Tensor | None,
+    eps: float,
+    norm_offset: float,
+    norm_wide: bool,
+) -> torch.Tensor:
+    """[T, N] or [T, N / 2] in the dtype of x; see quantised_linear_op.reference."""
+    dtype, (num_rows, k) = x_TK.dtype, codes_NK.shape
+    kernel = choose(x_TK.shape[0], num_rows, k, silu_mul, bias_N is not None, scheme, dtype, x_TK.device).kernel
+    norm = norm_weight_K, eps, norm_offset, norm_wide
+    inputs_CT = None
+    if scheme.inputs is not None and kernel != TORCH:
+        x_TK, inputs_CT = round_inputs.launch(x_TK, scheme.inputs, input_scale_1, *norm)
+    elif norm_weight_K is not None:
+        x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+    if kernel == HOPPER:
+        scaling = scaling_of(scales_RC, inputs_CT, scheme)
+        return _on_hopper(x_TK, codes_NK, scaling, bias_N, residual_TM, silu_mul, activation, dtype)
+    if kernel == TRITON:
+        scaling, step = scaling_of(scales_RC, inputs_CT, scheme), quantised_product.step_of(scheme)
+        after = bias_N, residual_TM, silu_mul, activation
+        return quantised_product.launch(x_TK, codes_NK, scaling, *after, step, dtype)
+    if kernel == LIBRARY:
+        assert inputs_CT is not None
+        y_TN = _library_product(x_TK, codes_NK, scales_RC, inputs_CT, bias_N, dtype)
+    else:
+        y_TN = product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, scheme)
+    if silu_mul:
+        y_TN = silu_mul_launch(y_TN, activation)
+    return y_TN if residual_TM is None else residual_TM + y_TN
+
+
+def _on_hopper(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scaling: Scaling,
+    bias_N: torch.Tensor | None,
+    residual_TM: torch.Tensor | None,
+    silu_mul: bool,
+    activation: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    num_tokens, (num_rows, k) = x_TK.shape[0], codes_NK.shape
+    many = multiprocessors(x_TK.device)
+    if num_tokens <= MOST_FEW:
+        if residual_TM is not None and not residual_TM.is_contiguous():
+            residual_TM = residual_TM.contiguous()
+        tiles = quantised_tiles(num_tokens, num_rows, k, silu_mul, many)
+        return hopper_linear(x_TK, codes_NK, bias_N, silu_mul, activation, tiles, residual_TM, scaling, dtype)
+    product_tiles = quantised_product_tiles(num_tokens, num_rows, many)
+    y_TM = hopper_product(x_TK, codes_NK, silu_mul, activation, product_tiles, scaling, dtype)
+    return y_TM if residual_TM is None else residual_TM + y_TM
+
+
+def scaling_of(scales_RC: torch.Tensor, inputs_CT: torch.Tensor | None, scheme: LinearScheme) -> Scaling:
+    """The scales as kernels take them; those of the inputs as round_inputs.launch has made them."""
+    weight, inputs = scheme.weight, scheme.inputs
+    input_columns = 0 if inputs is None or inputs.static else inputs.columns
+    return Scaling(scales_RC, inputs_CT, weight.rows, weight.columns, input_columns)
+
+
+def product(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: LinearScheme,
+) -> torch.Tensor:
+    """[T, N]: rounded(x) @ decoded weight^T + bias in plain torch, in fp32, rounded once to the dtype of x."""
+    rounded_TK = x_TK.float()
+    if scheme.inputs is not None:
+        rounded_TK = decode(*rounded_by_torch(x_TK, scheme.inputs, input_scale_1), scheme.inputs)
+    bias = None if bias_N is None else bias_N.float()
+    return torch.nn.functional.linear(rounded_TK, decode(codes_NK, scales_RC, scheme.weight), bias).to(x_TK.dtype)
+
+
+def _library_product(
+    rounded_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_N1: torch.Tensor,
+    inputs_1T: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    # Sums of fp8 products keep all of their bits only without fast accumulation.
+    return torch._scaled_mm(
+        rounded_TK,
+        codes_NK.t(),
+        scale_a=inputs_1T.t(),
+        scale_b=scales_N1.t(),
+        bias=bias_N,
+        out_dtype=dtype,
+        use_fast_accum=False,
+    )

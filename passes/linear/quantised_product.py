@@ -1,0 +1,232 @@
+"""Triton kernel of a quantised linear for any number of tokens: tiles of codes through the tensor cores.
+
+Products of a step's columns are added in fp32, since the tensor cores' sums of 8-bit products have fewer bits; scales
+of blocks are applied there, those of whole rows at the end. Hopper's own kernels are faster, and this one runs where
+they do not: other GPUs, sizes that cannot be copied in boxes, inputs that are not rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.linear.small_batch_linear_gemv import finish
+from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
+from compiled_engine.quantisation import LinearScheme
+
+# Columns of a step: at least those of one product of the tensor cores.
+LEAST_COLUMNS, MOST_COLUMNS = 32, 128
+# From this many tokens on, tokens stand on the left of the tensor cores' products, which want 64 rows there.
+TOKENS_FIRST = 64
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The scales of a weight, [R, C], and of its inputs, transposed, [C, T]; None for inputs that are not rounded.
+
+    rows, columns: of the weight's tiles that share a scale; input_columns: of inputs that do; 0: all of them.
+    """
+
+    weights_RC: torch.Tensor
+    inputs_CT: torch.Tensor | None
+    rows: int
+    columns: int
+    input_columns: int
+
+    @property
+    def input_stride(self) -> int:
+        return 0 if self.inputs_CT is None else self.inputs_CT.stride(0)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of Hopper's kernels for scales."""
+        return {
+            "scales_ptr": self.weights_RC,
+            "input_scales_ptr": self.inputs_CT,
+            "input_stride": self.input_stride,
+            "TILE_ROWS": self.rows,
+            "TILE_COLUMNS": self.columns,
+            "INPUT_COLUMNS": self.input_columns,
+        }
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_outputs", "num_tokens"])
+def quantised_product_kernel(
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    input_scales_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_outputs: tl.tensor,
+    num_tokens: tl.tensor,
+    x_stride: tl.tensor,
+    input_stride: tl.tensor,
+    K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    INPUT_COLUMNS: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (rows, tokens): TOKENS tokens times ROWS rows of the weight.
+
+    x: codes, or values that are not rounded, [num_tokens, K]; codes: [N, K]; scales: see Scaling, with whole rows as
+    TILE_COLUMNS or INPUT_COLUMNS K. out, residual: [num_tokens, num_outputs].
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    BY_STEP: tl.constexpr = TILE_COLUMNS < K or INPUT_COLUMNS < K
+    ROUNDED: tl.constexpr = input_scales_ptr is not None
+    OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
+    first = tl.program_id(0) * OUTPUTS
+    row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
+    token_T = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    mask_T = token_T < num_tokens
+    column_K = tl.arange(0, BLOCK_K)
+    w_ptr_NK = codes_ptr + row_N.to(tl.int64)[:, None] * K + column_K[None, :]
+    x_ptr_TK = x_ptr + token_T.to(tl.int64)[:, None] * x_stride + column_K[None, :]
+    scales_ptr_N = scales_ptr + row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+    acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if EVEN:
+            w_NK = tl.load(w_ptr_NK + k, eviction_policy="evict_first")
+            x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None], other=0.0)
+        else:
+            w_NK = tl.load(w_ptr_NK + k, mask=(k + column_K < K)[None, :], other=0.0)
+            x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None] & (k + column_K < K)[None, :], other=0.0)
+        if not ROUNDED:
+            w_NK = w_NK.to(x_TK.dtype)
+        left, right = (w_NK, x_TK) if ROWS_FIRST else (x_TK, w_NK)
+        if BY_STEP:
+            product = tl.dot(left, tl.trans(right), input_precision="ieee")
+            scale_N = tl.load(scales_ptr_N + k // TILE_COLUMNS)
+            if ROUNDED:
+                scales_ptr_T = input_scales_ptr + k // INPUT_COLUMNS * input_stride + token_T
+                scale_T = tl.load(scales_ptr_T, mask=mask_T, other=0.0)
+                product *= scale_T[None, :] if ROWS_FIRST else scale_T[:, None]
+            acc += product * (scale_N[:, None] if ROWS_FIRST else scale_N[None, :])
+        elif ROUNDED:
+            acc = tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=BLOCK_K)
+        else:
+            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    y_TN = tl.trans(acc) if ROWS_FIRST else acc
+    if not BY_STEP:
+        y_TN *= tl.load(scales_ptr_N)[None, :]
+        if ROUNDED:
+            y_TN *= tl.load(input_scales_ptr + token_T, mask=mask_T, other=0.0)[:, None]
+    output_M = first + tl.arange(0, OUTPUTS)
+    offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
+    mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
+    RESIDUAL: tl.constexpr = residual_ptr is not None
+    residual_TM = None
+    if RESIDUAL:
+        residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
+    if bias_ptr is not None:
+        y_TN += tl.load(bias_ptr + row_N).to(tl.float32)[None, :]
+    if SILU_MUL:
+        gate_TM, up_TM = tl.split(tl.reshape(y_TN, offsets_TM.shape + [2]))  # noqa: RUF005 (Triton has no star)
+        finish(gate_TM, up_TM, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
+    else:
+        finish(y_TN, None, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
+
+
+def step_of(scheme: LinearScheme) -> int:
+    """The columns of a step: a power of two of which every tile has a whole number. 0 where that is too few."""
+    tiles = [scheme.weight.columns]
+    if scheme.inputs is not None and not scheme.inputs.static:
+        tiles.append(scheme.inputs.columns)
+    columns = math.gcd(MOST_COLUMNS, *tiles)
+    return columns if columns >= LEAST_COLUMNS else 0
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tokens and rows of the weight, gate and up counted together, of a program, and its compilation."""
+
+    tokens: int
+    rows: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def choose_tiles(num_tokens: int, num_rows: int, is_rounded: bool) -> Tiles:
+    """Tiles for [num_tokens, K] x [num_rows, K], by a rule."""
+    if num_tokens <= TOKENS_FIRST // 2:
+        return Tiles(max(16, next_power_of_2(num_tokens)), 32 if num_rows <= 8192 else 64, 4, 4)
+    if num_tokens <= 128 or not is_rounded:
+        return Tiles(64, 64, 4, 3)
+    return Tiles(128, 128, 8, 3)
+
+
+def launch(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scaling: Scaling,
+    bias_N: torch.Tensor | None,
+    residual_TM: torch.Tensor | None,
+    silu_mul: bool,
+    activation: str,
+    step: int,
+    dtype: torch.dtype,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """[T, N] or, with silu_mul, [T, N / 2] in `dtype`: x times the weight, with what follows; see quantised_linear.
+
+    x: codes, or values where scaling.inputs_CT is None. The weight is contiguous; step: see step_of.
+    """
+    if residual_TM is not None and not residual_TM.is_contiguous():
+        residual_TM = residual_TM.contiguous()
+    num_tokens, k = x_TK.shape
+    num_rows = codes_NK.shape[0]
+    if tiles is None:
+        tiles = choose_tiles(num_tokens, num_rows, scaling.inputs_CT is not None)
+    outputs = num_rows // 2 if silu_mul else num_rows
+    out_TM = torch.empty((num_tokens, outputs), dtype=dtype, device=x_TK.device)
+    quantised_product_kernel[(cdiv(num_rows, tiles.rows), cdiv(num_tokens, tiles.tokens))](
+        x_TK,
+        codes_NK,
+        scaling.weights_RC,
+        scaling.inputs_CT,
+        bias_N,
+        residual_TM,
+        out_TM,
+        outputs,
+        num_tokens,
+        x_TK.stride(0),
+        scaling.input_stride,
+        K=k,
+        TILE_ROWS=scaling.rows or num_rows,
+        TILE_COLUMNS=scaling.columns or k,
+        INPUT_COLUMNS=scaling.input_columns or k,
+        SILU_MUL=silu_mul,
+        ACTIVATION=activation,
+        TOKENS=tiles.tokens,
+        ROWS=tiles.rows,
+        BLOCK_K=step,
+        ROWS_FIRST=tiles.tokens < TOKENS_FIRST,
+        NUM_STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
+        **dependent_launch(x_TK.device),
+    )
+    return out_TM

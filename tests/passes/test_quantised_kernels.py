@@ -1,0 +1,263 @@
+"""The kernels of quantised linears: Triton's under its interpreter, all compiled for Hopper, which needs no GPU, and on
+one against the reference, also in a CUDA graph.
+
+The interpreter loads, multiplies and converts e4m3 exactly, but rounds to it without a carry into the exponent: inputs
+there lie on the grid, and rounding itself is compared on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreter import interpreting
+from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of
+from small_batch_linear_cases import nan_in_new_tensors
+
+from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
+from compiled_engine.passes.linear import quantised_kernels, quantised_product, round_inputs
+from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles
+from compiled_engine.passes.linear.hopper_quantised import (
+    quantised_candidates,
+    quantised_product_tiles,
+    quantised_tiles,
+)
+from compiled_engine.passes.linear.quantised_kernels import HOPPER, LIBRARY, TORCH, TRITON, choose_on, scaling_of
+from compiled_engine.passes.linear.quantised_linear_op import launch, reference
+from compiled_engine.quantisation import LinearScheme
+
+# Tokens, rows, columns: tiles that end in part, more tokens than a tile, a step that ends beyond K, one of either.
+CASES = (
+    Case(3, 72, 192, bias=True),
+    Case(17, 136, 320, silu_mul=True, residual=True, activation="gelu_tanh"),
+    Case(70, 200, 256, residual=True),
+    Case(1, 64, 104),
+)
+# The linears of Qwen3-8B: rows, columns, silu * up.
+SHAPES = ((6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False))
+MULTIPROCESSORS = 132
+
+INTERPRETED = """
+import torch
+from test_quantised_kernels import CASES, SCHEMES, interpreted_error
+
+count = 0
+for scheme in SCHEMES:
+    for case in CASES:
+        for dtype, most in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
+            error = interpreted_error(case, scheme, dtype)
+            assert error <= most, (scheme, case, dtype, error)
+            count += 1
+print(count)
+"""
+
+
+def interpreted_error(case: Case, scheme: str, dtype: torch.dtype) -> float:
+    """The largest difference of Triton's product from the reference, relative to the largest value; NaN if anything
+    is. Rounded inputs are compared bit for bit."""
+    given, parsed = arguments_of(case, scheme, dtype), LinearScheme.parse(scheme)
+    x_TK, scales_CT = given["x_TK"], None
+    with nan_in_new_tensors():
+        if parsed.inputs is not None:
+            codes_TK, scales = rounded_by_torch(x_TK, parsed.inputs, given["input_scale_1"])
+            x_TK, scales_CT = round_inputs.launch(x_TK, parsed.inputs, given["input_scale_1"])
+            assert torch.equal(x_TK.float(), codes_TK.float())
+            assert torch.equal(scales_CT, scales.t().expand(scales_CT.shape))
+        scaling = scaling_of(given["scales_RC"], scales_CT, parsed)
+        after = given["bias_N"], given["residual_TM"], given["silu_mul"], given["activation"]
+        step = quantised_product.step_of(parsed)
+        found = quantised_product.launch(x_TK, given["codes_NK"], scaling, *after, step, dtype)
+    expected = reference(**given).float()
+    return float((found.float() - expected).abs().max() / expected.abs().max())
+
+
+def test_triton_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=interpreting(__file__), capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip().splitlines()[-1:] == [str(2 * len(SCHEMES) * len(CASES))], run.stderr[-2000:]
+
+
+def resources(program: Any, folder: Path) -> int:
+    """Bytes of a thread's stack: what registers do not hold."""
+    from test_hopper_linear import CUOBJDUMP
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(program.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scales", [(1, 0, 0), (128, 128, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "k", "gated"),
+    [
+        (1, *SHAPES[0]),
+        (64, *SHAPES[0]),
+        (64, *SHAPES[3]),
+        (8, *SHAPES[2]),
+        (64, *SHAPES[2]),
+        (128, *SHAPES[1]),
+        (128, *SHAPES[2]),
+    ],
+)
+def test_tiles_of_the_rule_fit(
+    tokens: int, rows: int, k: int, gated: bool, scales: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """In shared memory and registers; before the wait the kernel touches the weight alone."""
+    from test_hopper_linear import compiled
+
+    tiles = quantised_tiles(tokens, rows, k, gated, MULTIPROCESSORS)
+    program = compiled(tiles, k, gated, bias=gated, residual=not gated, scales=scales)
+    assert program.metadata.shared <= 227 << 10
+    assert resources(program, tmp_path) == 0
+    ptx = program.asm["ptx"]
+    assert f"m64n{tiles.parts * tiles.tokens}k32.f32.e4m3.e4m3" in ptx
+    copy = re.compile(r"cp\.async\.bulk\.tensor\.(\d)d.*?\], \[(%rd\d+)")
+    ahead = next(copies for part in ptx.split("griddepcontrol.wait") if (copies := copy.findall(part)))
+    assert len({descriptor for _, descriptor in ahead}) == 1
+    # All of a group of warps must have read a stage before it is given back.
+    ordered = re.findall(r"bar\.sync|wgmma\.mma_async|mbarrier\.arrive\.shared::cta\.b64 _", ptx)
+    arrivals = {ordered[i - 1] for i, op in enumerate(ordered) if op.startswith("mbarrier.arrive")}
+    assert arrivals == {"bar.sync"}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("num_tokens", [200, 8192])
+def test_products_of_the_rule_fit(num_tokens: int, gated: bool, tmp_path: Path) -> None:
+    from test_hopper_product import compiled
+
+    tiles = quantised_product_tiles(num_tokens, 24576 if num_tokens > 1024 else 4096, MULTIPROCESSORS)
+    assert tiles.rows == (128 if num_tokens > 1024 else 64)
+    program = compiled(tiles, 4096, gated, scales=(128, 128, 128))
+    assert program.metadata.shared <= 227 << 10
+    # Addresses; sums would be 256 bytes for 64 rows.
+    assert resources(program, tmp_path) <= 384
+    assert "m64n128k32.f32.e4m3.e4m3" in program.asm["ptx"]
+
+
+@pytest.mark.parametrize(("rows", "k", "gated"), [*SHAPES, (4104, 1040, False), (8, 16, False)])
+def test_candidates_fit(rows: int, k: int, gated: bool) -> None:
+    for tokens in TOKEN_BUCKETS:
+        tried = quantised_candidates(tokens, rows, k, gated)
+        chosen = quantised_tiles(tokens, rows, k, gated, MULTIPROCESSORS)
+        assert chosen.tokens == max(8, tokens)
+        assert tried or rows < 4096
+        for tiles in (chosen, *tried):
+            stage = (64 * tiles.groups + tiles.parts * tiles.tokens) * tiles.products * 128
+            assert stage * tiles.stages <= 226 << 10
+            assert tiles.parts * tiles.products == 1 or k % (128 * tiles.parts * tiles.products) == 0
+
+
+def test_each_linear_has_its_kernel_with_a_reason() -> None:
+    def kernel(scheme: str, tokens: int, k: int = 256, rows: int = 128, **more: Any) -> str:
+        given = {"is_hopper": True, "silu_mul": False, "bias": False, "dtype": torch.bfloat16} | more
+        return str(choose_on(num_tokens=tokens, num_rows=rows, k=k, scheme=LinearScheme.parse(scheme), **given))
+
+    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 128)} == {HOPPER}
+    assert kernel(BY_ROWS, 129) == LIBRARY
+    assert kernel(BY_BLOCKS, 129) == kernel(BY_BLOCKS, 8192, dtype=torch.float16) == HOPPER
+    assert kernel(BY_BLOCKS, 8192, bias=True) == f"{TRITON}: it has a bias"
+    assert kernel(BY_BLOCKS, 1, k=72, rows=20).startswith(f"{TRITON}: its sizes [20, 72]")
+    assert "results are float32" in kernel(BY_ROWS, 1, dtype=torch.float32)
+    assert "not rounded" in kernel("e4m3 1x*", 1)
+    assert "64 columns" not in kernel("e4m3 1x64, inputs e4m3 1x64", 1)
+    assert kernel("e4m3 1x64, inputs e4m3 1x64", 1).startswith(f"{TRITON}: its scales are not of 128 columns")
+    assert kernel("e4m3 8x40, inputs e4m3 1x40", 1).startswith(f"{TORCH}: its scales are of columns")
+    assert kernel(BY_ROWS, 1, is_hopper=False) == TRITON
+
+
+# Beside those of the interpreter, shapes that Hopper's kernels take: rows that leave the last tile in part, K that ends
+# inside a step, several parts of K, and more tokens than any tile.
+ON_HOPPER = (
+    Case(1, 4096, 4096, residual=True),
+    Case(1, 24576, 4096, silu_mul=True),
+    Case(5, 1032, 1024, bias=True),
+    Case(13, 2064, 1040, silu_mul=True, bias=True, activation="gelu"),
+    Case(40, 4104, 1040, residual=True, bias=True),
+    Case(64, 6144, 1024),
+    Case(128, 2000, 4096, residual=True),
+    Case(128, 6160, 1024, silu_mul=True),
+    Case(257, 1168, 1040, silu_mul=True),
+    Case(700, 6152, 1024, residual=True),
+    Case(1000, 24576, 512, silu_mul=True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("case", [*CASES, *ON_HOPPER], ids=str)
+def test_kernels_compute_the_reference(case: Case, scheme: str, dtype: torch.dtype) -> None:
+    """Into memory that was NaN, and in a graph that is replayed."""
+    given = arguments_of(case, scheme, dtype, "cuda")
+    expected = reference(**given).float()
+    with nan_in_new_tensors():
+        first = launch(**given)
+    tolerance = 2.0 ** (-7 if dtype == torch.bfloat16 else -9) * float(expected.abs().max())
+    assert float((first.float() - expected).abs().max()) <= tolerance
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [launch(**given) for _ in range(3)]
+    for output in outputs:
+        output.fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(output, first) for output in outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if "inputs" in scheme])
+def test_inputs_are_rounded_by_the_formula(scheme: str, dtype: torch.dtype) -> None:
+    """Bit for bit, over many magnitudes; NaN stays NaN."""
+    rounding = LinearScheme.parse(scheme).inputs
+    assert rounding is not None
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens, k in ((1, 64), (7, 1000), (33, 4096), (130, 12288)):
+        x_TK = (
+            torch.randn((num_tokens, k), generator=generator) * torch.randn((num_tokens, 1), generator=generator).exp()
+        )
+        x_TK[num_tokens // 2, : k // 2] = 0
+        x_TK = x_TK.to("cuda", dtype)
+        static = torch.full((1,), 0.003, device="cuda") if rounding.static else None
+        with nan_in_new_tensors():
+            codes_TK, scales_CT = round_inputs.launch(x_TK, rounding, static)
+        expected_TK, expected = rounded_by_torch(x_TK, rounding, static)
+        assert torch.equal(scales_CT, expected.t().expand(scales_CT.shape))
+        assert torch.equal(codes_TK.view(torch.uint8), expected_TK.view(torch.uint8))
+    x_TK[0, 3] = float("nan")
+    assert round_inputs.launch(x_TK, rounding, static)[0].float()[0, 3].isnan()
+
+
+@pytest.mark.gpu
+def test_candidates_compute_the_same() -> None:
+    """Every tile of Hopper's kernel that might be chosen."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")
+    for tokens, rows, k, gated in ((1, 6144, 4096, False), (8, 6144, 2048, True), (32, 4096, 2048, False)):
+        case = Case(tokens, rows, k, silu_mul=gated, residual=not gated)
+        for scheme in (BY_ROWS, BY_BLOCKS):
+            _check_candidates(case, scheme)
+
+
+def _check_candidates(case: Case, scheme: str) -> None:
+    from compiled_engine.passes.linear.hopper_linear import hopper_linear
+
+    given, parsed = arguments_of(case, scheme, torch.bfloat16, "cuda"), LinearScheme.parse(scheme)
+    assert parsed.inputs is not None
+    expected = reference(**given).float()
+    codes_TK, scales_CT = round_inputs.launch(given["x_TK"], parsed.inputs, None)
+    scaling = scaling_of(given["scales_RC"], scales_CT, parsed)
+    tried: list[HopperTiles] = quantised_candidates(case.num_tokens, case.num_rows, case.k, case.silu_mul)
+    for tiles in tried:
+        before = codes_TK, given["codes_NK"], None, case.silu_mul, "silu", tiles
+        with nan_in_new_tensors():
+            found = hopper_linear(*before, given["residual_TM"], scaling, torch.bfloat16)
+        error = float((found.float() - expected).abs().max() / expected.abs().max())
+        assert error <= 2.0**-7, (case, scheme, tiles, error)
+    assert case.num_tokens <= quantised_kernels.MOST_FEW

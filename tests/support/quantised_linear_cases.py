@@ -1,0 +1,91 @@
+"""Random quantised linears, whose inputs lie on the grid that they are rounded to, for tests here and elsewhere.
+
+On the grid a rounding in another order changes no code, so kernels can be compared closely; Triton's interpreter
+also rounds to 8 bits without a carry into the exponent, and is exact for what needs no rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compiled_engine.passes.framework.rounding import spread
+from compiled_engine.quantisation import ONLINE, LinearScheme
+
+BY_ROWS, BY_BLOCKS = ONLINE["fp8"], ONLINE["fp8_block"]
+SCHEMES = (
+    BY_ROWS,
+    BY_BLOCKS,
+    "e4m3 1x*, inputs e4m3 static",
+    "e4m3 1x*",
+    "e4m3 64x128, inputs e4m3 1x*",
+    "e4m3 1x64, inputs e4m3 1x64",
+    "e4m3 1x*, inputs e4m3 1x128",
+    "e4m3 128x128",
+)
+# Smallest and largest scales are three decades apart.
+DECADES = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    num_tokens: int
+    num_rows: int
+    k: int
+    bias: bool = False
+    residual: bool = False
+    silu_mul: bool = False
+    activation: str = "silu"
+
+    def __str__(self) -> str:
+        names = [name for name in ("bias", "residual", "silu_mul") if getattr(self, name)]
+        return f"{self.num_tokens}x{self.num_rows}x{self.k} {' '.join(names)}".strip()
+
+
+def codes(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
+    """All patterns of e4m3 but NaN."""
+    patterns = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
+    signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
+    return (patterns | signs).view(torch.float8_e4m3fn).to(device)
+
+
+def scales(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
+    """Log-uniform over DECADES."""
+    return (10 ** (DECADES * (torch.rand(shape, generator=generator) - 1)) / 448).to(device)
+
+
+def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
+    """The arguments of the op. x: codes times powers of two, the largest of each tile 448 times one."""
+    parsed = LinearScheme.parse(scheme)
+    generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_rows + case.k)
+    T, N, K = case.num_tokens, case.num_rows, case.k
+    outputs = N // 2 if case.silu_mul else N
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    grid = (1, 1)
+    x_TK = codes((T, K + 16), generator, device).float()
+    if parsed.inputs is not None:
+        grid = parsed.inputs.grid(T, K)
+        columns = K if parsed.inputs.static else parsed.inputs.columns or K
+        x_TK[:, :K:columns] = 448.0
+    powers = torch.randint(-9, -4, grid, generator=generator).float().exp2().to(device)
+    if parsed.inputs is not None:
+        x_TK[:, :K] *= spread(powers, parsed.inputs, T, K)
+    else:
+        x_TK *= 2.0**-7
+    return {
+        "x_TK": x_TK.to(dtype)[:, :K],
+        "codes_NK": codes((N, K), generator, device),
+        "scales_RC": scales(parsed.weight.grid(N, K), generator, device),
+        "zeros_RC": None,
+        "input_scale_1": powers.view(1) if parsed.inputs is not None and parsed.inputs.static else None,
+        "bias_N": normal(N) if case.bias else None,
+        "scheme": scheme,
+        "residual_TM": normal(T, outputs) if case.residual else None,
+        "silu_mul": case.silu_mul,
+        "activation": case.activation,
+    }
