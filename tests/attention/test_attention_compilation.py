@@ -130,7 +130,9 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
 @pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("tokens_per_row", [16, 128, 512])
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (12, 12, 32)), *VARIANTS])
-def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], tokens_per_row: int) -> None:
+def test_packed(
+    check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], tokens_per_row: int
+) -> None:
     tiles = packed_tiles(shape[2], dtype.itemsize, tokens_per_row)
     sizes = {"TILE_M": tiles.queries, "TILE_N": tiles.keys, "SEARCHED": SEARCHED, "DEPENDENT_LAUNCH": True}
     chosen = constants(*shape, K_HEAD_STRIDE=shape[2], V_HEAD_STRIDE=shape[2], **sizes)

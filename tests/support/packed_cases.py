@@ -101,7 +101,9 @@ def mistake(backend_name: str, case: PackedCase, device: str, dtype: torch.dtype
             q[start:end], k[start:end], v[start:end] = math.nan, math.nan, math.nan
     if case.merged:
         q, k, v = torch.cat((q, k, v), 1).split((case.num_heads, case.num_kv_heads, case.num_kv_heads), 1)
-    step = step_of([0] * total, [range(length) for length in lens], [list(range(99))] * len(lens), 16, torch.device(device))
+    step = step_of(
+        [0] * total, [range(length) for length in lens], [list(range(99))] * len(lens), 16, torch.device(device)
+    )
     step["attention_inputs.seq_lens_R"].copy_(torch.tensor([max(0, length) for length in case.lens]))
     inputs = attention_inputs_of(step, backend_name)
     sinks_H = random(case.num_heads) if case.sinks else None

@@ -124,7 +124,6 @@ class FlashAttnBackend(AttentionBackend):
             )
             out_THd[num_decodes:].copy_(result_THd[num_decodes:])
 
-
     def attend_packed(
         self,
         q_THd: torch.Tensor,
