@@ -109,7 +109,7 @@ def read_model_config(
             if causal_name(architecture) != architecture:
                 taken = f"the decoder of architecture {architecture!r}: "
             raise ValueError(f"{fields.source}: {taken}{error}; {known}") from error
-        if pools is None and model.architecture != architecture or not (pools or model.causal):
+        if pools is None and (model.architecture != architecture or not model.causal):
             raise ValueError(f"{fields.source}: {architecture} generates no text; allowed: runner='pooling'")
     supported_length = model.max_model_len
     if pools is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ def _write(path: Path, model: Any) -> Any:
         single=f"{first} $A {last}", pair=f"{first} $A {last} $B:1 {last}:1", special_tokens=ends
     )
     wrap(backend, pad_token=last).hf.save_pretrained(path)
+    stated = json.loads((path / "tokenizer_config.json").read_text())
+    stated["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # as BERT's
+    (path / "tokenizer_config.json").write_text(json.dumps(stated))
     return model
 
 
