@@ -121,8 +121,8 @@ class RequestLimits:
             raise ValueError(f"{name} must have at least one token")
         if num_tokens > longest == self.max_step_tokens:
             raise ValueError(
-                f"{name} must have at most {longest} tokens (max_num_batched_tokens {longest}: an encoder computes a text"
-                f" in one step), got {got}; a larger max_num_batched_tokens holds more"
+                f"{name} must have at most {longest} tokens (max_num_batched_tokens {longest}: an encoder computes a"
+                f" text in one step), got {got}; a larger max_num_batched_tokens holds more"
             )
         if num_tokens > longest:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The custom ops of attention: write K and V to the paged cache, then attend; its second half; attention among the
 tokens of each text, without a cache; and the values of the first and the third.
 
-The first three mutate what they are given, so the graph is split around them (see compiled_engine.graphs.compiler.plan).
+The first three mutate what they are given, so the graph is split around them (compiled_engine.graphs.compiler.plan).
 
 Foreign code may change tensors in place, and no tracer makes that functional around an op that mutates its arguments.
 So its trace holds the values, which pretend to write nothing, and `passes.layout.lowering` puts the ops back.

@@ -132,8 +132,8 @@ class Scheduler:
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
-    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a prompt
-    is computed in one step, and holds no blocks (num_blocks is 0).
+    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
+    prompt is computed in one step, and holds no blocks (num_blocks is 0).
     """
 
     def __init__(

@@ -181,9 +181,7 @@ class PoolingProcessor:
             encoded[i] = _truncated(encoded[i], ids, most)
         return encoded
 
-    def _judged(
-        self, pairs: list[tuple[str, str]], instruction: str | None, params: PoolingParams
-    ) -> list[Pair]:
+    def _judged(self, pairs: list[tuple[str, str]], instruction: str | None, params: PoolingParams) -> list[Pair]:
         """Pairs in the model's template, else as the tokenizer joins them."""
         assert self._tokenizer is not None
         most = self._most(params)

@@ -34,7 +34,8 @@ def resolve_graphs(
     decodes: bool = True,
 ) -> GraphConfig:
     """compiled, graphed: what `mode` came to. short_contexts: see Support; none where no pass reaches their kernels.
-    decodes: whether there are any; an encoder has none. recording_obstacle: why the compiled forward of decodes cannot be recorded, see `recording_obstacle`.
+    decodes: whether there are any; an encoder has none. recording_obstacle: why the compiled forward of decodes cannot
+    be recorded, see `recording_obstacle`.
 
     Raises ValueError or TypeError naming the field.
     """

@@ -83,7 +83,7 @@ class _Stated(NamedTuple):
     include_prompt: bool
     head: tuple[Dense, ...]
     normalises: bool
-    score_tokens: tuple[int, int] | None
+    score_tokens: tuple[int, ...] | None
 
 
 def causal_name(architecture: str) -> str:
@@ -213,9 +213,12 @@ def _reranker(
             f"known for it; allowed: a {CLASSIFIER}, or a config.json with classifier_from_token"
         )
     reasons["model.pooling.kinds"] = "the logits after the last token judge"
-    reasons["model.pooling.activation"] = f"the probability of {words[-1]!r} against {words[0]!r}"
+    alone = len(tokens) == 1
+    against = "alone, by its sigmoid" if alone else f"against {words[0]!r}"
+    reasons["model.pooling.activation"] = f"the probability of {words[-1]!r} {against}"
     head = Dense("", hidden_size, len(tokens), tokens=tokens)
-    return Pooling(CLASSIFY, LAST, (head,), SOFTMAX, labels=(words[-1],), template=RERANKER_TEMPLATE)
+    activation = SIGMOID if alone else SOFTMAX
+    return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=RERANKER_TEMPLATE)
 
 
 def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reasons: dict[str, str]) -> Pooling:
@@ -254,7 +257,7 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
     kinds: tuple[str, ...] = LAST
     include_prompt, normalises = True, False
     head: list[Dense] = []
-    score_tokens = None
+    score_tokens: tuple[int, ...] | None = None
     for module in _list(path / MODULES):
         kind = module.text("type").rpartition(".")[2]
         folder = path / str(module.values.get("path") or "")
@@ -268,9 +271,9 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
         elif kind == "LogitScore":
             scores = JsonFields.from_file(folder / "config.json")
             false, true = (scores.values.get(name) for name in ("false_token_id", "true_token_id"))
-            if type(true) is not int or type(false) is not int:
-                raise scores.error("true_token_id", "a token id, and false_token_id too")
-            score_tokens = false, true
+            if type(true) is not int or type(false) not in (int, type(None)):
+                raise scores.error("true_token_id", "a token id, and false_token_id another one or null")
+            score_tokens = (true,) if false is None else (false, true)
         elif kind != "Transformer" and kind not in WITHOUT_EFFECT:
             raise module.error("type", "a Transformer, Pooling, Dense, Normalize, LogitScore or Dropout")
     return _Stated(kinds, include_prompt, tuple(head), normalises, score_tokens)

@@ -29,9 +29,8 @@ def test_plain_torch_on_a_cpu(dtype: torch.dtype) -> None:
 @loops_to_a_loaded_bound
 def test_the_triton_kernel_in_the_interpreter() -> None:
     script = SUPPORT / "packed_cases.py"
-    ran = subprocess.run(
-        [sys.executable, str(script), "triton"], capture_output=True, text=True, env=interpreting(__file__)
-    )
+    command = [sys.executable, str(script), "triton"]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, env=interpreting(__file__))
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert json.loads(ran.stdout) == {}
 

@@ -14,7 +14,14 @@ from pooling_folders import embedding, hidden_states, pooled
 
 from compiled_engine import LLM, PoolingParams
 
-TEXTS = ["hello world", "the quick brown fox " * 12, "a", "def add(a, b):\n    return a + b", "über 你好", "hello world"]
+TEXTS = [
+    "hello world",
+    "the quick brown fox " * 12,
+    "a",
+    "def add(a, b):\n    return a + b",
+    "über 你好",
+    "hello world",
+]
 TANH = "torch.nn.modules.activation.Tanh"
 Engine = Callable[..., LLM]
 
@@ -115,7 +122,7 @@ def test_classifiers_have_the_heads_of_their_families(family: str, tmp_path: Pat
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_a_cross_encoder_tells_the_texts_of_a_pair_apart(mode: str, tmp_path: Path, engine: Engine) -> None:
     model = make_encoder_classifier(tmp_path, "bert", 1)
-    llm = engine(tmp_path, mode)
+    llm = engine(tmp_path, mode, **({} if mode == "eager" else {"verify_passes": True}))
     documents = ["world", "the fox " * 9, "a"]
     for document, output in zip(documents, llm.score("hello", documents), strict=True):
         expected = torch.sigmoid(logits_of(model, "hello", document, llm))
@@ -164,7 +171,9 @@ def test_each_token_has_a_vector(tmp_path: Path, engine: Engine) -> None:
 def test_a_text_longer_than_a_step_names_the_option(tmp_path: Path, engine: Engine) -> None:
     make_encoder(tmp_path)
     llm = engine(tmp_path, max_num_batched_tokens=40)
-    with pytest.raises(ValueError, match=r"at most 40 tokens \(max_num_batched_tokens 40: an encoder computes a text in"):
+    with pytest.raises(
+        ValueError, match=r"at most 40 tokens \(max_num_batched_tokens 40: an encoder computes a text in"
+    ):
         llm.embed(["a", "the quick brown fox " * 12])
     (cut,) = llm.embed("the quick brown fox " * 12, PoolingParams(truncate_prompt_tokens=-1))
     assert len(cut.prompt_token_ids) == 40

@@ -29,6 +29,8 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Starts of requests that are compared at a time.
 SEARCHED = 512
+# Batches up to this many tokens have small tiles, so that there are enough of them.
+FEW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,17 @@ class PackedTiles:
     num_stages: int
 
 
-def packed_tiles(head_dim: int, element_size: int, tokens_per_row: int) -> PackedTiles:
+def packed_tiles(head_dim: int, element_size: int, num_tokens: int) -> PackedTiles:
     """Tiles by head size (elements) and element size (bytes), so that registers and shared memory suffice.
 
-    tokens_per_row: of the batch, rounded down; short texts would leave large tiles half empty.
+    num_tokens: of the batch. A captured graph has rows for the most requests, so how long texts are does not follow
+    from the number of rows.
     """
     if element_size == 4:
         return PackedTiles(32, 16 if head_dim > 128 else 32, num_warps=8 if head_dim > 128 else 4, num_stages=2)
-    if tokens_per_row <= 16:
-        return PackedTiles(16, 32, num_warps=2 if head_dim <= 64 else 4, num_stages=2)
     if head_dim > 128:
         return PackedTiles(64, 32, num_warps=4, num_stages=2)
-    if tokens_per_row <= 128:
+    if num_tokens <= FEW_TOKENS:
         return PackedTiles(64, 64, num_warps=4, num_stages=3 if head_dim <= 64 else 2)
     return PackedTiles(128, 64, num_warps=4 if head_dim <= 64 else 8, num_stages=3)
 
@@ -170,7 +171,7 @@ def attend_packed(
     """Launch the kernel for all requests."""
     num_tokens, num_heads, head_dim = q_THd.shape
     num_requests, num_kv_heads = inputs.seq_lens_R.shape[0], k_TKd.shape[1]
-    tiles = packed_tiles(head_dim, q_THd.element_size(), num_tokens // num_requests)
+    tiles = packed_tiles(head_dim, q_THd.element_size(), num_tokens)
     scale_log2, cap_scale = scales(scoring)
     packed_kernel[(num_tokens // tiles.queries + num_requests, num_heads)](
         q_THd,
