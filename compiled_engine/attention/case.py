@@ -82,7 +82,7 @@ class AttentionCase:
 
 
 def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple[AttentionCase, ...]:
-    """Return the different cases of a model's layers, in the order of the layers."""
+    """Return the different cases of a model's layers that attend, in the order of the layers."""
     layers = ((model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
     cases = (
         AttentionCase(
@@ -97,6 +97,7 @@ def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple
             model.attention_sinks,
         )
         for heads, window in layers
+        if heads.num_heads
     )
     return tuple(dict.fromkeys(cases))
 

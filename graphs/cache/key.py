@@ -56,6 +56,8 @@ OTHER_POOLING_FIELDS = tuple(
     f"model.pooling.{name}"
     for name in ("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions")
 )
+# Fields of a model with recurrences.
+RECURRENCE_FIELDS = ("model.recurrences.states", "model.recurrences.num_rows")
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
@@ -88,6 +90,7 @@ OTHER_FIELDS = (
     "model.transformers",  # None, for the textbook's models
     "model.quantisation",  # None, for weights in model.dtype
     "model.pooling",  # None, for models that generate
+    "model.recurrences",  # None, for models of attention alone
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -134,6 +137,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
         factors["source"] |= digests_of(RANK_PACKAGES)
     if config.model.transformers is not None:
         factors["source"] |= digests_of(("models.foreign",))
+    if config.model.recurrences is not None:
+        factors["source"] |= digests_of(("recurrence",))
     return factors
 
 
@@ -143,11 +148,11 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     Raises RuntimeError for a field that is in neither list.
     """
     flat = flat_fields(config)
-    optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS)
+    optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS)
     declared = {*GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
-    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS)
+    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

@@ -25,6 +25,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.pooling import Pooling
+from compiled_engine.recurrence.sequences import model_step_tensors
 
 FORWARD, LOGITS, POOLER = "forward", "logits", "pooler"
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
@@ -105,13 +106,15 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 def forward_signature(config: EngineConfig) -> Signature:
     """A step: hidden states of every token, and in ranges for small batches their logits if the model has them."""
     model = config.local_model
-    results = {"hidden_TD": f"model({', '.join(FORWARD_ARGUMENTS)})"}
+    own = model_step_tensors(model)
+    arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
+    results = {"hidden_TD": f"model({', '.join(arguments)})"}
     if model.pooling is None:
         results["logits_TV"] = "model.logits(hidden_TD)"
     caches = kv_cache_tensors(model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size), model.dtype)
     return Signature(
-        FORWARD_ARGUMENTS,
-        (*STEP_TENSORS, *caches),
+        arguments,
+        (*STEP_TENSORS, *caches, *own),
         results,
         returns=("hidden_TD",),
         ranges=compile_ranges(config),

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.config import RowState
+
 FOLDER = "models"
 _SOURCE = Path(__file__).parent
 log = logging.getLogger("compiled_engine")
@@ -43,8 +45,8 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Attention of one layer: heads, visible keys per query (None: all), and soft cap and sinks as in
-    attention.inputs.
+    """Attention of one layer: heads (0: it does not attend), visible keys per query (None: all), and soft cap and sinks
+    as in attention.inputs.
     """
 
     num_heads: int
@@ -57,7 +59,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Description:
-    """Sizes, what each layer's attention is like, and all tensors."""
+    """Sizes, what each layer's attention is like, all tensors, and the states of recurrences."""
 
     architecture: str
     vocab_size: int
@@ -67,6 +69,7 @@ class Description:
     layers: tuple[LayerShape, ...]
     parameters: tuple[TensorDescription, ...]
     buffers: tuple[TensorDescription, ...]
+    states: tuple[RowState, ...] = ()
 
     @staticmethod
     def from_json(text: str) -> Description:
@@ -76,7 +79,8 @@ class Description:
             for kind in ("parameters", "buffers")
         }
         layers = tuple(LayerShape(**layer) for layer in data.pop("layers"))
-        return Description(layers=layers, **tensors, **data)
+        states = tuple(RowState(**state | {"shape": tuple(state["shape"])}) for state in data.pop("states"))
+        return Description(layers=layers, states=states, **tensors, **data)
 
 
 class Skeleton(nn.Module):

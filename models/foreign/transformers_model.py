@@ -27,6 +27,7 @@ from compiled_engine.models.foreign.description import (
 from compiled_engine.models.foreign.interfaces import NAME, Step, UnknownExpertsError, experts_by_columns
 from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
+from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
 
 
 class CausalLM:
@@ -47,9 +48,11 @@ class CausalLM:
         positions_T: torch.Tensor,
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches."""
-        self.step.inputs, self.step.kv_caches = attention_inputs, kv_caches
+        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches, and with
+        recurrences their states. rows_R: see recurrence.sequences."""
+        self.step.inputs, self.step.kv_caches, self.step.rows_R = attention_inputs, kv_caches, rows_R
         output = self.base_model(
             input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
         )
@@ -68,6 +71,19 @@ class Decoder:
         if hand_on:
             return HandedOn(keywords["inputs_embeds"])
         return super().forward(*arguments, **keywords)  # type: ignore[misc]
+
+
+class TextAngles:
+    """A mixin of modules that make rotary angles of positions in three dimensions, which are equal for text."""
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [3, 1, T] to cos and sin, [1, T, d], in the dtype of x."""
+        angles = position_ids[0, ..., None].float() * self.inv_freq.float()
+        both = torch.cat((angles, angles), dim=-1)
+        return (both.cos() * self.attention_scaling).to(x.dtype), (both.sin() * self.attention_scaling).to(x.dtype)
 
 
 class HandedOn:
@@ -225,6 +241,7 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
         layers=tuple(LayerShape(**asdict(layer)) for layer in observation.attention),
         parameters=tuple(parameters),
         buffers=tuple(buffers),
+        states=observation.states,
     )
 
 
@@ -248,6 +265,9 @@ def _adapt(model: Any, observation: Observation) -> None:
     for module in model.modules():
         if module is model or hasattr(module, "layer_idx"):
             module.step = step
+        if hasattr(module, "recomposition_frequencies") and isinstance(getattr(module, "mrope_section", None), list):
+            module.__class__ = _mixed(TextAngles, type(module))
+    use_functions(model, StepFunctions(step))
     model.layers_path = observation.layers_path
     model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
 
