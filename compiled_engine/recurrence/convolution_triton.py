@@ -153,7 +153,9 @@ def convolve_triton(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Launch the kernels of `convolve` of op.py; the channels of a token are contiguous, as are states and result."""
+    """Launch the kernels of `convolve` of op.py; states and result are contiguous."""
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]
     num_rows = len(sequences.rows_R)
     tensors = (x_TD, weight_DW.contiguous(), bias_D, state_SDL, out_TD, *sequences)

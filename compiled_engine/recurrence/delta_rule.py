@@ -34,7 +34,7 @@ def apply_rule_reference(
     single_R = (sequences.lens == 1) & (sequences.rows_R >= 0)
     if single_R.any():
         tokens_R = sequences.starts[single_R]
-        y_RHv, states_RHkv[single_R] = _one_token(*(x[tokens_R] for x in values), states_RHkv[single_R])
+        y_RHv, states_RHkv[single_R] = _one_token(states_RHkv[single_R], *(x[tokens_R] for x in values))
         out_THv[tokens_R] = y_RHv.to(out_THv.dtype)
     for request, (row, start, length) in enumerate(
         zip(sequences.rows_R.tolist(), sequences.starts.tolist(), sequences.lens.tolist(), strict=True)
@@ -44,7 +44,7 @@ def apply_rule_reference(
         state_Hkv = states_RHkv[request]
         for first in range(start, start + length, CHUNK):
             chunk = slice(first, min(first + CHUNK, start + length))
-            y_CHv, state_Hkv = _chunk(*(x[chunk].transpose(0, 1) for x in values), state_Hkv)
+            y_CHv, state_Hkv = _chunk(state_Hkv, *(x[chunk].transpose(0, 1) for x in values))
             out_THv[chunk] = y_CHv.to(out_THv.dtype)
         states_RHkv[request] = state_Hkv
     sequences.store(state_SHkv, states_RHkv)
@@ -59,12 +59,12 @@ def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Te
 
 
 def _one_token(
+    state_RHkv: torch.Tensor,
     q_RHk: torch.Tensor,
     k_RHk: torch.Tensor,
     v_RHv: torch.Tensor,
     g_RH: torch.Tensor,
     beta_RH: torch.Tensor,
-    state_RHkv: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(results, states after it) of one token for each request."""
     state_RHkv = state_RHkv * g_RH.exp()[..., None, None]
@@ -74,12 +74,12 @@ def _one_token(
 
 
 def _chunk(
+    state_Hkv: torch.Tensor,
     q_HCk: torch.Tensor,
     k_HCk: torch.Tensor,
     v_HCv: torch.Tensor,
     g_HC: torch.Tensor,
     beta_HC: torch.Tensor,
-    state_Hkv: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(results [C, H, v], state after it) of some tokens of one request: a triangular system says what each writes."""
     g_HC = g_HC.cumsum(-1)

@@ -125,6 +125,11 @@ def delta_rule_kernel(
         tl.store(state_ptrs_kv, state_kv, mask=in_kv)
 
 
+def _with_dense_tokens(x_T: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if what a token has is not contiguous."""
+    return x_T if x_T[0].is_contiguous() else x_T.contiguous()
+
+
 def apply_rule_triton(
     q_TGk: torch.Tensor,
     k_TGk: torch.Tensor,
@@ -136,7 +141,8 @@ def apply_rule_triton(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Launch the kernel of `apply_rule` of op.py; the heads of a token are contiguous, as are states and result."""
+    """Launch the kernel of `apply_rule` of op.py; states and result are contiguous."""
+    q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]
     delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows)](
