@@ -86,6 +86,30 @@ class TextAngles:
         return (both.cos() * self.attention_scaling).to(x.dtype), (both.sin() * self.attention_scaling).to(x.dtype)
 
 
+class OrderedHeads:
+    """A mixin of Qwen3-Next's delta nets: splits their projections without shapes that torch 2.11 cannot infer."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    def fix_query_key_value_ordering(self, mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor) -> list[torch.Tensor]:
+        """q, k, v, z by heads, and b, a, of [1, T, ...] each, from what is ordered by the heads of keys."""
+        group, batch = self.num_v_heads // self.num_k_heads, mixed_ba.shape[:2]
+        width = group * self.head_v_dim
+        by_head = mixed_qkvz.view(*batch, self.num_k_heads, 2 * self.head_k_dim + 2 * width)
+        q, k, *wide = by_head.split([self.head_k_dim, self.head_k_dim, width, width], dim=-1)
+        narrow = mixed_ba.view(*batch, self.num_k_heads, 2 * group).split([group, group], dim=-1)
+        values = [x.contiguous().view(*batch, self.num_v_heads, self.head_v_dim) for x in wide]
+        return [
+            q.contiguous(),
+            k.contiguous(),
+            *values,
+            *(x.contiguous().view(*batch, self.num_v_heads) for x in narrow),
+        ]
+
+
 class HandedOn:
     """The decoder output that the family's code receives."""
 
@@ -267,6 +291,8 @@ def _adapt(model: Any, observation: Observation) -> None:
             module.step = step
         if hasattr(module, "recomposition_frequencies") and isinstance(getattr(module, "mrope_section", None), list):
             module.__class__ = _mixed(TextAngles, type(module))
+        if hasattr(module, "fix_query_key_value_ordering"):
+            module.__class__ = _mixed(OrderedHeads, type(module))
     use_functions(model, StepFunctions(step))
     model.layers_path = observation.layers_path
     model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
