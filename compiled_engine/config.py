@@ -105,6 +105,34 @@ class TransformersModel:
 
 
 @dataclass(frozen=True)
+class RowState:
+    """A state of a layer's recurrence, of which each running request has one; `name`, `dtype`: of the tensor of all, a
+    buffer of the model; `shape`: of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    """The states of a model's recurrences, and the rows that they have: as many as requests may run."""
+
+    states: tuple[RowState, ...]
+    num_rows: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all states of a request."""
+        return sum(state.row_bytes for state in self.states)
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """Mixture of experts in the place of an MLP: each token goes to `per_token` of `count` experts, gated MLPs of
     `intermediate_size`. renormalise: the weights of the chosen ones add up to 1. `dense_layers` have an MLP instead.
@@ -120,7 +148,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Query heads and K/V heads of a layer, and the elements of each."""
+    """Query heads and K/V heads of a layer, and the elements of each; all 0 in a layer without attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -141,7 +169,7 @@ class ModelConfig:
     `quantisation`: None where weights are in dtype.
     `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
     `wrapper`: the multimodal architecture whose checkpoint the text model is part of; None for a checkpoint of its own.
-    `pooling`: None for a model that generates.
+    `pooling`: None for a model that generates. `recurrences`: None where every layer attends and does nothing else.
     `causal`: False for an encoder, whose tokens see later ones too, so that a text is computed in one step and nothing
     is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
     they have none.
@@ -183,6 +211,7 @@ class ModelConfig:
     pooling: Pooling | None = None
     causal: bool = True
     token_types: int = 0
+    recurrences: Recurrences | None = None
 
     @property
     def num_mlps(self) -> int:

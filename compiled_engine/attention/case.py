@@ -94,7 +94,7 @@ class AttentionCase:
 
 
 def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple[AttentionCase, ...]:
-    """Return the different cases of a model's layers, in the order of the layers."""
+    """Return the different cases of a model's layers that attend, in the order of the layers."""
     layers = ((model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
     cases = (
         AttentionCase(
@@ -110,6 +110,7 @@ def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple
             causal=model.causal,
         )
         for heads, window in layers
+        if heads.num_heads
     )
     return tuple(dict.fromkeys(cases))
 

@@ -22,10 +22,11 @@ from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.parameters import materialize, states_of
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.runner.kv_cache import allocate
 
 BLOCK_SIZE = 4
@@ -56,6 +57,8 @@ class FusedModel:
             ids = [sequences[row][position] for row, span in zip(rows, spans, strict=True) for position in span]
             blocks = [range(row * per_sequence, (row + 1) * per_sequence) for row in rows]
             tensors = step_of(ids, spans, blocks, BLOCK_SIZE, device)
+            if self.config.model.recurrences is not None:
+                tensors[ROWS.name] = torch.tensor(rows, dtype=ROWS.dtype, device=device)
             inputs = attention_inputs_of(tensors, self.config.attention_backend)
             arguments = arguments_of(tensors, inputs, kv_caches)
             logprobs_TV = self._logits(len(ids), arguments).float().log_softmax(-1)
@@ -91,6 +94,8 @@ def fuse(config: EngineConfig, *, verify: bool = False) -> FusedModel:
     parameters = dict.fromkeys(parameter for _, _, plan, _ in plans for parameter in plan.parameters)
     weights = materialize(model, parameters, config.device)
     load_weights(weights, model, config.model, SilentProgress())
+    for name in states_of(model):
+        weights.tensors[name].fill_(float("nan"))  # no request may read what another has left
     bound: dict[str, list[tuple[CompileRange, Forward]]] = {}
     for name, compile_range, plan, unique in plans:
         pieces = {key: piece_from_json(text)[0] for key, text in unique.items()}

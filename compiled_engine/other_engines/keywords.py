@@ -330,7 +330,7 @@ WITHOUT_EFFECT: Rows = {
             enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep eplb_config
             enable_eplb expert_placement_strategy
         """,
-        "no model has state-space or linear-attention layers": """
+        "states of recurrences have no options": """
             mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
             enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend mamba_ssu_algorithm
             enable_mamba_shared_prefix_checkpoint use_replayssm replayssm_buffer_len kda_prefill_backend

@@ -14,6 +14,9 @@ from compiled_engine.passes.linear import small_batch_linear_cpu
 
 # Modes whose graphs contain, or may contain, only eager code.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
+# Modes with graphs in which the number of requests is not fixed.
+_IN_PARTS = (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE, GraphMode.BREAKABLE)
+_RECURRENCES = "the model has recurrences, which full graphs alone capture"
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
 # The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
 # launching takes.
@@ -28,6 +31,7 @@ def resolve_graphs(
     attention: AttentionChoice,
     short_contexts: Callable[[int], tuple[int, ...]],
     recording_obstacle: str | None,
+    model: ModelConfig,
     scheduler: SchedulerConfig,
     device: torch.device,
     reasons: dict[str, str],
@@ -39,7 +43,7 @@ def resolve_graphs(
 
     Raises ValueError or TypeError naming the field.
     """
-    mode = _mode(options, compiled, graphed, attention, recording_obstacle, device, reasons)
+    mode = _mode(options, compiled, graphed, attention, recording_obstacle, model, device, reasons)
     if mode in (GraphMode.NONE, GraphMode.RECORDED):
         for name in CAPTURE_OPTIONS:
             if getattr(options, name) != getattr(EngineOptions(), name):
@@ -65,6 +69,7 @@ def _mode(
     graphed: bool,
     attention: AttentionChoice,
     recording_obstacle: str | None,
+    model: ModelConfig,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphMode:
@@ -81,21 +86,27 @@ def _mode(
                 raise ValueError(f"mode is 'graphed', but {recording_obstacle}; allowed: auto, eager, compiled")
             reasons["graph.mode"] = f"decodes cannot be recorded: {recording_obstacle}"
             return GraphMode.NONE
+        if support is GraphSupport.NEVER and model.recurrences is not None:
+            reasons["graph.mode"] = f"{_RECURRENCES}, and attention backend {backend} cannot be captured"
+            return GraphMode.NONE
         if support is GraphSupport.NEVER:
             reasons["graph.mode"] = f"attention backend {backend} cannot be captured, so it runs between the graphs"
             return GraphMode.PIECEWISE
         if support is GraphSupport.ALWAYS:
             reasons["graph.mode"] = f"default: attention backend {backend} can be captured for every batch"
             return GraphMode.FULL
+        if model.recurrences is not None:
+            reasons["graph.mode"] = f"{_RECURRENCES}, and attention backend {backend} can be captured for decodes alone"
+            return GraphMode.FULL_DECODE_ONLY
         reasons["graph.mode"] = (
             f"attention backend {backend} can be captured for {support.value} alone, "
             "so it runs between the graphs of other batches"
         )
         return GraphMode.FULL_AND_PIECEWISE
     mode = GraphMode(options.graph_mode)
-    obstacle = _obstacle(mode, options, compiled, attention, recording_obstacle, device)
+    facts = options, compiled, attention, recording_obstacle, model, device
+    obstacle = _obstacle(mode, *facts)
     if obstacle is not None:
-        facts = options, compiled, attention, recording_obstacle, device
         allowed = [m.value for m in GraphMode if _obstacle(m, *facts) is None]
         if mode is GraphMode.FULL and device.type == "cuda":
             able = captured_always(attention.cases)
@@ -110,6 +121,7 @@ def _obstacle(
     compiled: bool,
     attention: AttentionChoice,
     recording_obstacle: str | None,
+    model: ModelConfig,
     device: torch.device,
 ) -> str | None:
     """The reason why the mode is impossible, or None."""
@@ -123,6 +135,8 @@ def _obstacle(
         return "which captures compiled pieces, but mode is 'eager'"
     if compiled and mode is GraphMode.BREAKABLE:
         return f"which captures eager code, but mode is {options.mode!r}"
+    if model.recurrences is not None and mode in _IN_PARTS:
+        return f"but {_RECURRENCES}"
     backend, support = attention.backend, attention.support.graphs
     if mode.captures_decodes and support is GraphSupport.NEVER:
         return f"but attention_backend {backend!r} cannot be captured"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -73,7 +74,13 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             "checkpoint; allowed: None, or another mode"
         )
     scheduler = _scheduler(options, model, device, reasons)
+    if model.recurrences is not None:
+        rows = scheduler.max_num_seqs * parallel.num_stages
+        model = replace(model, recurrences=replace(model.recurrences, num_rows=rows))
     caches_prefixes = options.enable_prefix_caching
+    if caches_prefixes and model.recurrences is not None:
+        caches_prefixes = False
+        reasons["cache.enable_prefix_caching"] = "the model has recurrences: the cache does not hold their states"
     if model.pooling is not None:
         if parallel.num_stages > 1:
             raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
@@ -107,6 +114,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             attention=attention,
             short_contexts=attention.support.short_contexts if fused else no_short_contexts,
             recording_obstacle=recording_obstacle(compile_config, parallel, model, attention, device),
+            model=model,
             scheduler=scheduler,
             device=device,
             reasons=reasons,
@@ -116,7 +124,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         device=device,
         attention_backend=attention.backend,
         reasons=reasons,
-        speculation=resolve_speculation(options, device, scheduler, reasons, pools=model.pooling is not None),
+        speculation=resolve_speculation(options, device, model, scheduler, reasons),
     )
 
 

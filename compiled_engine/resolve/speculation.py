@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.config import SchedulerConfig, SpeculationConfig
+from compiled_engine.config import ModelConfig, SchedulerConfig, SpeculationConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.schema import integer, one_of, unknown_name_message
 
@@ -26,9 +26,13 @@ REQUIRED = ("method", "num_speculative_tokens")
 
 
 def resolve_speculation(
-    options: EngineOptions, device: torch.device, scheduler: SchedulerConfig, reasons: dict[str, str], *, pools: bool
+    options: EngineOptions,
+    device: torch.device,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    reasons: dict[str, str],
 ) -> SpeculationConfig:
-    """Raises TypeError or ValueError naming the key, its value and what is allowed. pools: the model yields vectors."""
+    """Raises TypeError or ValueError naming the key, its value and what is allowed."""
     given = _read(options.speculative_config)
     if not given:
         return SpeculationConfig()
@@ -46,7 +50,7 @@ def resolve_speculation(
             "max_num_batched_tokens"
         )
     longest, shortest = _lookup(given, reasons)
-    _check_together(options, device, pools=pools)
+    _check_together(options, device, model)
     return SpeculationConfig(given["method"], num_tokens, longest, shortest)
 
 
@@ -76,11 +80,13 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
     return longest, shortest
 
 
-def _check_together(options: EngineOptions, device: torch.device, *, pools: bool) -> None:
+def _check_together(options: EngineOptions, device: torch.device, model: ModelConfig) -> None:
     """Raise ValueError for options that drafts do not go with."""
     reason = None
-    if pools:
+    if model.pooling is not None:
         reason = "the model pools: it generates no tokens"
+    elif model.recurrences is not None:
+        reason = "the model has recurrences, whose states cannot go back to before a draft"
     elif device.type != "cpu":
         reason = f"the device is {device}, and drafts are verified on a CPU alone"
     elif options.pipeline_parallel_size > 1:

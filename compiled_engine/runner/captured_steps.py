@@ -125,8 +125,9 @@ class PaddedStep:
         return ForwardOutput(result, key.is_decode or self.model.ends_at_logits(key.num_tokens))
 
     def addresses(self) -> tuple[int, ...]:
-        """Return those of a buffer for each use, and of the first and last cache: all are replaced together."""
-        buffers, caches = self.buffers, self.kv_caches
+        """Return those of a buffer for each use, and of the first and last cache: all are replaced together. Layers
+        that do not attend have empty ones."""
+        buffers, caches = self.buffers, [cache for cache in self.kv_caches if cache.numel()]
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(tensor.data_ptr() for tensor in (*read, *caches[:1], *caches[-1:]))
 

@@ -18,6 +18,7 @@ from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_o
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput, TokenMasks
+from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
 
@@ -96,6 +97,7 @@ class InputBuffers:
         }
         declared = (*(tensor for tensor in STEP_TENSORS if sizes.keys() >= {*tensor.dims}), *asked)
         step = padding_of(declared, sizes, device)
+        step = {name: self.rows_R if name == ROWS.name else tensor for name, tensor in step.items()}
         self.asked = tuple(asked)
         self.step = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in declared]
         self.input_ids_T, self.positions_T = step["input_ids_T"], step["positions_T"]
@@ -407,7 +409,8 @@ def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> No
     step["rows_R"] = buffers.rows_R[: batch.num_rows]
     real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
     for tensor in buffers.asked:
-        assert tensor.fill is not None
+        if tensor.fill is None:
+            continue  # the host writes it
         values, into = tensor.fill(step, states), step[tensor.name]
         if values.shape != into.shape:
             shapes = f"{list(values.shape)} instead of {list(into.shape)}"

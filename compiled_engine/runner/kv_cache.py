@@ -118,6 +118,8 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
 
 def _untouched(size: int) -> torch.Tensor:
     """Zeros, uint8 [size], of pages that the system hands out when they are first used; torch.zeros writes them all."""
+    if not size:  # of a layer that does not attend
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 

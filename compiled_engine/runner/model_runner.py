@@ -26,6 +26,7 @@ from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.recurrence.sequences import model_step_tensors
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.drafts import NgramProposer, make_drafted_batch
@@ -145,7 +146,7 @@ class Runner:
             self.states.writes,
             config.device,
             work_length,
-            (*own, *step_tensors(config.compile.passes)),
+            (*own, *model_step_tensors(config.model), *step_tensors(config.compile.passes)),
             has_drafts=self._proposer is not None,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)

@@ -59,6 +59,8 @@ OTHER_POOLING_FIELDS = tuple(
         "own_head",  # follows from model.architecture
     )
 )
+# Fields of a model with recurrences.
+RECURRENCE_FIELDS = ("model.recurrences.states", "model.recurrences.num_rows")
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
@@ -93,6 +95,7 @@ OTHER_FIELDS = (
     "model.pooling",  # None, for models that generate
     "model.causal",  # these two follow from model.transformers.config, and from the head
     "model.token_types",
+    "model.recurrences",  # None, for models of attention alone
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -139,6 +142,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
         factors["source"] |= digests_of(RANK_PACKAGES)
     if config.model.transformers is not None:
         factors["source"] |= digests_of(("models.foreign",))
+    if config.model.recurrences is not None:
+        factors["source"] |= digests_of(("recurrence",))
     return factors
 
 
@@ -148,11 +153,11 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     Raises RuntimeError for a field that is in neither list.
     """
     flat = flat_fields(config)
-    optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS)
+    optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS)
     declared = {*GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
-    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS)
+    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

@@ -26,6 +26,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.pooling import Pooling
+from compiled_engine.recurrence.sequences import model_step_tensors
 
 FORWARD, LOGITS, POOLER = "forward", "logits", "pooler"
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
@@ -106,7 +107,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 def forward_signature(config: EngineConfig) -> Signature:
     """A step: hidden states of every token, and in ranges for small batches their logits if the model has them."""
     model = config.local_model
-    own = tensors_of_model(model.token_types)
+    own = (*tensors_of_model(model.token_types), *model_step_tensors(model))
     arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
     results = {"hidden_TD": f"model({', '.join(arguments)})"}
     if model.pooling is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.config import HeadShape, ModelConfig, RopeConfig, TransformersModel
+from compiled_engine.config import HeadShape, ModelConfig, Recurrences, RopeConfig, TransformersModel
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.foreign.description import UnknownArchitectureError, transformers_version
 from compiled_engine.models.foreign.find_description import find_description
@@ -37,8 +37,10 @@ def foreign_model(
         return foreign_model(fields, path, dtype, cache_dir, [description.architecture])
     layers = description.layers
     heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers)
+    attending = [layer for layer in layers if layer.num_heads]
+    first = attending[0]
     for name in ("soft_cap", "sinks"):
-        if len({getattr(layer, name) for layer in layers}) > 1:
+        if len({getattr(layer, name) for layer in attending}) > 1:
             raise ValueError(f"{fields.source}: the layers of {description.architecture} differ in their {name}")
     length = description.max_position_embeddings
     model = ModelConfig(
@@ -50,7 +52,7 @@ def foreign_model(
         hidden_size=description.hidden_size,
         intermediate_size=description.intermediate_size,
         num_layers=len(layers),
-        **asdict(heads[0]),
+        **asdict(HeadShape(first.num_heads, first.num_kv_heads, first.head_dim)),
         max_position_embeddings=length,
         rms_norm_eps=0.0,
         rope=RopeConfig(0.0),
@@ -65,9 +67,10 @@ def foreign_model(
         seed=0,
         transformers=TransformersModel(transformers_version(), config_json),
         layer_heads=heads if len(set(heads)) > 1 else None,
-        attention_soft_cap=layers[0].soft_cap,
-        attention_sinks=layers[0].sinks,
-        causal=layers[0].causal,
+        attention_soft_cap=first.soft_cap,
+        attention_sinks=first.sinks,
+        causal=first.causal,
         token_types=description.token_types,
+        recurrences=Recurrences(description.states) if description.states else None,
     )
     return model, "the model's max_position_embeddings"

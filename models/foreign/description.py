@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.config import RowState
+
 FOLDER = "models"
 _SOURCE = Path(__file__).parent
 log = logging.getLogger("compiled_engine")
@@ -43,8 +45,8 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Attention of one layer: heads, visible keys per query (None: all), and soft cap and sinks as in
-    attention.inputs.
+    """Attention of one layer: heads (0: it does not attend), visible keys per query (None: all), and soft cap and sinks
+    as in attention.inputs.
     """
 
     num_heads: int
@@ -58,7 +60,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Description:
-    """Sizes, what each layer's attention is like, and all tensors.
+    """Sizes, what each layer's attention is like, all tensors, and the states of recurrences.
 
     max_position_embeddings: tokens of a text. token_types: how many types tokens may have; 0 if the code reads none.
     """
@@ -72,6 +74,7 @@ class Description:
     parameters: tuple[TensorDescription, ...]
     buffers: tuple[TensorDescription, ...]
     token_types: int = 0
+    states: tuple[RowState, ...] = ()
 
     @staticmethod
     def from_json(text: str) -> Description:
@@ -81,7 +84,8 @@ class Description:
             for kind in ("parameters", "buffers")
         }
         layers = tuple(LayerShape(**layer) for layer in data.pop("layers"))
-        return Description(layers=layers, **tensors, **data)
+        states = tuple(RowState(**state | {"shape": tuple(state["shape"])}) for state in data.pop("states"))
+        return Description(layers=layers, states=states, **tensors, **data)
 
 
 class Skeleton(nn.Module):

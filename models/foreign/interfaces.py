@@ -12,6 +12,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attention_or_value, packed_attention_or_value
+from compiled_engine.recurrence.sequences import Sequences
 
 # The arguments of a step on their way to attention, past code that does not know of them.
 
@@ -20,13 +21,21 @@ class Step:
     """All attention modules of a model share this object; the model's forward fills it in, except the windows, which
     are constant.
 
-    Keyword arguments would be simpler, but not all families pass them to their attention.
+    Keyword arguments would be simpler, but not all families pass them to their attention. rows_R: see
+    recurrence.sequences, None in a model without recurrences.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None]) -> None:
         self.sliding_windows = tuple(sliding_windows)
         self.inputs: AttentionInputs | None = None
         self.kv_caches: list[torch.Tensor] = []
+        self.rows_R: torch.Tensor | None = None
+
+    def sequences(self) -> Sequences:
+        """The step's requests as recurrences see them."""
+        assert self.inputs is not None
+        assert self.rows_R is not None
+        return Sequences(self.rows_R, self.inputs.query_start_loc_R1, self.inputs.seq_lens_R)
 
 
 # Experts as a function of transformers' `ExpertsInterface`, as the textbook writes them, which a pass makes one op.

@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from compiled_engine.models.foreign.recurrence import recurrent_modules
+
 # Names of module classes.
 _MODULES = (
-    ("GatedDeltaNet", "the gated delta rule"),
     ("DeltaAttention", "Kimi delta attention"),
     ("Mamba|BambaMixer|FalconH1Mixer", "the scan of a state space model (Mamba)"),
     ("LightningAttention", "lightning attention"),
-    ("ShortConv", "short convolutions"),
     ("Rglru", "a gated linear recurrence (RG-LRU)"),
     ("^Rwkv", "the recurrence of RWKV"),
     ("^xLSTM", "the recurrence of xLSTM"),
@@ -48,7 +48,7 @@ def first_position(model: nn.Module) -> int:
 
 def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, encodes: bool = False) -> tuple[str, ...]:
     """Name what the model needs and the engine does not have. model: None for one that could not be built."""
-    modules = [] if model is None else list(model.modules())
+    modules = [] if model is None else _outside_recurrences(model)
     classes = {type(module).__name__ for module in modules}
     found = [text for pattern, text in _MODULES if any(re.search(pattern, name) for name in classes)]
 
@@ -66,3 +66,9 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
     found += [text for text, needed in stated.items() if needed]
     general = "convolutions over tokens"  # a part of most recurrences
     return tuple(text for text in found if text != general or len(found) == 1)
+
+
+def _outside_recurrences(model: nn.Module) -> list[nn.Module]:
+    """The modules without the parts of those whose recurrences the engine has functions for."""
+    inside = {part for _, module in recurrent_modules(model) for part in module.modules() if part is not module}
+    return [module for module in model.modules() if module not in inside]

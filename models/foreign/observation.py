@@ -5,7 +5,7 @@ Unsupported features are found here, and refused, before a weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from compiled_engine.config import RowState
+from compiled_engine.models.foreign.recurrence import (
+    ACTIVATIONS,
+    CONV_STATE,
+    RULE_STATE,
+    functions_used,
+    recurrent_modules,
+)
 
 _NAME = "compiled_engine_observing"
 _TOKENS = 3
@@ -41,7 +50,8 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One call of attention. Window: how many keys a query sees, itself included; None for all. soft_cap 0: none.
+    """One call of attention. Window: how many keys a query sees, itself included; None for all. soft_cap 0: none. A
+    layer that does not attend has no heads.
 
     causal: whether a query sees no later keys. If it does, the window counts the keys on either side.
     """
@@ -55,14 +65,18 @@ class LayerAttention:
     causal: bool = True
 
 
+_NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
+
+
 @dataclass(frozen=True)
 class Observation:
     """`layers_path`: the module list of layers, empty if it was not found; `signatures`: for each of them what it does,
     equal for layers that do the same; `in_tuple`: whether a layer returns its hidden states in a tuple. `modules`: the
-    attention of each layer."""
+    attention of each layer that attends. `states`: of recurrences, in the order of the layers."""
 
     attention: tuple[LayerAttention, ...]
     modules: tuple[nn.Module, ...]
+    states: tuple[RowState, ...]
     layers_path: str
     signatures: tuple[int, ...]
     in_tuple: bool
@@ -176,6 +190,55 @@ class _Observer(TorchDispatchMode):
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
 
 
+class _Recurrences:
+    """Implements Functions: records the states that calls need."""
+
+    def __init__(self, paths: Mapping[nn.Module, str]) -> None:
+        self.module: Any = None
+        self.states: dict[str, RowState] = {}
+        self.layers: set[int] = set()
+        self._paths = paths
+
+    def convolve(
+        self,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModelError(f"its convolutions over tokens end in {activation}")
+        num_channels, width = weight.shape
+        self._add(CONV_STATE, (num_channels, width - 1), hidden_states.dtype, others)
+        return torch.empty_like(hidden_states)
+
+    def apply_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if g.shape != value.shape[:-1]:
+            raise UnsupportedModelError("its delta rule decays the parts of a key differently")
+        self._add(RULE_STATE, (value.shape[2], key.shape[3], value.shape[3]), torch.float32, others)
+        return torch.empty_like(value), None
+
+    def _add(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, others: Mapping[str, Any]) -> None:
+        strange = [name for name, given in others.items() if given and name not in _WITHOUT_EFFECT]
+        if strange:
+            raise UnsupportedModelError(f"its recurrences take {', '.join(strange)}")
+        layer, name = getattr(self.module, "layer_idx", None), f"{self._paths[self.module]}.{kind}"
+        if not isinstance(layer, int) or name in self.states:
+            raise UnsupportedModelError("its recurrences run several times, or outside of layers")
+        self.layers.add(layer)
+        self.states[name] = RowState(name, shape, str(dtype).removeprefix("torch."))
+
+
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:
     """Run the model, which is on the meta device, and say what it did. encodes: it takes no cache.
 
@@ -188,23 +251,31 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     before = config._attn_implementation
     config._attn_implementation = _NAME
     path, layers = _layers(model, num_layers)
+    paths = {module: path for path, module in recurrent_modules(model)}
+    recurrences = _Recurrences(paths)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    # With recurrences transformers reads whether the mask hides anything, so it has values.
+    mask = torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu" if paths else "meta")
     try:
-        with torch.no_grad(), _watched(observer, layers), observer:
-            options = {} if encodes else {"use_cache": False}
-            model(input_ids=ids, position_ids=ids.clone(), attention_mask=torch.ones_like(ids), **options)
+        options = {} if encodes else {"use_cache": False}
+        with torch.no_grad(), functions_used(model, recurrences), _watched(observer, layers), observer:
+            model(input_ids=ids, position_ids=ids.clone(), attention_mask=mask, **options)
     finally:
         config._attn_implementation = before
-    if sorted(observer.calls) != list(range(num_layers)):
-        missing = [layer for layer in range(num_layers) if layer not in observer.calls]
+    if not observer.calls:
+        raise UnsupportedModelError("its layers do not attend through transformers' AttentionInterface")
+    found = observer.calls.keys() | recurrences.layers
+    if sorted(found) != list(range(num_layers)):
+        missing = [layer for layer in range(num_layers) if layer not in found]
         which = f"its layers {missing}" if len(missing) < num_layers else "its layers"
         raise UnsupportedModelError(f"{which} do not attend through transformers' AttentionInterface")
-    attention = tuple(observer.calls[layer] for layer in range(num_layers))
+    attention = tuple(observer.calls.get(layer, _NO_ATTENTION) for layer in range(num_layers))
     if len({layer.causal for layer in attention}) > 1:
         raise UnsupportedModelError("some of its layers attend in both directions, others do not")
     signatures = tuple(hash(repr(observer.ops.get(number))) for number in range(num_layers))
-    modules = tuple(observer.modules[layer] for layer in range(num_layers))
-    return Observation(attention, modules, path, signatures, observer.in_tuple)
+    modules = tuple(observer.modules[layer] for layer in sorted(observer.modules))
+    states = tuple(recurrences.states.values())
+    return Observation(attention, modules, states, path, signatures, observer.in_tuple)
 
 
 def _layers(model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:

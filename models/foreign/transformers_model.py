@@ -28,6 +28,7 @@ from compiled_engine.models.foreign.encoder import Encoder, make_encoder
 from compiled_engine.models.foreign.interfaces import NAME, Step, UnknownExpertsError, experts_by_columns
 from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
+from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
 
 
 class CausalLM:
@@ -48,9 +49,11 @@ class CausalLM:
         positions_T: torch.Tensor,
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches."""
-        self.step.inputs, self.step.kv_caches = attention_inputs, kv_caches
+        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches, and with
+        recurrences their states. rows_R: see recurrence.sequences."""
+        self.step.inputs, self.step.kv_caches, self.step.rows_R = attention_inputs, kv_caches, rows_R
         output = self.base_model(
             input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
         )
@@ -69,6 +72,43 @@ class Decoder:
         if hand_on:
             return HandedOn(keywords["inputs_embeds"])
         return super().forward(*arguments, **keywords)  # type: ignore[misc]
+
+
+class TextAngles:
+    """A mixin of modules that make rotary angles of positions in three dimensions, which are equal for text."""
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [3, 1, T] to cos and sin, [1, T, d], in the dtype of x."""
+        angles = position_ids[0, ..., None].float() * self.inv_freq.float()
+        both = torch.cat((angles, angles), dim=-1)
+        return (both.cos() * self.attention_scaling).to(x.dtype), (both.sin() * self.attention_scaling).to(x.dtype)
+
+
+class OrderedHeads:
+    """A mixin of Qwen3-Next's delta nets: splits their projections without shapes that torch 2.11 cannot infer."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    def fix_query_key_value_ordering(self, mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor) -> list[torch.Tensor]:
+        """q, k, v, z by heads, and b, a, of [1, T, ...] each, from what is ordered by the heads of keys."""
+        group, batch = self.num_v_heads // self.num_k_heads, mixed_ba.shape[:2]
+        width = group * self.head_v_dim
+        by_head = mixed_qkvz.view(*batch, self.num_k_heads, 2 * self.head_k_dim + 2 * width)
+        q, k, *wide = by_head.split([self.head_k_dim, self.head_k_dim, width, width], dim=-1)
+        narrow = mixed_ba.view(*batch, self.num_k_heads, 2 * group).split([group, group], dim=-1)
+        values = [x.contiguous().view(*batch, self.num_v_heads, self.head_v_dim) for x in wide]
+        return [
+            q.contiguous(),
+            k.contiguous(),
+            *values,
+            *(x.contiguous().view(*batch, self.num_v_heads) for x in narrow),
+        ]
 
 
 class HandedOn:
@@ -260,6 +300,7 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         token_types=token_types,
+        states=observation.states,
     )
 
 
@@ -283,6 +324,11 @@ def _adapt(model: Any, observation: Observation) -> None:
     for module in model.modules():
         if module is model or hasattr(module, "layer_idx"):
             module.step = step
+        if hasattr(module, "recomposition_frequencies") and isinstance(getattr(module, "mrope_section", None), list):
+            module.__class__ = _mixed(TextAngles, type(module))
+        if hasattr(module, "fix_query_key_value_ordering"):
+            module.__class__ = _mixed(OrderedHeads, type(module))
+    use_functions(model, StepFunctions(step))
     model.layers_path = observation.layers_path
     model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from compiled_engine.attention.inputs import TOKEN_TYPES, padding_of, step_of
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, Parameter, compute
+from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, KEPT, SCALES, Parameter, compute
 
 MOST_CONTEXT = 24
 
@@ -40,6 +40,12 @@ class RandomInputs:
         sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
         asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
         self._arguments |= padding_of((*asked, TOKEN_TYPES), sizes, device)
+        if "rows_R" in placeholders:  # of states of recurrences, as far as these go
+            sources = map(source_of, placeholders.values())
+            num_rows = min(s.shape[0] for s in sources if isinstance(s, Parameter) and s.role == KEPT)
+            rows_R = torch.arange(sizes["requests"], dtype=torch.int32)
+            rows_R[num_rows:] = -1
+            self._arguments["rows_R"] = rows_R.to(device)
         for name, node in placeholders.items():  # rows of a callable's own, such as hidden states
             if source_of(node).kind == "argument" and name not in self._arguments:
                 fake = node.meta["val"]

@@ -26,6 +26,7 @@ LAYERS = (
     "rows",
     "attention",
     "attention.backends",
+    "recurrence",
     "models.bundled",
     "models.textbook",
     "parallel",
