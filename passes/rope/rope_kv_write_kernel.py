@@ -134,21 +134,26 @@ def rope_kv_write_kernel(
         )
         if slot >= 0:
             cache_ptr += key_offset(slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
+            HALF_BLOCK: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * WIDTH
             if cache_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
                 dtype: tl.constexpr = cache_ptr.dtype.element_ty
                 k_scale_ptr, v_scale_ptr = scale_pointers(
                     scales_ptr, slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
                 )
                 mask_H1 = head_H1 < NUM_KV_HEADS
-                one_k_HP, other_k_HP = rounded_pairs(
+                one_k_codes_HP, other_k_codes_HP = rounded_pairs(
                     one_k_HP, other_k_HP, mask_HP, k_scale_ptr, head_H1, mask_H1, dtype
                 )
-                one_v_HP, other_v_HP = rounded_pairs(
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_k_codes_HP, other_k_codes_HP)
+                one_v_codes_HP, other_v_codes_HP = rounded_pairs(
                     one_v_HP, other_v_HP, mask_HP, v_scale_ptr, head_H1, mask_H1, dtype
                 )
-            store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_k_HP, other_k_HP)
-            cache_ptr += BLOCK_SIZE * NUM_KV_HEADS * WIDTH
-            store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_v_HP, other_v_HP)
+                cache_ptr += HALF_BLOCK
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_v_codes_HP, other_v_codes_HP)
+            else:
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_k_HP, other_k_HP)
+                cache_ptr += HALF_BLOCK
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_v_HP, other_v_HP)
 
 
 def launch(

@@ -10,6 +10,7 @@ import triton
 from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.backends.decode_splits import (
     BatchFacts,
+    few_short_contexts,
     one_kernel_pays,
     plan_splits,
     short_splits,
@@ -71,8 +72,11 @@ class TritonBackend:
         blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
         require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
         shape = case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device
-        if is_coded(cache.dtype):
-            return Support(GraphSupport.ALWAYS)
+        if is_coded(cache.dtype) and case.device == "cuda" and torch.cuda.is_available():
+            num_sms = torch.cuda.get_device_properties().multi_processor_count
+            return Support(
+                GraphSupport.ALWAYS, short_contexts=lambda count: few_short_contexts(count, case.num_kv_heads, num_sms)
+            )
         return Support(GraphSupport.ALWAYS, short_contexts=lambda num_requests: short_contexts(num_requests, *shape))
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
@@ -149,8 +153,14 @@ class TritonBackend:
         if facts.num_decodes < facts.num_requests or not is_usual:
             return False
         _, num_heads, head_dim = q_THd.shape
-        shape = num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type
-        contexts = () if is_coded(kv_cache_N2PKd.dtype) else short_contexts(facts.num_requests, *shape)
+        coded = is_coded(kv_cache_N2PKd.dtype)
+        if not coded:
+            shape = num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type
+            contexts = short_contexts(facts.num_requests, *shape)
+        elif q_THd.device.type == "cuda":
+            contexts = few_short_contexts(facts.num_requests, num_kv_heads, num_sms)
+        else:
+            contexts = ()
         splits = short_splits(facts.num_requests, facts.max_seq_len, contexts)
         is_short = splits is not None and splits.count == 1
         if splits is None:
@@ -161,7 +171,7 @@ class TritonBackend:
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-        if is_short:
+        if is_short and not coded:
             tiles = ShortTiles.of(facts.num_requests * num_kv_heads, num_sms, facts.max_seq_len)
             short_decode(*operands, inputs, facts.num_requests, scoring, tiles)
         else:
