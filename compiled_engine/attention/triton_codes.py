@@ -142,7 +142,7 @@ def fp8_codes(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def codes_of(x: tl.tensor, scale: tl.tensor | None, dtype: tl.constexpr) -> tl.tensor:
+def codes_of(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Codes of fp32 values for a cache of this type. scale: as x or to be broadcast, fp32; None: 1."""
     if dtype == tl.uint8:
         code = tl.floor(tl.div_rn(x, scale) + (INT8_BIAS + 0.5))
@@ -156,14 +156,14 @@ def codes_of(x: tl.tensor, scale: tl.tensor | None, dtype: tl.constexpr) -> tl.t
 
 @triton.jit
 def scale_pointers(
-    scales_ptr: tl.tensor | None,
+    scales_ptr: tl.tensor,
     block: tl.tensor,
     key: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> tuple[tl.tensor | None, tl.tensor | None]:
+) -> tuple[tl.tensor, tl.tensor]:
     """Pointers to the scales of a key's first head and of its value's; None for an FP8 cache whose scales are 1."""
     if WIDTH != HEAD_DIM:
         k_scale_ptr = scales_ptr + scale_offset(block, key, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
@@ -171,12 +171,12 @@ def scale_pointers(
     elif scales_ptr is not None:
         return scales_ptr, scales_ptr + NUM_KV_HEADS
     else:
-        return None, None
+        return None, None  # type: ignore[return-value]
 
 
 @triton.jit
 def rounded_heads(
-    x_HD: tl.tensor, scale_ptr: tl.tensor | None, head_H: tl.tensor, mask_H: tl.tensor, dtype: tl.constexpr
+    x_HD: tl.tensor, scale_ptr: tl.tensor, head_H: tl.tensor, mask_H: tl.tensor, dtype: tl.constexpr
 ) -> tl.tensor:
     """Codes of heads for a cache of this type, whose scales of int8 are stored. x_HD: zeros behind the end of a head;
     scale_ptr: see scale_pointers."""
@@ -188,11 +188,11 @@ def rounded_heads(
     elif scale_ptr is not None:
         return codes_of(x_HD, tl.load(scale_ptr + head_H, mask=mask_H, other=1.0)[:, None], dtype)
     else:
-        return codes_of(x_HD, None, dtype)
+        return codes_of(x_HD, None, dtype)  # type: ignore[arg-type]
 
 
 @triton.jit
-def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor | None, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The same for one head, [D]: its codes and its scale."""
     x_D = x_D.to(tl.float32)
     if dtype == tl.uint8:
@@ -204,4 +204,4 @@ def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor | None, dtype: tl.constexp
         scale = tl.maximum(tl.load(scale_ptr), LEAST_SCALE)
         return codes_of(x_D, scale, dtype), scale
     else:
-        return codes_of(x_D, None, dtype), tl.sum(x_D * 0.0, 0) + 1.0
+        return codes_of(x_D, None, dtype), tl.sum(x_D * 0.0, 0) + 1.0  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def rope_kv_write_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     cache_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
+    scales_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,

@@ -63,7 +63,7 @@ def rounded_pairs(
     one_HP: tl.tensor,
     other_HP: tl.tensor,
     mask_HP: tl.tensor,
-    scale_ptr: tl.tensor | None,
+    scale_ptr: tl.tensor,
     head_H1: tl.tensor,
     mask_H1: tl.tensor,
     dtype: tl.constexpr,
@@ -79,7 +79,7 @@ def rounded_pairs(
         scale_H1 = wide_scale(stored_H1)
     elif scale_ptr is not None:
         scale_H1 = tl.load(scale_ptr + head_H1, mask=mask_H1, other=1.0)
-    return codes_of(one_HP, scale_H1, dtype), codes_of(other_HP, scale_H1, dtype)
+    return codes_of(one_HP, scale_H1, dtype), codes_of(other_HP, scale_H1, dtype)  # type: ignore[arg-type]
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
 def listed_decode_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,

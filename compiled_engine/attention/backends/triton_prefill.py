@@ -59,7 +59,7 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
 def prefill_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     work_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,

@@ -70,7 +70,7 @@ def rope_decode_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     cache_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,
@@ -203,7 +203,13 @@ def rope_decode_kernel(
             # Rounded as the next steps will read them.
             element: tl.constexpr = cache_ptr.dtype.element_ty
             k_scale_ptr, v_scale_ptr = scale_pointers(
-                head_scales_ptr, slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
+                head_scales_ptr,  # type: ignore[arg-type]
+                slot // BLOCK_SIZE,
+                slot,
+                BLOCK_SIZE,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                WIDTH,
             )
             k_D, k_scale = rounded_head(k_D, k_scale_ptr, element)
             v_D, v_scale = rounded_head(v_D, v_scale_ptr, element)

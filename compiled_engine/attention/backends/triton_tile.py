@@ -93,7 +93,8 @@ def scores_of(
     """
     products_MN = tl.dot(q_MD, tl.trans(numbers(k_ND, q_MD.dtype)), input_precision="ieee")
     if k_scale_N is not None:
-        return capped(products_MN * k_scale_N[None, :], CAP_SCALE) + (tl.log2(v_scale_N) / scale_log2)[None, :]
+        shift_N = tl.log2(v_scale_N) / scale_log2  # type: ignore[arg-type]
+        return capped(products_MN * k_scale_N[None, :], CAP_SCALE) + shift_N[None, :]
     else:
         return capped(products_MN, CAP_SCALE)
 

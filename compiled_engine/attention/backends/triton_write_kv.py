@@ -21,7 +21,7 @@ def write_kv_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     cache_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
+    scales_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,
     k_token_stride: tl.tensor,
     v_token_stride: tl.tensor,
