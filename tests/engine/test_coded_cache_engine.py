@@ -59,11 +59,17 @@ def with_scales(bundled: Path, folder: Path, k_name: str, v_name: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     layers = {int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")}
     for layer in layers:
-        tensors[f"model.layers.{layer}.self_attn.{k_name}"] = torch.tensor([2.0 ** -(3 + layer)])
+        tensors[f"model.layers.{layer}.self_attn.{k_name}"] = torch.tensor([2.0 ** -(2 + layer % 2)])
         tensors[f"model.layers.{layer}.self_attn.{v_name}"] = torch.tensor(2.0**-4)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": []}
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
