@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compiled_engine.kv_format import AUTO, cache_dtype, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
 
@@ -224,12 +225,15 @@ class ModelConfig:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
-    def kv_shapes(self, num_blocks: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
-        """The shape of each layer's KV cache; an encoder has none."""
+    def kv_shapes(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> list[tuple[int, int, int, int, int]]:
+        """The shape of each layer's KV cache; an encoder has none. dtype: of its tensors, None for the model's."""
         if not self.causal:
             return []
         heads = map(self.heads_of, range(self.num_layers))
-        return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
+        dtype = dtype or self.dtype
+        return [(num_blocks, 2, block_size, layer.num_kv_heads, head_width(dtype, layer.head_dim)) for layer in heads]
 
     @property
     def implementation(self) -> str:
@@ -239,12 +243,16 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. `num_blocks` None means: as many as the memory budget holds."""
+    """The paged KV cache. `num_blocks` None means: as many as the memory budget holds.
+
+    kv_dtype: auto for the dtype of the model, or the name of a format of 8 bits, see kv_format.
+    """
 
     block_size: int
     num_blocks: int | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool
+    kv_dtype: str = AUTO
 
 
 @dataclass(frozen=True)
@@ -392,6 +400,11 @@ class EngineConfig:
     def most_new_tokens(self) -> int:
         """Most tokens that a step yields for a request."""
         return 1 + self.speculation.num_tokens
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of the KV cache's tensors."""
+        return cache_dtype(self.cache.kv_dtype, self.model.dtype)
 
     @property
     def max_running(self) -> int:

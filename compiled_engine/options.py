@@ -101,6 +101,13 @@ class EngineOptions:
     block_size: int | str = declare(
         "auto", BLOCK_SIZE, "tokens in a KV cache block", "at most 65,536", default_is="the attention backend's own"
     )
+    kv_cache_dtype: str = declare(
+        "auto",
+        one_of("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3"),
+        "[store keys and values in 8 bits](quantisation.md#the-kv-cache): `int8` or `int8_per_token_head`, "
+        "`fp8` or `fp8_e4m3`",
+        default_is="the model's dtype",
+    )
     num_blocks: int | None = declare(
         None, integer(most=2**31 - 1), "size of the KV cache in blocks", default_is="as many as fit into memory"
     )

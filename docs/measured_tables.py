@@ -262,3 +262,18 @@ def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mappin
 
     table = [[f"{row['what']}, {row['unit']}", *(cell(row, name) for name in columns)] for row in rows]
     return below(markdown(["", *columns.values()], table), result)
+
+
+def kv_cache_loss(result: Result) -> str:
+    """A row for each format of the KV cache."""
+    headings = ["cache", "loss added", "KL", "KL at position 100", "KL at 1,500 to 2,000", "same token"]
+    rows = [
+        [
+            f"`{name}`",
+            f"{figures['loss_added']:+.5f}",
+            *(f"{figures[key]:.1e}" for key in ("kl", "kl_early", "kl_late")),
+            f"{figures['greedy_same']:.1%}",
+        ]
+        for name, figures in result["formats"].items()
+    ]
+    return below(f"Over {result['tokens']:,} tokens:\n\n{markdown(headings, rows)}", result)

@@ -48,8 +48,12 @@ class AttentionBackend(Protocol):
         v_TKd: torch.Tensor,
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
+        kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        """Store K (index 0 of dim 1) and V (index 1) at each token's slot; slot -1 stores nothing."""
+        """Store K (index 0 of dim 1) and V (index 1) at each token's slot; slot -1 stores nothing.
+
+        A cache of 8 bits stores them rounded, see kv_codes.encode. kv_scales_2K: see Scoring.
+        """
         ...
 
     def attend(

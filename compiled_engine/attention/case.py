@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kv_format import AUTO, CODED, cache_dtype
 
 
 class Refused(ValueError):
@@ -28,7 +29,7 @@ def names_of(values: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Storage of keys and values: dtype, and tokens in a block."""
+    """Storage of keys and values: dtype, that of queries or one of kv_format.CODED, and tokens in a block."""
 
     dtype: torch.dtype
     block_size: int
@@ -80,7 +81,8 @@ class AttentionCase:
     def require_paged(self) -> KVFormat:
         """Require what all backends do, and return the format of the cache.
 
-        That is whole groups of query heads, and causal attention over a paged cache in the dtype of the queries.
+        That is whole groups of query heads, and causal attention over a paged cache in the dtype of the queries or in
+        8 bits.
         """
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
@@ -89,12 +91,17 @@ class AttentionCase:
         require(self.causal, "causal", self.causal, "True")
         if self.cache is None:
             raise Refused("cache is None; allowed: a paged cache")
-        require(self.cache.dtype == self.dtype, "kv_cache_dtype", self.cache.dtype, f"that of queries, {self.dtype}")
+        dtypes = (self.dtype, *(elements.dtype for elements in CODED))
+        require(self.cache.dtype in dtypes, "kv_cache_dtype", self.cache.dtype, names_of(dtypes))
         return self.cache
 
 
-def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple[AttentionCase, ...]:
-    """Return the different cases of a model's layers that attend, in the order of the layers."""
+def cases_of(
+    model: ModelConfig, block_size: int, device: torch.device, kv_dtype: str = AUTO
+) -> tuple[AttentionCase, ...]:
+    """Return the different cases of a model's layers that attend, in the order of the layers. kv_dtype: see
+    CacheConfig."""
+    storage = KVFormat(cache_dtype(kv_dtype, model.dtype), block_size)
     layers = ((model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
     cases = (
         AttentionCase(
@@ -103,7 +110,7 @@ def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
-            KVFormat(model.dtype, block_size) if model.causal else None,
+            storage if model.causal else None,
             window or 0,
             model.attention_soft_cap,
             model.attention_sinks,

@@ -20,8 +20,9 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
 # The last arguments of both ops: the fields of Scoring, then those of AttentionInputs.
-SCORING_AND_INPUTS = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
-    f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
+SCORING_AND_INPUTS = (
+    "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, Tensor? kv_scales_2K, "
+    + ", ".join(f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs))
 )
 _TYPES: dict[Any, str] = {
     torch.Tensor | None: "Tensor?",
@@ -43,10 +44,11 @@ def write_kv(
     v_TKd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None,
     backend: str,
 ) -> None:
     """Store K and V at each token's slot; slot -1 stores nothing. All backends share the layout of the cache."""
-    get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T)
+    get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
 
 def attend(
@@ -57,11 +59,12 @@ def attend(
     sliding_window: int,
     soft_cap: float,
     sinks_H: torch.Tensor | None,
+    kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
     """Attention into `out_THd` over a cache that holds this step's K and V already."""
     inputs = AttentionInputs(*fields_of_inputs)
-    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
 
 
@@ -75,12 +78,13 @@ def write_and_attend(
     sliding_window: int,
     soft_cap: float,
     sinks_H: torch.Tensor | None,
+    kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
     """Do what the models' op does."""
     inputs = AttentionInputs(*fields_of_inputs)
-    write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, inputs.backend)
-    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
+    write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, kv_scales_2K, inputs.backend)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
 
 
@@ -153,7 +157,7 @@ def attention(
     max(0, p - sliding_window + 1) .. p. soft_cap and sinks_H: see Scoring. Returns [T, H, d] in the dtype of q.
     """
     out_THd = torch.empty_like(q_THd)
-    scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+    scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
     torch.ops.compiled_engine.attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd
 
@@ -223,7 +227,7 @@ def attention_or_value(
 ) -> torch.Tensor:
     """Call `attention`, or while tracing the op that replaces it."""
     if torch.compiler.is_compiling():
-        scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+        scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
     return attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, sliding_window, soft_cap, sinks_H)
 

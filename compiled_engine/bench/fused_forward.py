@@ -20,6 +20,7 @@ from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.graphs.compiler.trace import trace, without_storage
+from compiled_engine.kv_format import is_coded
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, states_of
@@ -48,7 +49,7 @@ class FusedModel:
         per_sequence = -(-max(map(len, sequences)) // BLOCK_SIZE)
         kv_caches = allocate(self.config, per_sequence * len(sequences))
         for cache in kv_caches:
-            cache.normal_()  # as recycled blocks are
+            (cache.view(torch.uint8).random_(256) if is_coded(cache.dtype) else cache.normal_())  # as recycled blocks
         computed = [0] * len(sequences)
         found: list[list[torch.Tensor]] = [[] for _ in sequences]
         for step in steps:

@@ -175,6 +175,16 @@ HONOURED: Rows = {
         | {name: {"quantization": "fp8_block"} for name in ("fp8_block", "fp8_per_block")}
         | {name: {} for name in ("compressed-tensors", "modelopt", "mxfp4")},
     ),
+    "kv_cache_dtype": Honoured(
+        "`kv_cache_dtype`; `int8_per_token_head` is `int8`",
+        choices={
+            name: {"kv_cache_dtype": kept}
+            for name, kept in {
+                **{name: name for name in ("auto", "int8", "fp8", "fp8_e4m3")},
+                "int8_per_token_head": "int8",
+            }.items()
+        },
+    ),
     "num_gpu_blocks_override": Honoured("`num_blocks`", "num_blocks"),
     "kvcache_block_size": Honoured("`block_size`", "block_size"),
     "num_kvcache_blocks": Honoured("`num_blocks`; -1 is what fits", "num_blocks", nothing=(-1,)),
@@ -230,9 +240,7 @@ NOT_SUPPORTED: Rows = {
     ),
     **only("choosing a revision", "name a folder that has it", code_revision=()),
     **only("a configuration of quantisation", "give quantization", quantization_config=({},)),
-    **only(
-        "a KV cache of another type than the model", "choose dtype", kv_cache_dtype="auto", calculate_kv_scales=False
-    ),
+    **only("scales of the KV cache from calibration", "give kv_cache_dtype='int8'", calculate_kv_scales=False),
     **only("a KV cache given in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
     **only("LoRA", "merge the adapter into the checkpoint", enable_lora=False),
     **only(

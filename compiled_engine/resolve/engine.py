@@ -19,8 +19,10 @@ from compiled_engine.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    json_value,
     local_share,
 )
+from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
 from compiled_engine.options import EngineOptions
@@ -73,6 +75,14 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             f"quantization is {options.quantization!r}, but the mode is eager, which computes with the weights of the "
             "checkpoint; allowed: None, or another mode"
         )
+    kv_dtype = BY_OPTION[options.kv_cache_dtype]
+    if kv_dtype == AUTO:
+        reasons["cache.kv_dtype"] = f"kv_cache_dtype is auto: keys and values are stored in {json_value(model.dtype)}"
+    if kv_dtype == FP8 and not compiled:
+        raise ValueError(
+            f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the mode is eager, which reads no scales of keys and "
+            "values; allowed: auto, int8, or another mode"
+        )
     scheduler = _scheduler(options, model, device, reasons)
     if model.recurrences is not None:
         rows = scheduler.max_num_seqs * parallel.num_stages
@@ -96,7 +106,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             reasons["cache.enable_prefix_caching"] = (
                 f"pooling is {' + '.join(model.pooling.kinds)}: it needs hidden states, which the cache does not hold"
             )
-    attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device)
+    attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     # Kernels for short contexts are reached through the op that this pass makes.
@@ -104,7 +114,9 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     return EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
-        cache=CacheConfig(attention.block_size, options.num_blocks, options.gpu_memory_utilization, caches_prefixes),
+        cache=CacheConfig(
+            attention.block_size, options.num_blocks, options.gpu_memory_utilization, caches_prefixes, kv_dtype
+        ),
         scheduler=scheduler,
         compile=compile_config,
         graph=resolve_graphs(
@@ -213,7 +225,7 @@ def _scheduler(
     )
 
 
-def _attention(options: EngineOptions, model: ModelConfig, device: torch.device) -> AttentionChoice:
-    cases = cases_of(model, 0, device)
+def _attention(options: EngineOptions, model: ModelConfig, device: torch.device, kv_dtype: str) -> AttentionChoice:
+    cases = cases_of(model, 0, device, kv_dtype)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return choose_backend(options.attention_backend, options.block_size, cases)

@@ -38,9 +38,9 @@ class CacheSize:
 
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Bytes of one block over these layers, keys and values; None for all."""
+    """Bytes of one block over these layers, keys and values with their scales; None for all."""
     shapes = _shapes(config, 1, layers)
-    return sum(map(math.prod, shapes)) * config.local_model.dtype.itemsize
+    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize
 
 
 def blocks_wanted(config: EngineConfig) -> int:
@@ -106,11 +106,12 @@ def size_cache(
 
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
-    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros.
+    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros; in the last
+    dimension a scale may be counted, see kv_format.
 
     On a CPU a block takes memory from its first use on.
     """
-    shapes, dtype = _shapes(config, num_blocks, layers), config.local_model.dtype
+    shapes, dtype = _shapes(config, num_blocks, layers), config.cache_dtype
     if config.device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=config.device) for shape in shapes]
     return [_untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes]
@@ -124,5 +125,5 @@ def _untouched(size: int) -> torch.Tensor:
 
 
 def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> list[tuple[int, int, int, int, int]]:
-    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size)
+    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size, config.cache_dtype)
     return shapes if layers is None else shapes[layers.start : layers.stop]

@@ -135,7 +135,7 @@ class Runner:
         self._proposer = NgramProposer(speculation, self.states) if speculation.num_tokens else None
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
-        planned = planned_together(cases_of(config.local_model, config.cache.block_size, config.device))
+        planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]

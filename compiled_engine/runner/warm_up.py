@@ -33,6 +33,7 @@ from compiled_engine.attention.inputs import (
 )
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
+from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, stand_in_for
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
@@ -259,16 +260,20 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
     model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
     num_blocks = -(-shape.max_seq_len // block_size)  # ranks share the same kernels
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
-    for case in cases_of(model, block_size, config.device):
+    for case in cases_of(model, block_size, config.device, config.cache.kv_dtype):
         q_THd = torch.zeros(shape.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype, device=config.device)
         sinks_H = q_THd.new_zeros(case.num_heads) if case.sinks else None
         scale = model.attention_scale or case.head_dim**-0.5
-        scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
+        has_scales = config.cache.kv_dtype == FP8
+        kv_scales_2K = torch.ones(2, case.num_kv_heads, device=config.device) if has_scales else None
+        scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H, kv_scales_2K)
         if case.packed:
             k_TKd = q_THd.new_zeros(shape.num_tokens, case.num_kv_heads, case.head_dim)
             backend.attend_packed(q_THd, k_TKd, k_TKd, torch.empty_like(q_THd), inputs, scoring)
             continue
-        kv_cache = q_THd.new_zeros(1, 2, block_size, case.num_kv_heads, case.head_dim)
+        width = head_width(config.cache_dtype, case.head_dim)
+        kv_shape = 1, 2, block_size, case.num_kv_heads, width
+        kv_cache = torch.zeros(kv_shape, dtype=config.cache_dtype, device=config.device)
         backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
 
 

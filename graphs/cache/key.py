@@ -9,6 +9,7 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
+from compiled_engine.kv_format import AUTO
 from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import registered_passes, step_tensors
@@ -61,6 +62,8 @@ OTHER_POOLING_FIELDS = tuple(
 )
 # Fields of a model with recurrences.
 RECURRENCE_FIELDS = ("model.recurrences.states", "model.recurrences.num_rows")
+# A cache of 8 bits has other shapes, and scales. In the dtype of the model it is no factor.
+CACHE_FORMAT = "cache.kv_dtype"
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
@@ -154,10 +157,12 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     """
     flat = flat_fields(config)
     optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS)
-    declared = {*GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
+    declared = {CACHE_FORMAT, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
+    if flat[CACHE_FORMAT] != AUTO:
+        factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
     more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

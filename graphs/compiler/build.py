@@ -19,6 +19,7 @@ from compiled_engine.graphs.compiler.record import PieceRecord, Record, module_t
 from compiled_engine.graphs.compiler.signature import FORWARD, Signature, callables_of
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
+from compiled_engine.kv_format import FP8
 from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.parallel.group import StandIn, in_group
 from compiled_engine.passes.framework.graph_inputs import describe_shards, shards_in
@@ -29,6 +30,7 @@ from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
+from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
@@ -225,4 +227,6 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
+    if config.cache.kv_dtype == FP8:
+        found.append(KVScales())
     return tuple(found)

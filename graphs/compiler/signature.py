@@ -112,7 +112,8 @@ def forward_signature(config: EngineConfig) -> Signature:
     results = {"hidden_TD": f"model({', '.join(arguments)})"}
     if model.pooling is None:
         results["logits_TV"] = "model.logits(hidden_TD)"
-    caches = kv_cache_tensors(model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size), model.dtype)
+    shapes = model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size, config.cache_dtype)
+    caches = kv_cache_tensors(shapes, config.cache_dtype)
     return Signature(
         arguments,
         (*STEP_TENSORS, *caches, *own),

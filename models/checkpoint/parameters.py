@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compiled_engine.parallel.shards import Shard
-from compiled_engine.passes.framework.parameter import BUFFER, KEPT, QUANTISED, WEIGHT, Parameter, compute
+from compiled_engine.passes.framework.parameter import BUFFER, KEPT, KV_SCALES, QUANTISED, WEIGHT, Parameter, compute
 
 GIB = 2**30
 # Most bytes at a time of tensors that are on the device only until others are made of them.
@@ -98,7 +98,7 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
 
     tensors: dict[str, torch.Tensor] = {name: buffer.to(device) for name, buffer in buffers.items()}
     for parameter in stored:
-        if parameter.members or (parameter.role in QUANTISED and parameter.name not in tensors):
+        if parameter.members or (parameter.role in (*QUANTISED, KV_SCALES) and parameter.name not in tensors):
             tensor = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=device)
         elif parameter.role == KEPT:
             tensor = torch.zeros(parameter.shape, dtype=parameter.torch_dtype, device=device)

@@ -15,7 +15,7 @@ from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
 INPUT_SCALE_NAME = "input_scale"
-# Keys and values are cached in the model's dtype, so these are not read.
+# Not weights: kv_scales.py reads those of keys and values where the cache is in FP8.
 KV_SCALES = re.compile(r".*(\.[qkv]_scale|\.[kv]_proj\.output_scale)$")
 
 

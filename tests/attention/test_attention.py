@@ -138,7 +138,7 @@ ASKED = AttentionCase("cpu", torch.float32, 4, 2, 64, KVFormat(torch.float32, 16
         ({"cache": None}, "cache is None; allowed: a paged cache"),
         (
             {"cache": KVFormat(torch.int8, 16)},
-            "kv_cache_dtype is torch.int8; allowed: that of queries, torch.float32",
+            "kv_cache_dtype is torch.int8; allowed: torch.float32, torch.uint8, torch.float8_e4m3fn",
         ),
         ({"value_dim": 32}, "value_dim is 32; allowed: head_dim 64"),
         ({"num_heads": 5}, "num_heads is 5; allowed: multiples of num_kv_heads 2"),

@@ -27,6 +27,7 @@ from compiled_engine.graphs.cache.environment import (
 )
 from compiled_engine.graphs.cache.key import (
     ANGLE_SCALE_FIELDS,
+    CACHE_FORMAT,
     GRAPH_FIELDS,
     OTHER_FIELDS,
     cache_factors,
@@ -111,6 +112,7 @@ PERTURBED: dict[str, Any] = {
     "cache.num_blocks": 5,
     "cache.gpu_memory_utilization": 0.5,
     "cache.enable_prefix_caching": False,
+    "cache.kv_dtype": "fp8_e4m3",
     "scheduler.max_num_seqs": 3,
     "scheduler.max_num_batched_tokens": 128,
     "scheduler.max_model_len": 99,
@@ -189,7 +191,7 @@ def test_every_field_is_perturbed(base: EngineConfig) -> None:
 
 
 def test_every_field_is_declared_once(base: EngineConfig) -> None:
-    assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
+    assert sorted([CACHE_FORMAT, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
 
 
 def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> None:
@@ -199,6 +201,12 @@ def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> N
     assert len(set(keys)) == 3
     prompted = with_value(base, "model.pooling", replace(plain, prompts=(("query", "find: "),)))
     assert str(cache_factors(prompted, ENVIRONMENT)) == keys[1]
+
+
+def test_a_cache_in_the_dtype_of_the_model_is_no_factor(base: EngineConfig) -> None:
+    assert "cache.kv_dtype" not in cache_factors(base, ENVIRONMENT)["config"]
+    keys = {str(cache_factors(with_value(base, "cache.kv_dtype", name), ENVIRONMENT)) for name in ("auto", "int8")}
+    assert len(keys) == 2
 
 
 @cache

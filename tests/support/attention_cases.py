@@ -17,6 +17,8 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat, Refused
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.kv_codes import decode, encode, planes, scale_of
+from compiled_engine.kv_format import AUTO, CODED, FP8, cache_dtype, head_width, is_coded
 
 # Largest error allowed, absolute plus relative: fp32 sums in another order; bf16 and fp16 round weights and output.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -33,7 +35,7 @@ class Request:
 @dataclass(frozen=True)
 class Case:
     """A batch in outline. The leading requests with one query are the decodes. bound: the host's of the contexts.
-    block_size 0: that which the backend has by default."""
+    block_size 0: that which the backend has by default. storage: of keys and values, see kv_format."""
 
     name: str
     requests: tuple[Request, ...]
@@ -45,6 +47,7 @@ class Case:
     bound: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
+    storage: str = AUTO
 
     def sized(self, backend_name: str) -> Case:
         """The case with the block size that the backend is to have."""
@@ -58,7 +61,7 @@ class Case:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            KVFormat(dtype, self.block_size),
+            KVFormat(cache_dtype(self.storage, dtype), self.block_size),
             self.sliding_window,
             self.soft_cap,
             self.sinks,
@@ -193,6 +196,20 @@ PLAIN = tuple(
     if case.head_dim in (80, 128, 256)
     or (case.head_dim, case.block_size, case.sliding_window, case.soft_cap, case.sinks) == (64, 0, 0, 0, False)
 )
+# Caches of 8 bits: of the table what has to do with the cache, and of the rest a few.
+CODED_CASES = tuple(
+    replace(case, name=f"{elements.name}: {case.name}", storage=elements.name) for elements in CODED for case in CASES
+)
+SOME_CODED_CASES = tuple(
+    case
+    for case in CODED_CASES
+    if case.name.split(": ", 1)[1]
+    in (
+        *("one token", "decodes", "decodes with padding rows", "padding rows alone", "chunks after context", "mixed"),
+        *("mixed, bound of 4096", "mixed, block size 32", "heads 14:2", "heads 2:2", "head size 80", "head size 128"),
+        *("head size 256", "window, mixed", "soft cap, mixed", "sinks, mixed", "sinks, decodes in splits"),
+    )
+)
 # Cases with padding rows, partly filled blocks and unused blocks.
 WITH_GARBAGE = tuple(
     case
@@ -215,9 +232,13 @@ def build(
     # Scores that a cap bends, and sinks that take a good part of the weight.
     scale = (4 if case.soft_cap else 1) * head_dim**-0.5
     sinks_H = torch.randn(case.num_heads, generator=generator).add(2).to(dtype) if case.sinks else None
-    scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
+    # With sinks, as without: scales of an FP8 cache are optional.
+    has_scales = case.storage == FP8 and not case.sinks
+    kv_scales_2K = torch.rand(2, num_kv_heads, generator=generator).add(0.5) if has_scales else None
+    scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H, kv_scales_2K)
 
-    cache_N2PKd = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), garbage, dtype=dtype)
+    stored = cache_dtype(case.storage, dtype)
+    cache_N2PKd = filled((num_blocks, 2, block_size, num_kv_heads, head_width(stored, head_dim)), stored, garbage)
     expected_cache_N2PKd = cache_N2PKd.clone()
     most_blocks = max(*blocks_of, -(-case.bound // block_size), 0)
     block_table_RB = torch.zeros(len(case.requests), most_blocks + 2, dtype=torch.int32)
@@ -241,10 +262,21 @@ def build(
         q_QHd = torch.randn(request.query_len, case.num_heads, head_dim, generator=generator).to(dtype)
         q_THd[tokens], k_TKd[tokens], v_TKd[tokens] = q_QHd, k_LKd[context:], v_LKd[context:]
         slot_mapping_T[tokens] = slots_L[context:]
+        read_LKd = []
         for index, values_LKd in enumerate((k_LKd, v_LKd)):
             block_L, offset_L = slots_L // block_size, slots_L % block_size
+            if is_coded(stored):
+                scale_K = scale_of(kv_scales_2K, index)
+                new = encode(values_LKd, stored, scale_K)
+                for number, plane in enumerate(planes(cache_N2PKd)):
+                    plane[2 * block_L[:context] + index, offset_L[:context]] = new[number][:context]
+                    planes(expected_cache_N2PKd)[number][2 * block_L + index, offset_L] = new[number]
+                read_LKd.append(decode(new[0], new[1] if len(new) > 1 else scale_K, stored))
+                continue
             cache_N2PKd[block_L[:context], index, offset_L[:context]] = values_LKd[:context]
             expected_cache_N2PKd[block_L, index, offset_L] = values_LKd
+            read_LKd.append(values_LKd)
+        k_LKd, v_LKd = read_LKd
         expected_THd[tokens] = dense(*(values.to(device) for values in (q_QHd, k_LKd, v_LKd)), scoring).cpu()
 
     queries = [request.query_len for request in case.requests]
@@ -261,8 +293,18 @@ def build(
         backend="",
     )
     tensors = (tensor.to(device) for tensor in (q_THd, k_TKd, v_TKd, cache_N2PKd))
-    scoring = scoring._replace(sinks_H=None if sinks_H is None else sinks_H.to(device))
+    scoring = scoring._replace(
+        sinks_H=None if sinks_H is None else sinks_H.to(device),
+        kv_scales_2K=None if kv_scales_2K is None else kv_scales_2K.to(device),
+    )
     return Batch(*tensors, inputs, scoring, expected_THd, expected_cache_N2PKd)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, garbage: float) -> torch.Tensor:
+    """A cache full of garbage. In 8 bits that is codes of 1, and scales that are NaN or large."""
+    if not is_coded(dtype):
+        return torch.full(shape, garbage, dtype=dtype)
+    return torch.full(shape, 0xFF if math.isnan(garbage) else 0x46, dtype=torch.uint8).view(dtype)
 
 
 def dense(q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -288,7 +330,8 @@ def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
     """Write K and V, then attend into an output full of NaN."""
     backend = get_backend(backend_name)
     out_THd = torch.full_like(batch.q_THd, math.nan)
-    backend.write_kv(batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, batch.inputs.slot_mapping_T)
+    slots_T, kv_scales_2K = batch.inputs.slot_mapping_T, batch.scoring.kv_scales_2K
+    backend.write_kv(batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, slots_T, kv_scales_2K)
     backend.attend(batch.q_THd, batch.kv_cache_N2PKd, out_THd, batch.inputs, batch.scoring)
     return out_THd
 
@@ -305,7 +348,7 @@ def refusal(backend_name: str, case: AttentionCase) -> str | None:
 def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
     """What is wrong with the cache and the output after a step; None when nothing is."""
     cache_N2PKd, out_THd = batch.kv_cache_N2PKd.cpu(), out_THd.cpu()
-    if not torch.allclose(cache_N2PKd, batch.expected_cache_N2PKd, rtol=0, atol=0, equal_nan=True):
+    if not same_cache(cache_N2PKd, batch.expected_cache_N2PKd):
         return "the cache is not what was to be written"
     padding_T = batch.inputs.slot_mapping_T.cpu() < 0
     if out_THd[padding_T].any():
@@ -314,6 +357,33 @@ def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
     if not bool((error_THd <= TOLERANCE[out_THd.dtype]).all()):
         return f"largest error {error_THd.max().item():.2g}, not at most {TOLERANCE[out_THd.dtype]}"
     return None
+
+
+def same_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
+    """Whether two caches hold the same. A few codes may be neighbours: devices divide in different ways."""
+    if not is_coded(one_N2PKd.dtype):
+        return torch.allclose(one_N2PKd, other_N2PKd, rtol=0, atol=0, equal_nan=True)
+    (codes, *scales), (other_codes, *other_scales) = planes(one_N2PKd), planes(other_N2PKd)
+    difference = (codes.int() - other_codes.int()).abs()
+    same_scales = all(
+        torch.equal(mine.view(torch.int16), others.view(torch.int16))
+        for mine, others in zip(scales, other_scales, strict=True)
+    )
+    return same_scales and int(difference.max()) <= 1 and int(difference.sum()) <= difference.numel() // 500
+
+
+def near_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
+    """Whether two caches of 8 bits hold the same but for neighbouring codes."""
+    one, other = (values_in(cache.cpu()) for cache in (one_N2PKd, other_N2PKd))
+    largest = other.abs().amax(-1, keepdim=True)
+    nearest = torch.where(other.isnan(), 0, largest / 60 if one_N2PKd.dtype is torch.uint8 else other.abs() / 7 + 0.01)
+    return torch.equal(one.isnan(), other.isnan()) and bool(((one - other).nan_to_num().abs() <= nearest).all())
+
+
+def values_in(cache_N2PKd: torch.Tensor) -> torch.Tensor:
+    """What the codes of a cache stand for, an FP8 cache without its scales."""
+    codes, *scales = planes(cache_N2PKd)
+    return decode(codes, scales[0] if scales else None, cache_N2PKd.dtype)
 
 
 def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype) -> str:

@@ -43,6 +43,9 @@ class FlashAttnBackend(AttentionBackend):
         require(capability >= MIN_CAPABILITY, "compute capability", f"{capability[0]}.{capability[1]}", from_on)
         cache = None if case.packed else case.require_paged()
         require(case.dtype in DTYPES, "dtype", case.dtype, names_of(DTYPES))
+        same = cache.dtype == case.dtype
+        allowed = f"{case.dtype}, since flash-attn reads no codes with scales of tokens, and multiplies FP8 in FP8"
+        require(same, "kv_cache_dtype", cache.dtype, allowed)
         head_dims = f"multiples of 8 up to {MAX_HEAD_DIM}"
         require(case.head_dim <= MAX_HEAD_DIM and case.head_dim % 8 == 0, "head_dim", case.head_dim, head_dims)
         require(not case.sinks, "sinks", case.sinks, "False, since flash-attn has none")
@@ -62,8 +65,9 @@ class FlashAttnBackend(AttentionBackend):
         v_TKd: torch.Tensor,
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
+        kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, dependent_launch=False)
+        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, dependent_launch=False)
 
     def attend(
         self,

@@ -439,9 +439,13 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
-    """Return whether the kernel serves a batch with tiles of this many rows."""
+    """Return whether the kernel serves a batch with tiles of this many rows.
+
+    It takes no codes: keys and values are copied to where they are multiplied.
+    """
     return (
         tile_rows == ROWS.value
+        and kv_cache_N2PKd.dtype == q_THd.dtype
         and q_THd.shape[0] >= FEWEST_TOKENS
         and not scoring.soft_cap
         and scoring.sinks_H is None
