@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions, read_pooling
-from compiled_engine.pooling import NORMALISE, SIGMOID, SOFTMAX, PoolerConfig, Pooling
+from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions, pooling_tensors, read_pooling
+from compiled_engine.pooling import CLASSIFY, LAST, NORMALISE, SIGMOID, SOFTMAX, Dense, PoolerConfig, Pooling
 
 HIDDEN = 8
 
@@ -72,3 +74,16 @@ def test_a_linear_has_the_defaults_of_sentence_transformers(tmp_path: Path) -> N
     write_dense(tmp_path, in_features=9)
     with pytest.raises(ValueError, match="in_features must be 8, as many as come before"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_that_judge_are_rows_of_the_output_projection(tied: bool) -> None:
+    """A tied checkpoint may hold one that is not read."""
+    head = Dense("", HIDDEN, 2, tokens=(3, 1))
+    pooling = Pooling(CLASSIFY, LAST, (head,), SOFTMAX)
+    config = replace(tiny_config().model, tie_word_embeddings=tied, pooling=pooling)
+    embedding, output = torch.randn(2, 5, HIDDEN)
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+    found = pooling_tensors(tensors, {"model.embed_tokens.weight"}, config)
+    assert found.keys() == {"model.embed_tokens.weight", "pooler.linears.0.weight"}
+    assert torch.equal(found["pooler.linears.0.weight"], (embedding if tied else output)[[3, 1]])
