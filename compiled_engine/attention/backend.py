@@ -84,7 +84,7 @@ class AttentionBackend(Protocol):
         Only of the inputs' query_start_loc_R1, seq_lens_R and host_3 is anything read. A row with seq_len 0 is padding,
         whose output is zeros. Backends whose `accept` refuses cases without a cache have no such kernel.
         """
-        raise NotImplementedError(f"attention backend {self.name} attends to a paged cache alone")
+        raise Refused(f"attention backend is {self.name}; allowed for attention without a cache: others")
 
     def attend_unrotated(
         self,

@@ -177,6 +177,7 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
     fields, ignored = await read_body(request, serving, kind, REFUSED_HERE)
     model = serving.model(fields.model)
     messages = getattr(fields, "messages", None)
+    texts: list[Any]
     if messages is None:
         if fields.input is None:
             raise bad_request("input", "input must be given")

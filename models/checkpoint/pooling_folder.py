@@ -182,8 +182,8 @@ def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], c
         activation, why = SOFTMAX, "labels exclude each other"
     stated = fields.section("sentence_transformers").values.get("activation_fn")
     stated = stated or fields.text("sbert_ce_default_activation_function", "")
-    if named := _CROSS_ENCODERS.get(str(stated).rpartition(".")[2]):
-        activation, why = named, f"activation_fn of the cross encoder is {stated}"
+    if known := _CROSS_ENCODERS.get(str(stated).rpartition(".")[2]):
+        activation, why = known, f"activation_fn of the cross encoder is {stated}"
     reasons["model.pooling.activation"] = why
     if causal:
         reasons["model.pooling.kinds"] = "classifiers of decoders read the last token"

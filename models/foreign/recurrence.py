@@ -89,9 +89,11 @@ class StepFunctions:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        operands = [x.squeeze(0) for x in (query, key, value, g, beta)]
-        state_SHkv = getattr(self.module, RULE_STATE)
-        out_THv = delta_rule_or_value(*operands, use_qk_l2norm_in_kernel, state_SHkv, self._step.sequences())
+        q_TGk, k_TGk, v_THv, g_TH, beta_TH = (x.squeeze(0) for x in (query, key, value, g, beta))
+        state_SHkv, sequences = getattr(self.module, RULE_STATE), self._step.sequences()
+        out_THv = delta_rule_or_value(
+            q_TGk, k_TGk, v_THv, g_TH, beta_TH, use_qk_l2norm_in_kernel, state_SHkv, sequences
+        )
         return out_THv.unsqueeze(0), None
 
 

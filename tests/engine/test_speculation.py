@@ -166,3 +166,16 @@ def test_an_abort_among_drafts_leaves_no_trace(steps: int, text: str) -> None:
         for name, output in zip(found, expected, strict=True):
             assert found[name] == list(output.outputs[0].token_ids)[: len(found[name])]
             assert name == "0" or len(found[name]) == 30
+
+
+def test_a_request_without_a_token_ends_alone() -> None:
+    """The next step is under way when it is known that no token may come."""
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(async_scheduling=True, mode="eager", **ENGINE, **ngram(2)) as llm:
+        end = llm.get_tokenizer().eos_token_id
+        never = SamplingParams(allowed_token_ids=[end], min_tokens=2, max_tokens=5)
+        (expected,) = llm.generate([REPETITIVE], plain, use_tqdm=False)
+        failed, other = llm.generate([REPETITIVE[:20], REPETITIVE], [never, plain], use_tqdm=False)
+        llm.core.check_integrity()
+    assert (list(failed.outputs[0].token_ids), failed.outputs[0].finish_reason) == ([], "error")
+    assert list(other.outputs[0].token_ids) == list(expected.outputs[0].token_ids)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from pass_cases import (
     CPU,
-    DTYPES,
     DYNAMIC,
     FAMILIES,
     GEMMA3,
@@ -50,7 +49,9 @@ def reports_of(
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("num_layers", [2, pytest.param(8, marks=pytest.mark.product(one_in=10))])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.product(one_in=4))], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dtype, num_layers: int) -> None:
     ropes = 2 if family is GEMMA3 else 1

@@ -107,6 +107,13 @@ def test_bad_input_is_one_line(embedder: RunningServer, body: dict[str, Any], pa
     assert "\n" not in error["message"]
 
 
+def test_usage_has_the_tokens_of_cached_prefixes(embedder: RunningServer) -> None:
+    used = [post(embedder, "/v1/embeddings", input="c " * 17).json()["usage"] for _ in range(2)]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
+    assert cached == [0, 16 * (used[0]["prompt_tokens"] // 16)]
+    assert cached[1] > 0
+
+
 def test_too_long_texts_are_cut_on_request(embedder: RunningServer) -> None:
     answer = post(embedder, "/v1/embeddings", input="b " * 60, truncate_prompt_tokens=-1).json()
     assert answer["usage"]["prompt_tokens"] == 40
@@ -135,6 +142,31 @@ def test_documents_come_in_the_order_of_their_scores(reranker: RunningServer, pa
     assert shown == ([None] * 3 if path == "/v2/rerank" else [{"text": DOCUMENTS[index]} for index in order])
     best = post(reranker, path, query="fox", documents=DOCUMENTS, top_n=1, return_documents=False).json()["results"]
     assert [(result["index"], "document" in result) for result in best] == [(order[0], False)]
+    every = post(reranker, path, query="fox", documents=DOCUMENTS, top_n=0).json()["results"]
+    assert [result["index"] for result in every] == order
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/score", {"queries": "a"}, "documents", "documents must be a text or a list of texts, got None"),
+        ("/score", {"documents": "a"}, "queries", "queries must be a text or a list of texts, got None"),
+        ("/score", {"text_1": "a"}, "text_2", "text_2 must be a text or a list of texts, got None"),
+        ("/score", {"queries": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
+        ("/score", {"text_1": ["a"] * 2049, "text_2": ["a"] * 2049}, "text_1", "at most 2048"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
+        ("/rerank", {"query": "a", "documents": [{"image": "a"}]}, "documents", "must be a text or a list of texts"),
+    ],
+)
+def test_bad_texts_to_score_are_one_line(
+    reranker: RunningServer, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    response = post(reranker, path, **body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert "\n" not in error["message"]
 
 
 def test_scores_of_pairs(reranker: RunningServer, embedder: RunningServer) -> None:

@@ -1,7 +1,8 @@
 """The table of attention cases, the batches they stand for, and an independent reference.
 
 As a script, `attention_cases.py BACKEND` runs the table on the CPU and prints the outcomes as one JSON object, by
-type and case, so that it can run in a process with TRITON_INTERPRET=1.
+type and case, so that it can run in a process with TRITON_INTERPRET=1. With a second argument, `--all`, it also runs
+the cases whose branches others take.
 """
 
 from __future__ import annotations
@@ -166,19 +167,26 @@ CASES = (
 # In the interpreter, which takes its time for each tile: windows a sixteenth as long, which are still tiles, or one
 # key less than one, and heads of which each does the same.
 _SMALLER = (
-    *(windowed(window // 16, f"window of {window}, mixed") for window in WINDOWS[1:]),
+    *(windowed(window // 16, f"window of {window}, mixed") for window in WINDOWS),
     Case("window of 2048, decodes", decodes(*around(128)), 2, 1, sliding_window=128),
     Case("decodes of long contexts", decodes(1200, 1203), 1, 1, head_dim=256),
-    Case("window, long prefills, bound of 4096", LONG_PREFILLS[:2], 2, 1, sliding_window=200, bound=4096),
+    Case("window, long prefills, bound of 4096", LONG_PREFILLS[:2], 1, 1, sliding_window=200, bound=4096),
     Case("long prefills, bound of 4096", LONG_PREFILLS, 2, 1, bound=4096),
-    Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), 2, 1, block_size=256),
+    Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), 1, 1, block_size=256),
+)
+# Cases that the interpreter runs with `--all` alone. In fp32 one tile serves every head size and bound, so the shorter
+# of the long prefills take each branch of the longer; windows of 32, 127 and 128 keys take those of 64 and 256.
+_WITH_ALL = (
+    "long prefills, head size 128, bound of 4096",
+    "window of 1024, mixed",
+    "window of 4096, mixed",
 )
 _BY_NAME = {case.name: case for case in _SMALLER}
 
 
-def interpreted(*cases: Case) -> tuple[Case, ...]:
-    """The cases as the interpreter runs them."""
-    return tuple(_BY_NAME.get(case.name, case) for case in cases)
+def interpreted(*cases: Case, every: bool = True) -> tuple[Case, ...]:
+    """The cases as the interpreter runs them; every: those that `--all` adds too."""
+    return tuple(_BY_NAME.get(case.name, case) for case in cases if every or case.name not in _WITH_ALL)
 
 
 # Batches of layers with and without a window that attend with one plan: decodes beside a prompt, and so many of them
@@ -208,6 +216,25 @@ SOME_CODED_CASES = tuple(
         *("one token", "decodes", "decodes with padding rows", "padding rows alone", "chunks after context", "mixed"),
         *("mixed, bound of 4096", "mixed, block size 32", "heads 14:2", "heads 2:2", "head size 80", "head size 128"),
         *("head size 256", "window, mixed", "soft cap, mixed", "sinks, mixed", "sinks, decodes in splits"),
+    )
+)
+# A case for each tile of 16 bits: tiles depend on the head size, the bound and, of decodes, the number of programs;
+# they hold whole groups of heads.
+TILES = tuple(
+    case
+    for case in PLAIN
+    if case.name
+    in (
+        "one decode",
+        "decodes",
+        "decodes with padding rows",
+        "decodes of long contexts",
+        "mixed",
+        "mixed, bound of 4096",
+        "heads 14:2",
+        "head size 80",
+        "head size 256",
+        "long prefills, head size 128, bound of 4096",
     )
 )
 # Cases with padding rows, partly filled blocks and unused blocks.
@@ -484,12 +511,12 @@ def listed_work(
     return splits, list(zip(tiles[::2], tiles[1::2], strict=True)), not any(work[layout.arrived : layout.splits])
 
 
-def wrong_lists(device: str = "cpu") -> list[int]:
+def wrong_lists(device: str = "cpu", batches: int = 12) -> list[int]:
     """Random batches of which the work list is not what it should be, by seed."""
     from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 
     wrong = []
-    for seed in range(12):
+    for seed in range(batches):
         generator = random.Random(seed)
         count = generator.choice([1, 5, 20]) if seed else 300
         lens = [generator.choice([0, 1, 1, 2, 31, 32, 33, 700]) for _ in range(count)]
@@ -505,13 +532,21 @@ def wrong_lists(device: str = "cpu") -> list[int]:
     return wrong
 
 
-def main(backend_name: str) -> None:
-    """Run the table in fp32, and its plain cases in fp16: other types Triton's interpreter computes wrongly."""
-    outcomes = {
-        str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in cases}
-        for dtype, cases in ((torch.float32, interpreted(*CASES)), (torch.float16, interpreted(*PLAIN)))
+def run_in_the_interpreter(every: bool) -> dict[torch.dtype, tuple[Case, ...]]:
+    """The cases by type: fp32, and tiles in fp16, as other types Triton's interpreter computes wrongly."""
+    return {
+        torch.float32: interpreted(*CASES, every=every),
+        torch.float16: interpreted(*(PLAIN if every else TILES)),
     }
-    outcomes["wrong lists"] = wrong_lists()
+
+
+def main(backend_name: str, every: bool) -> None:
+    """Print the outcomes."""
+    outcomes: dict[str, object] = {
+        str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in cases}
+        for dtype, cases in run_in_the_interpreter(every).items()
+    }
+    outcomes["wrong lists"] = wrong_lists(batches=12 if every else 6)
     just_above = (Request(2049, 1), Request(3, 3))
     outcomes["wrong layers"] = wrong_layers(backend_name, 2048, just_above, "cpu", torch.float32)
     outcomes["neighbours"] = depends_on_neighbours(backend_name)
@@ -520,4 +555,4 @@ def main(backend_name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--all" in sys.argv[2:])

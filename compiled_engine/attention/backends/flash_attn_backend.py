@@ -43,15 +43,14 @@ class FlashAttnBackend(AttentionBackend):
         require(capability >= MIN_CAPABILITY, "compute capability", f"{capability[0]}.{capability[1]}", from_on)
         cache = None if case.packed else case.require_paged()
         require(case.dtype in DTYPES, "dtype", case.dtype, names_of(DTYPES))
-        same = cache.dtype == case.dtype
-        allowed = f"{case.dtype}, since flash-attn reads no codes with scales of tokens, and multiplies FP8 in FP8"
-        require(same, "kv_cache_dtype", cache.dtype, allowed)
         head_dims = f"multiples of 8 up to {MAX_HEAD_DIM}"
         require(case.head_dim <= MAX_HEAD_DIM and case.head_dim % 8 == 0, "head_dim", case.head_dim, head_dims)
         require(not case.sinks, "sinks", case.sinks, "False, since flash-attn has none")
         if cache is None:
             case.require_packed()
             return Support(GraphSupport.ALWAYS)
+        allowed = f"{case.dtype}, since flash-attn reads no codes with scales of tokens, and multiplies FP8 in FP8"
+        require(cache.dtype == case.dtype, "kv_cache_dtype", cache.dtype, allowed)
         pages = f"multiples of {PAGE_MULTIPLE}"
         require(cache.block_size % PAGE_MULTIPLE == 0, "block_size", cache.block_size, pages)
         defect = _defect_of_build(case.dtype, case.head_dim, case.soft_cap)

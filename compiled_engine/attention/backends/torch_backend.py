@@ -82,8 +82,8 @@ class TorchBackend(AttentionBackend):
             if is_padding:
                 out_THd[tokens].zero_()
             elif length:
-                packed = (x[tokens].unflatten(0, (count, length)) for x in (q_THd, k_TKd, v_TKd, out_THd))
-                _attend_both_ways(*packed, scoring)
+                q, k, v, out = (x[tokens].unflatten(0, (count, length)) for x in (q_THd, k_TKd, v_TKd, out_THd))
+                _attend_both_ways(q, k, v, out, scoring)
 
 
 def _attend_both_ways(

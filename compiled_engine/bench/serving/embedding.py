@@ -85,7 +85,8 @@ def measure(
             raise ValueError(f"beside is {name!r}; allowed: {', '.join(BESIDE)}")
     from compiled_engine.llm import LLM
 
-    with LLM(**{"runner": "pooling", "skip_tokenizer_init": True} | dict(options) | {"progress": False}) as llm:
+    defaults: dict[str, Any] = {"runner": "pooling", "skip_tokenizer_init": True}
+    with LLM(**defaults | dict(options) | {"progress": False}) as llm:
         config = llm.config
         longest = max(workload.tokens for workload in workloads)
         if longest > config.model.max_model_len:
