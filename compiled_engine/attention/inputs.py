@@ -224,8 +224,12 @@ def step_of(
     blocks: Sequence[Sequence[int]],
     block_size: int,
     device: torch.device,
+    others: Iterable[StepTensor] = (),
 ) -> dict[str, torch.Tensor]:
-    """The step tensors of requests, decodes first, that compute the positions in `spans` and own these blocks."""
+    """The step tensors of requests, decodes first, that compute the positions in `spans` and own these blocks.
+
+    others: further tensors, which hold padding.
+    """
     slots_T = [
         owned[position // block_size] * block_size + position % block_size
         for span, owned in zip(spans, blocks, strict=True)
@@ -242,6 +246,7 @@ def step_of(
         "attention_inputs.query_start_loc_R1": list(accumulate(lens_R, initial=0)),
         "attention_inputs.host_3": [lens_R.count(1), max(lens_R), max(seq_lens_R)],
     }
-    return {
+    step = {
         t.name: torch.tensor(values[t.name], dtype=t.dtype, device="cpu" if t.on_host else device) for t in STEP_TENSORS
     }
+    return step | padding_of(others, {"tokens": len(ids_T), "requests": len(spans)}, device)

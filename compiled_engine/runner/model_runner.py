@@ -10,9 +10,9 @@ from torch import nn
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.attention.inputs import tensors_of_model
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.memory import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
@@ -21,12 +21,10 @@ from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.parallel.stages import Stage, StageLink
-from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.recurrence.sequences import model_step_tensors
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.drafts import NgramProposer, make_drafted_batch
@@ -122,7 +120,6 @@ class Runner:
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
-        own = tensors_of_model(config.model.token_types)
         self.states = RequestStates(
             max_rows,
             length,
@@ -130,7 +127,7 @@ class Runner:
             config.device,
             in_flight,
             speculation.num_tokens,
-            has_token_types=bool(own),
+            has_token_types=config.model.token_types > 0,
         )
         self._proposer = NgramProposer(speculation, self.states) if speculation.num_tokens else None
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
@@ -146,7 +143,7 @@ class Runner:
             self.states.writes,
             config.device,
             work_length,
-            (*own, *model_step_tensors(config.model), *step_tensors(config.compile.passes)),
+            tensors_beside_steps(config),
             has_drafts=self._proposer is not None,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)

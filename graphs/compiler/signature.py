@@ -104,10 +104,19 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
     return {FORWARD: forward_signature(config)} | ({POOLER: pooler_signature(config, pooling)} if pooling.head else {})
 
 
+def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:
+    """The step tensors that not every model has: those of this one, and those that passes ask for."""
+    return (*_of_model(config), *step_tensors(config.compile.passes))
+
+
+def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
+    return (*tensors_of_model(config.model.token_types), *model_step_tensors(config.model))
+
+
 def forward_signature(config: EngineConfig) -> Signature:
     """A step: hidden states of every token, and in ranges for small batches their logits if the model has them."""
     model = config.local_model
-    own = (*tensors_of_model(model.token_types), *model_step_tensors(model))
+    own = _of_model(config)
     arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
     results = {"hidden_TD": f"model({', '.join(arguments)})"}
     if model.pooling is None:

@@ -31,6 +31,8 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("device_ids", [1], {"device": "cuda:1"}),
     ("seed", 7, {"seed": 7}),
     ("load_format", "dummy", {"load_format": "dummy"}),
+    ("kv_cache_dtype", "int8_per_token_head", {"kv_cache_dtype": "int8"}),
+    ("kv_cache_dtype", "fp8_e4m3", {"kv_cache_dtype": "fp8_e4m3"}),
     ("max_model_len", 128, {"max_model_len": 128}),
     ("max_num_seqs", 4, {"max_num_seqs": 4}),
     ("max_num_batched_tokens", 64, {"max_num_batched_tokens": 64}),
