@@ -309,12 +309,19 @@ def pooling_tensors(
     own: the model's names. Raises ValueError if tensors of the head are missing.
     """
     assert config.pooling is not None
-    found = {name if name in own or f"model.{name}" not in own else f"model.{name}": t for name, t in tensors.items()}
+    found = {_own_name(name, own): tensor for name, tensor in tensors.items()}
     heads = [_of_head(dense, found, config) for dense in config.pooling.head]
     found = {name: tensor for name, tensor in found.items() if name not in _OTHER_HEADS}
     for number, head in enumerate(heads):
         found |= {f"{POOLER}linears.{number}.{name}": tensor for name, tensor in head.items()}
     return found
+
+
+def _own_name(name: str, own: Collection[str]) -> str:
+    """The model's name of a tensor of a decoder, which may be stored without a prefix; scales go with their weight."""
+    weight = f"{name.rpartition('.')[0]}.weight"
+    is_stored_alone = any(f"model.{each}" in own and each not in own for each in (name, weight))
+    return f"model.{name}" if is_stored_alone else name
 
 
 def _of_head(dense: Dense, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
