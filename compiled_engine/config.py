@@ -129,7 +129,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer as its checkpoint states it, and how it is run.
+    """The shape of a transformer as its checkpoint states it, and how it is run.
 
     `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
@@ -142,6 +142,9 @@ class ModelConfig:
     `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
     `wrapper`: the multimodal architecture whose checkpoint the text model is part of; None for a checkpoint of its own.
     `pooling`: None for a model that generates.
+    `causal`: False for an encoder, whose tokens see later ones too, so that a text is computed in one step and nothing
+    is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
+    they have none.
     """
 
     path: Path
@@ -178,6 +181,8 @@ class ModelConfig:
     quantisation: Quantisation | None = None
     wrapper: str | None = None
     pooling: Pooling | None = None
+    causal: bool = True
+    token_types: int = 0
 
     @property
     def num_mlps(self) -> int:
@@ -191,7 +196,9 @@ class ModelConfig:
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def kv_shapes(self, num_blocks: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
-        """The shape of each layer's KV cache."""
+        """The shape of each layer's KV cache; an encoder has none."""
+        if not self.causal:
+            return []
         heads = map(self.heads_of, range(self.num_layers))
         return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
 

@@ -67,6 +67,7 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         num_slots=core.num_slots,
         has_priorities=config.scheduler.policy == "priority",
         pools=config.model.pooling is not None,
+        max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
     )
     return LLMParts(
         config=config,

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
+NO_CACHE = 1 << 40
+"""Slots of a model without a KV cache, an encoder: more than any request needs."""
 ROOT = bytes(32)
 """The root of requests that depend on their token ids alone."""
 
@@ -43,6 +45,7 @@ class EngineRequest:
     which a prefix in the KV cache depends: only requests with the same root share blocks.
 
     `pooling`: what it gets instead of tokens: "sequence", one vector, or "token", one for each token; empty: tokens.
+    `second_text`: how many tokens are before the second of two texts; None for one.
 
     Set when resuming a request from another replica: `output_token_ids` are the tokens generated so far, and
     `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
@@ -58,6 +61,7 @@ class EngineRequest:
     output_token_ids: tuple[int, ...] = ()
     next_prompt_logprob: int = 1
     pooling: str = ""
+    second_text: int | None = None
 
 
 class Vectors(NamedTuple):
@@ -87,6 +91,7 @@ class RequestLimits:
 
     Token ids are below `vocab_size`. A request has at most `max_model_len` tokens of prompt and output, of which all
     but the last, which is never computed, need one of `num_slots` in the KV cache. pools: requests have no output.
+    max_step_tokens: tokens of a step, which must hold all of a prompt; None for a model whose prompts may be divided.
     """
 
     vocab_size: int
@@ -94,6 +99,7 @@ class RequestLimits:
     num_slots: int
     has_priorities: bool = False
     pools: bool = False
+    max_step_tokens: int | None = None
 
     @property
     def max_total_tokens(self) -> int:
@@ -102,8 +108,9 @@ class RequestLimits:
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of a prompt, as far as the model limits it."""
-        return self.max_model_len - (not self.pools)
+        """Most tokens of a prompt, as far as the model and a step limit it."""
+        longest = self.max_model_len - (not self.pools)
+        return longest if self.max_step_tokens is None else min(longest, self.max_step_tokens)
 
     def check_length(self, name: str, num_tokens: int, min_tokens: int = 0, *, at_least: bool = False) -> None:
         """Raise ValueError unless a prompt of num_tokens leaves room for min_tokens of output, and for one. at_least:
@@ -112,6 +119,11 @@ class RequestLimits:
         longest, of_params = self.longest_prompt, "PoolingParams" if self.pools else "SamplingParams"
         if num_tokens == 0:
             raise ValueError(f"{name} must have at least one token")
+        if num_tokens > longest == self.max_step_tokens:
+            raise ValueError(
+                f"{name} must have at most {longest} tokens (max_num_batched_tokens {longest}: an encoder computes a"
+                f" text in one step), got {got}; a larger max_num_batched_tokens holds more"
+            )
         if num_tokens > longest:
             raise ValueError(
                 f"{name} must have at most {longest} tokens (max_model_len {self.max_model_len}"
@@ -218,7 +230,7 @@ class NewRequest:
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
     with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens.
+    of its tokens. `second_text`: see EngineRequest.
     """
 
     request_id: str
@@ -229,6 +241,7 @@ class NewRequest:
     block_ids: tuple[tuple[int, ...], ...]
     masked: bool = False
     by_token: bool = False
+    second_text: int | None = None
 
 
 @dataclass(frozen=True)

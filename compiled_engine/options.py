@@ -163,7 +163,7 @@ class EngineOptions:
         "auto",
         one_of("auto", "none", "embed", "classify"),
         "use of a model that pools: `embed`, `classify`, or `none`, which is auto",
-        default_is="classify for a classifier or reranker",
+        default_is="classify for a classifier, and a reranker that says so",
     )
     pooler_config: str | Mapping[str, Any] | PoolerConfig | None = declare(
         None,

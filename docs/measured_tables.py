@@ -40,6 +40,14 @@ def ablation(result: Result) -> str:
     return below(markdown(headings, rows), result)
 
 
+def quantised_linears(result: Result) -> str:
+    """Microseconds of each linear in 16 bits and with the schemes of FP8, beside the time to read the codes."""
+    headings = ["tokens", "linear", "bf16, us", "fp8, us", "fp8_block, us", "bound of fp8, us"]
+    figures = ("bf16", "fp8", "fp8_block", "bound")
+    rows = [[f"{r['tokens']}", f"`{r['linear']}`", *(f"{r[name]:.1f}" for name in figures)] for r in result["rows"]]
+    return below(markdown(headings, rows), result)
+
+
 def spreads(result: Result) -> str:
     """How far repeats differ: least, median and most of each figure of the first variant."""
     record = result["variants"][0]

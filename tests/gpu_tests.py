@@ -1,4 +1,4 @@
-"""Runs the tests of a GPU, as `make test-gpu` does: the most telling first, those that can share the GPU side by side.
+"""Runs the tests of a GPU, as `make test-gpu` does: those that can share the GPU side by side, then the others.
 
 Says in a line how they went, and writes a result with the commit, the machine and the versions, also when it is
 interrupted or out of time. Exit status 1 if a test failed, was cut off, or none ran.
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,17 +20,21 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 TESTS = Path(__file__).parent
 RESULT = TESTS.parent / "docs" / "measurements" / "gpu_tests.json"
-MOST_PROCESSES = 12  # for each GPU
-NUM_SLOWEST = 20  # tests of a stage whose seconds are kept
+MOST_PROCESSES = 14  # for each GPU
+NUM_SLOWEST = 40  # tests of a stage whose seconds are kept
 # Where compiled models and kernels are kept: one folder for all stages, never the user's.
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
+# Tests side by side have a core each, whatever of them is computed or compiled in threads.
+ONE_CORE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # So long a stage that is cut has to end by itself.
 FAREWELL_S = 10.0
 # In a process of its own: one that has asked for the GPU's name keeps some of its memory.
@@ -42,44 +47,37 @@ print(json.dumps(provenance(torch.device("cuda", 0))))
 
 @dataclass(frozen=True)
 class Stage:
-    """Tests that run together. alone: one after the other, as each wants the GPU for itself. long: few and long ones,
-    the longest first, so that a process takes the next one when it is free."""
+    """Tests that run together. alone: one after the other, as each wants the GPU for itself."""
 
     name: str
     files: tuple[Path, ...]
     alone: bool = False
-    long: bool = False
 
 
 def stages_of(folder: Path) -> list[Stage]:
-    """All tests with the marker `gpu`: what starts engines, then the kernels, then what is measured alone."""
+    """All tests with the marker `gpu`, in one stage, so that cores are busy until its end; then the tests that want the
+    GPU for themselves."""
     having = [path for path in sorted(folder.rglob("test_*.py")) if re.search(r"mark\.gpu\b", path.read_text())]
     with_alone = [path for path in having if re.search(r"mark\.gpu_alone\b", path.read_text())]
-    starts = [path for path in having if path.name == "test_gpu_starts.py"]
-    engines = [path for path in having if path.name.startswith("test_gpu_") and path not in starts]
-    engines.sort(key=lambda path: path.name not in ("test_gpu_engine.py", "test_gpu_graphs.py"))
-    kernels = [path for path in having if path not in starts + engines]
-    stages = [
-        Stage("starts", tuple(starts), long=True),
-        Stage("engines", tuple(engines)),
-        Stage("kernels", tuple(kernels)),
-    ]
-    stages.append(Stage("alone", tuple(with_alone), alone=True))
+    stages = [Stage("together", tuple(having)), Stage("alone", tuple(with_alone), alone=True)]
     return [stage for stage in stages if stage.files]
 
 
 @dataclass
 class Found:
     """What became of a stage's tests. failed: names. not_run: how many did not end; None if that is not known, as
-    nothing was collected. cut: why they did not. slowest: seconds by name, set-up and tear-down included."""
+    nothing was collected. cut: why they did not. slowest: seconds by name, set-up and tear-down included; files: by
+    file. processor_seconds: of all processes of the stage."""
 
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     passed: int = 0
     skipped: int = 0
     failed: list[str] = field(default_factory=list)
     not_run: int | None = None
     cut: str | None = None
     slowest: dict[str, float] = field(default_factory=dict)
+    files: dict[str, float] = field(default_factory=dict)
 
 
 # --- a plugin of pytest: each test's end as a line, so that it is known whatever happens to the process afterwards ---
@@ -92,6 +90,51 @@ def _say(**fields: Any) -> None:
     if path := os.environ.get(LINES_VARIABLE):
         with open(path, "a") as lines:
             lines.write(json.dumps(fields) + "\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In processes side by side: the order that `dealt` gives."""
+    if processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        items[:] = dealt(items, int(processes))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Memory that the tests of a file leave cached is for other processes."""
+    if torch.cuda.is_initialized() and (nextitem is None or nextitem.path != item.path):
+        torch.cuda.empty_cache()
+
+
+def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Order tests for processes that have equal consecutive shares of them, and take what others have not begun.
+
+    Long tests come first. One half of the processes begins with starts, which keep more than one core busy each and
+    find the kernels that earlier starts have left; the other half with the tests of engines. All other tests stay in
+    the order of their files, so that those of a kernel share a process.
+    """
+    starts: list[list[pytest.Item]] = []
+    engines: dict[str, list[pytest.Item]] = {}
+    others: list[pytest.Item] = []
+    for item in items:
+        if item.path.name == "test_gpu_starts.py":
+            starts.append([item])
+        elif item.path.name.startswith("test_gpu_"):
+            engines.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        else:
+            others.append(item)
+    shares: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    half = processes // 2
+    for groups, takers in ((starts, shares[:half] or shares), (list(engines.values()), shares[half:])):
+        for number, group in enumerate(groups):
+            takers[number % len(takers)].extend(group)
+    left = iter(others)
+    num_left = len(items)
+    for number, share in enumerate(shares):
+        size = num_left // (processes - number)
+        num_left -= size
+        share.extend(islice(left, max(size - len(share), 0)))
+    return [*(item for share in shares for item in share), *left]
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -123,8 +166,12 @@ def read_lines(path: Path) -> Found:
     failed = sorted(name for name, outcome in outcomes.items() if outcome == "failed")
     passed, skipped = (sum(outcomes[name] == kind for name in ended) for kind in ("passed", "skipped"))
     not_run = None if collected is None else max(collected - len(ended), 0)
+    files: Counter[str] = Counter()
+    for name, spent in seconds.items():
+        files[name.partition("::")[0]] += spent
     slowest = {name: round(spent, 1) for name, spent in seconds.most_common(NUM_SLOWEST)}
-    return Found(0.0, passed, skipped, failed, not_run, slowest=slowest)
+    of_files = {name: round(spent, 1) for name, spent in files.most_common()}
+    return Found(passed=passed, skipped=skipped, failed=failed, not_run=not_run, slowest=slowest, files=of_files)
 
 
 # --- the run ---
@@ -145,11 +192,10 @@ def run_stage(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_tests"]
     command += ["-m", "gpu_alone" if stage.alone else "gpu and not gpu_alone"]
     if not stage.alone and processes > 1:
-        command += ["-n", str(processes), "--dist"]
-        command += ["load", "--maxschedchunk", "1"] if stage.long else ["worksteal"]
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    environment = {CACHE_VARIABLE: cache} | inherited
-    start = time.monotonic()
+        command += ["-n", str(processes), "--dist", "worksteal"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_WORKER")}
+    environment = {CACHE_VARIABLE: cache} | ({} if stage.alone else ONE_CORE) | inherited
+    start, processor_start = time.monotonic(), _processor_seconds()
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines"
         process = subprocess.Popen(
@@ -168,8 +214,15 @@ def run_stage(
             if cut is not None:
                 _end(process)
             vars(found).update(vars(read_lines(lines)), seconds=time.monotonic() - start, cut=cut)
+            found.processor_seconds = round(_processor_seconds() - processor_start, 1)
             if cut is None and process.returncode not in (0, 1, 5):  # 5: further arguments left nothing
                 found.failed.append(f"{stage.name}: pytest ended with status {process.returncode}")
+
+
+def _processor_seconds() -> float:
+    """Of processes that this one has started, and theirs, and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -222,7 +275,7 @@ def run_all(
 ) -> int:
     """Run the stages one after the other and write the result after each. facts: what the result says beside them.
     Returns the exit status."""
-    processes = max(1, min(MOST_PROCESSES * max(1, num_gpus()), (os.cpu_count() or 2) * 3 // 4))
+    processes = max(1, min(MOST_PROCESSES * max(1, num_gpus()), (os.cpu_count() or 2) * 7 // 8))
     found = {stage.name: Found(cut="it was not begun") for stage in stages}
     deadline = None if limit_s is None else time.monotonic() + limit_s
 

@@ -66,6 +66,22 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def attend_packed(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> None:
+        """Attention in both directions among the tokens of each request into `out_THd`; see `op.packed_attention`.
+
+        Only of the inputs' query_start_loc_R1, seq_lens_R and host_3 is anything read. A row with seq_len 0 is padding,
+        whose output is zeros. Backends whose `accept` refuses cases without a cache have no such kernel.
+        """
+        raise NotImplementedError(f"attention backend {self.name} attends to a paged cache alone")
+
     def attend_unrotated(
         self,
         q_THd: torch.Tensor,

@@ -65,6 +65,18 @@ class AttentionCase:
         """Return the same case over a cache of other blocks."""
         return self if self.cache is None else replace(self, cache=replace(self.cache, block_size=block_size))
 
+    @property
+    def packed(self) -> bool:
+        """Return whether tokens attend in both directions to those of their request in the step, without a cache."""
+        return self.cache is None and not self.causal
+
+    def require_packed(self) -> None:
+        """Require what backends without a cache do: whole groups of query heads, all sizes equal."""
+        whole = self.num_heads % self.num_kv_heads == 0
+        require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
+        same = self.value_dim in (None, self.head_dim)
+        require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
+
     def require_paged(self) -> KVFormat:
         """Require what all backends do, and return the format of the cache.
 
@@ -91,10 +103,11 @@ def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
-            KVFormat(model.dtype, block_size),
+            KVFormat(model.dtype, block_size) if model.causal else None,
             window or 0,
             model.attention_soft_cap,
             model.attention_sinks,
+            causal=model.causal,
         )
         for heads, window in layers
     )

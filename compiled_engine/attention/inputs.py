@@ -154,9 +154,26 @@ STEP_TENSORS = (
     StepTensor("attention_inputs.host_3", (3,), torch.int32, on_host=True),
 )
 
+
+def _token_types(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
+    ends_R = step["attention_inputs.query_start_loc_R1"][1:].contiguous()
+    positions_T, rows_R = step["positions_T"], step["rows_R"].clamp(min=0).long()
+    tokens_T = torch.arange(positions_T.shape[0], dtype=torch.int32, device=positions_T.device)
+    request_T = torch.searchsorted(ends_R, tokens_T, right=True).clamp(max=ends_R.shape[0] - 1)
+    return (positions_T >= states.fields[SECOND_TEXT][rows_R][request_T]).long()
+
+
+# The row field with the number of tokens before the second of two texts, and the types of tokens that follow from it.
+SECOND_TEXT, NO_SECOND_TEXT = "second_text", (1 << 31) - 1
+TOKEN_TYPES = StepTensor("token_types_T", ("tokens",), torch.int64, fill=_token_types)
 _NAMES = frozenset(t.name for t in STEP_TENSORS)
 _FIELDS = [(t.name.partition(".")[2], t.name) for t in STEP_TENSORS if "." in t.name]
 _FIELDS_ON_DEVICE = [t.name.partition(".")[2] for t in STEP_TENSORS if "." in t.name and not t.on_host]
+
+
+def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
+    """Return what an encoder reads of a step besides: the tokens' types, if it has any."""
+    return (TOKEN_TYPES,) if token_types else ()
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
@@ -195,7 +212,7 @@ def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
         if isinstance(argument, AttentionInputs):
             found += [getattr(argument, field) for field in _FIELDS_ON_DEVICE]
         else:
-            found += [argument] if isinstance(argument, torch.Tensor) else [argument[0], argument[-1]]
+            found += [argument] if isinstance(argument, torch.Tensor) else [*argument[:1], *argument[-1:]]
     return tuple([tensor.data_ptr() for tensor in found])
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from compiled_engine.cli.bench_ablation import ablation
+from compiled_engine.cli.bench_embed import embed
 from compiled_engine.cli.bench_families import families, layouts
 from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_load import load
@@ -36,7 +37,7 @@ bench = typer.Typer(
 )
 for command in (
     *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
-    *(transformers, load, loss),
+    *(transformers, load, embed, loss),
 ):
     bench.command()(command)
 

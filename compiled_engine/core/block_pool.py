@@ -78,7 +78,8 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self.unregister(block)
+            if self._hashes[block] is not None:
+                self.unregister(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -179,11 +180,13 @@ class BlockGroup:
 
     def longest_prefix(self, request: Request, most: int) -> int:
         count = most // self.block_size
-        cached = enumerate(self._cached(request, count))
-        return self.block_size * next((index for index, block in cached if block is None), count)
+        for index, block in enumerate(self._cached(request, count)):
+            if block is None:
+                return index * self.block_size
+        return count * self.block_size
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        wanted = self._blocks_for(num_tokens) + reserve
+        wanted = -(-num_tokens // self.block_size) + reserve
         if num_cached:  # blocks held by other requests do not reduce the free ones
             wanted -= sum(not self.pool.is_free(block) for block in self._prefix(request, num_cached))
         return wanted <= self.pool.num_free
@@ -191,10 +194,10 @@ class BlockGroup:
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
         if request in self._tables:
             raise RuntimeError(f"request {request.request_id!r} has a block table already")
-        cached = self._prefix(request, num_cached)
+        cached = self._prefix(request, num_cached) if num_cached else []
         for block in cached:
             self.pool.acquire(block)
-        fresh = self.pool.allocate(self._blocks_for(num_tokens) - len(cached))
+        fresh = self.pool.allocate(-(-num_tokens // self.block_size) - len(cached))
         self._tables[request] = BlockTable(cached + fresh, len(cached), self._hashes(request, len(cached)))
 
     def can_grow(self, request: Request, num_tokens: int) -> bool:
@@ -251,17 +254,15 @@ class BlockGroup:
                 )
         self.pool.check_integrity(table.block_ids for table in self._tables.values())
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def _missing(self, request: Request, num_tokens: int) -> int:
         """Return how many blocks the request lacks for `num_tokens` tokens; negative if it has more."""
-        return self._blocks_for(num_tokens) - len(self._tables[request].block_ids)
+        return -(-num_tokens // self.block_size) - len(self._tables[request].block_ids)
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """The hashes of the request's first blocks, `count` or more. They outlive a preemption."""
         hashes = request.block_hashes.setdefault(self.block_size, [])
-        hash_blocks(hashes, request.prefix_root, request.token_ids, self.block_size, count)
+        if len(hashes) < count:
+            hash_blocks(hashes, request.prefix_root, request.token_ids, self.block_size, count)
         return hashes
 
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:

@@ -15,6 +15,7 @@ from compiled_engine.core.control import apply
 from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.messages import (
+    NO_CACHE,
     ControlCall,
     EngineOutput,
     EngineRequest,
@@ -61,8 +62,9 @@ class EngineCore:
             config.parallel.num_stages,
             config.most_new_tokens,
             pools=config.model.pooling is not None,
+            whole=not config.model.causal,
         )
-        self.num_slots = executor.num_blocks * config.cache.block_size
+        self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._unmasked: SchedulerOutput | None = None  # the newest, while it awaits masks that cannot be made yet
         self._masks_begun = False  # those of the newest

@@ -22,6 +22,7 @@ from itertools import cycle
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource
 from compiled_engine.core.request import Request
+from compiled_engine.messages import NO_CACHE
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Blocks of each KV group."""
@@ -45,8 +46,8 @@ class KVCacheManager:
 
     @property
     def num_slots(self) -> int:
-        """Tokens of a single request that the whole cache can hold."""
-        return min(group.num_slots for group in self.groups)
+        """Tokens of a single request that the whole cache can hold; NO_CACHE without groups."""
+        return min((group.num_slots for group in self.groups), default=NO_CACHE)
 
     @property
     def num_blocks(self) -> int:
@@ -65,15 +66,17 @@ class KVCacheManager:
         num_tokens = len(request.token_ids)
         reads_prefix = self.enable_prefix_caching and not request.owes_every_token
         num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
-        if not all(resource.has_room(request, num_tokens, num_cached, reserve) for resource in self.resources):
-            return False
+        for resource in self.resources:  # no comprehensions here: a step may admit many requests
+            if not resource.has_room(request, num_tokens, num_cached, reserve):
+                return False
         for resource in self.resources:
             resource.take(request, num_tokens, num_cached)
         request.num_computed_tokens = num_cached
-        request.num_slots = min(group.slots_of(request) for group in self.groups)
-        request.next_block_end = sys.maxsize
-        if self.enable_prefix_caching:
-            request.next_block_end = num_cached + min(group.block_size for group in self.groups)
+        request.num_slots = request.next_block_end = sys.maxsize
+        for group in self.groups:
+            request.num_slots = min(request.num_slots, group.slots_of(request))
+            if self.enable_prefix_caching:
+                request.next_block_end = min(request.next_block_end, num_cached + group.block_size)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             if reads_prefix:
@@ -94,7 +97,7 @@ class KVCacheManager:
                 return None
         blocks: BlockIds = ()
         request.num_slots = sys.maxsize
-        for group in self.groups:  # no comprehensions: it is called for many requests a step
+        for group in self.groups:
             blocks += (group.grow(request, end),)
             request.num_slots = min(request.num_slots, group.slots_of(request))
         return blocks

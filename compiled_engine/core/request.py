@@ -83,7 +83,7 @@ class Request:
     ending_ids: the tokens that may end it sooner, and the error codes.
     constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
     failure: error of its constraint; the request ends with the next processed step.
-    prefix_root, pooling: see EngineRequest.
+    prefix_root, pooling, second_text: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
@@ -115,6 +115,7 @@ class Request:
     failure: str | None = None
     prefix_root: bytes = ROOT
     pooling: str = ""
+    second_text: int | None = None
     most_new_tokens: int = 1
     gets_fewer: bool = False
     status: RequestStatus = RequestStatus.WAITING
@@ -166,6 +167,7 @@ class Request:
             gets_fewer=gets_fewer,
             prefix_root=request.prefix_root,
             pooling=request.pooling,
+            second_text=request.second_text,
             next_prompt_logprob=request.next_prompt_logprob,
         )
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
@@ -254,6 +256,7 @@ class Request:
             block_ids=block_ids,
             masked=self.constraint is not None,
             by_token=self.pooling == "token",
+            second_text=self.second_text,
         )
 
 

@@ -75,13 +75,15 @@ class SchedulerCounts:
         Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
         (by a stop or the length), aborted, steps.
         """
-        total, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        blocks, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        total = max(blocks, 1)
+        least_free, used = (self.least_free, 1 - free / total) if blocks else (total, 0.0)
         return {
             "running": running,
             "waiting": waiting,
-            "kv_usage": 1 - free / total,
-            "kv_usage_peak": 1 - self.least_free / total,
-            "blocks_total": total,
+            "kv_usage": used,
+            "kv_usage_peak": 1 - least_free / total,
+            "blocks_total": blocks,
             "blocks_free": free,
             "prefix_queries": kv_cache.prefix_queries,
             "prefix_hits": kv_cache.prefix_hits,
@@ -130,7 +132,8 @@ class Scheduler:
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
-    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
+    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
+    prompt is computed in one step, and holds no blocks (num_blocks is 0).
     """
 
     def __init__(
@@ -143,16 +146,20 @@ class Scheduler:
         num_lanes: int = 1,
         most_new_tokens: int = 1,
         pools: bool = False,
+        *,
+        whole: bool = False,
     ) -> None:
-        self._config = scheduler
+        self._config, self._whole = scheduler, whole
         self._most_new_tokens = most_new_tokens
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
         self._kv_cache = KVCacheManager(
-            [BlockGroup(num_blocks, cache.block_size)],
+            [] if whole else [BlockGroup(num_blocks, cache.block_size)],
             [RequestRows(most * num_lanes)],
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots, pools=pools)
+        longest = scheduler.max_num_batched_tokens if whole else None
+        slots = self._kv_cache.num_slots
+        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
         self._requests = RequestTable(self._kv_cache)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
@@ -280,7 +287,9 @@ class Scheduler:
         while waiting and budget > 0 and len(draft.new) < room:
             request = waiting.peek()
             # A block is reserved for each running request, so that the new one is not preempted at once.
-            if request.awaits_token or not self._kv_cache.admit(request, reserve=len(running)):
+            if request.awaits_token or (self._whole and request.num_tokens > budget):
+                break
+            if not self._kv_cache.admit(request, reserve=len(running)):
                 break
             self._requests.start_next()
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)

@@ -31,9 +31,11 @@ def resolve_graphs(
     scheduler: SchedulerConfig,
     device: torch.device,
     reasons: dict[str, str],
+    decodes: bool = True,
 ) -> GraphConfig:
     """compiled, graphed: what `mode` came to. short_contexts: see Support; none where no pass reaches their kernels.
-    recording_obstacle: why the compiled forward of decodes cannot be recorded, see `recording_obstacle`.
+    decodes: whether there are any; an encoder has none. recording_obstacle: why the compiled forward of decodes cannot
+    be recorded, see `recording_obstacle`.
 
     Raises ValueError or TypeError naming the field.
     """
@@ -43,7 +45,7 @@ def resolve_graphs(
             if getattr(options, name) != getattr(EngineOptions(), name):
                 raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode captures no CUDA graphs")
         return GraphConfig(mode)
-    decode_sizes, token_sizes = _sizes(options, mode, scheduler, reasons)
+    decode_sizes, token_sizes = _sizes(options, mode, scheduler, reasons, decodes)
     if not decode_sizes and not token_sizes:
         asked = {name: getattr(options, name) for name in CAPTURE_OPTIONS}
         given = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
@@ -173,16 +175,17 @@ def default_token_sizes(limit: int) -> tuple[int, ...]:
 
 
 def _sizes(
-    options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str]
+    options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str], decodes: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(decode sizes, token sizes)"""
+    captures_decodes = mode.captures_decodes and decodes
     # Without graphs of their own decodes use those of mixed batches.
-    most_decodes = 0 if mode.captures_decodes else scheduler.max_num_seqs
+    most_decodes = 0 if captures_decodes or not decodes else scheduler.max_num_seqs
     most_tokens = scheduler.max_num_batched_tokens
     if mode is not GraphMode.FULL:
         most_tokens = min(max(MAX_TOKENS_AROUND_ATTENTION, most_decodes), most_tokens)
     families = (
-        ("capture_sizes", "decode_sizes", mode.captures_decodes, scheduler.max_num_seqs, "max_num_seqs"),
+        ("capture_sizes", "decode_sizes", captures_decodes, scheduler.max_num_seqs, "max_num_seqs"),
         (
             "capture_token_sizes",
             "token_sizes",

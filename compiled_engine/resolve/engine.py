@@ -79,6 +79,11 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
         if options.logits_processors:
             raise ValueError(f"logits_processors is {options.logits_processors!r}, but the model pools; allowed: ()")
+        if options.num_blocks is not None and not model.causal:
+            raise ValueError(f"num_blocks is {options.num_blocks}, but an encoder has no KV cache; allowed: None")
+        if caches_prefixes and not model.causal:
+            caches_prefixes = False
+            reasons["cache.enable_prefix_caching"] = "an encoder caches nothing: every token sees those behind it"
         if caches_prefixes and model.pooling.every_token:
             caches_prefixes = False
             reasons["cache.enable_prefix_caching"] = (
@@ -105,6 +110,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             scheduler=scheduler,
             device=device,
             reasons=reasons,
+            decodes=model.causal,
         ),
         parallel=parallel,
         device=device,
@@ -177,6 +183,9 @@ def _scheduler(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_tokens, max_num_seqs)
         reasons["scheduler.max_num_batched_tokens"] = f"default on {device.type}"
+        if not model.causal and model.max_model_len > max_num_batched_tokens:
+            max_num_batched_tokens = model.max_model_len
+            reasons["scheduler.max_num_batched_tokens"] = "an encoder computes a text in one step: max_model_len"
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs}), "

@@ -43,7 +43,6 @@ class RowFields:
         self.triton = self.device.type == "cuda" if triton is None else triton
         self.writes = StagedWrites(self.device, self.triton)
         self._fields: dict[str, StagedField] = {}
-        self._singles: list[tuple[StagedField, float]] = []
         self._arrays: list[StagedField] = []
         self._lists: dict[str, _RowList] = {}
 
@@ -57,7 +56,7 @@ class RowFields:
             if field.shape:
                 self._arrays.append(staged)
             else:
-                self._singles.append((staged, field.initial))
+                self.writes.restore(staged)
 
     def declare_list(self, name: str, width: int) -> None:
         """Have a list of any length for each row, int32 [n, width]: rows from `name`_start on, `name`_count many."""
@@ -80,15 +79,14 @@ class RowFields:
 
     def set(self, row: int, **values: float) -> None:
         """Stage single values of a row, by field."""
-        for name, value in values.items():
-            self._fields[name].set(row, value)
+        self.writes.set_each(self._fields, row, values)
 
     def write(self, name: str, row: int, values: np.ndarray, offset: int = 0) -> None:
         """Stage a part of a row's array, see StagedField.stage."""
         self._fields[name].stage(row, values, offset)
 
     def write_list(self, name: str, row: int, entries: np.ndarray) -> None:
-        """Stage a row's list, int32 [n, width]."""
+        """Stage a row's list, int32 [n, width]; it is empty when a request takes the row."""
         self._lists[name].write(row, entries)
 
     def lengthen(self, name: str, length: int) -> None:
@@ -97,11 +95,11 @@ class RowFields:
 
     def start(self, row: int) -> None:
         """Give a row to a request: its single values are initial ones until others are set."""
-        for field, initial in self._singles:
-            self.writes.set(field, row, initial)
+        self.writes.start(row)
 
     def free(self, row: int) -> None:
         """Forget what the row has on the host."""
+        self.writes.forget_row(row)
         for field in self._arrays:
             field.forget(row)
         for each in self._lists.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class StagedWrites:
         self._triton = device.type == "cuda" if triton is None else triton
         self._lengths: dict[StagedField, int] = {}
         self._numbers: defaultdict[StagedField, dict[int, float]] = defaultdict(dict)
+        self._restored: list[StagedField] = []
+        self._started: dict[int, None] = {}
         self._arrays: dict[tuple[StagedField, int, int], np.ndarray] = {}
         self._buffers: list[_Buffer] = []
         self._next = 0
@@ -63,8 +66,21 @@ class StagedWrites:
         """Have rows of at least `length` values from the next `apply` on."""
         self._lengths[field] = max(length, self._lengths.get(field, 0))
 
+    def restore(self, field: StagedField) -> None:
+        """Have `start` give a row of this field, of single values, its initial value."""
+        self._restored.append(field)
+
+    def start(self, row: int) -> None:
+        """Stage the initial values of a row; what is set afterwards replaces them."""
+        self._started[row] = None
+
     def set(self, field: StagedField, row: int, value: float) -> None:
         self._numbers[field][row] = value
+
+    def set_each(self, fields: Mapping[str, StagedField], row: int, values: Mapping[str, float]) -> None:
+        """Stage values of a row by the names of fields."""
+        for name, value in values.items():
+            self._numbers[fields[name]][row] = value
 
     def write(self, field: StagedField, row: int, values: np.ndarray, offset: int) -> None:
         if len(values):
@@ -75,8 +91,15 @@ class StagedWrites:
         for key in [key for key in self._arrays if key[:2] == (field, row)]:
             del self._arrays[key]
 
+    def forget_row(self, row: int) -> None:
+        """Forget the single values that are staged for a row."""
+        self._started.pop(row, None)
+        for values in self._numbers.values():
+            values.pop(row, None)
+
     def discard(self) -> None:
         """Forget what is staged: the step that it was for has failed. Fields that are to be longer will be."""
+        self._started.clear()
         self._numbers.clear()
         self._arrays.clear()
 
@@ -89,10 +112,14 @@ class StagedWrites:
         for field, length in self._lengths.items():
             field.lengthen_now(length)
         self._lengths.clear()
-        if not self._numbers and not self._arrays:
+        if not self._numbers and not self._arrays and not self._started:
             return
         numbers, arrays = self._numbers, self._arrays
         self._numbers, self._arrays = defaultdict(dict), {}
+        if self._started:
+            for field in self._restored:
+                numbers[field] = dict.fromkeys(self._started, field.initial) | numbers[field]
+            self._started = {}
         if self._triton:
             writes = _Writes()
             for field, values in numbers.items():
@@ -183,7 +210,7 @@ class StagedField:
 
     def __init__(self, writes: StagedWrites, tensor: torch.Tensor, initial: float):
         # Staged writes refer to fields: a reference back would keep all of it until the next garbage collection.
-        self._writes, self._initial = weakref.proxy(writes), initial
+        self._writes, self.initial = weakref.proxy(writes), initial
         self.numpy_dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
         self._put(tensor)
 
@@ -225,7 +252,7 @@ class StagedField:
     def lengthen_now(self, length: int) -> None:
         num_rows, have = self.tensor.shape
         if have < length:
-            longer = self.tensor.new_full((num_rows, length), self._initial)
+            longer = self.tensor.new_full((num_rows, length), self.initial)
             longer[:, length - have :] = self.tensor
             self._put(longer)
 

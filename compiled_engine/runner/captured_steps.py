@@ -128,7 +128,7 @@ class PaddedStep:
         """Return those of a buffer for each use, and of the first and last cache: all are replaced together."""
         buffers, caches = self.buffers, self.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
-        return tuple(tensor.data_ptr() for tensor in (*read, caches[0], caches[-1]))
+        return tuple(tensor.data_ptr() for tensor in (*read, *caches[:1], *caches[-1:]))
 
     def _plan(self, inputs: AttentionInputs) -> None:
         if self._case is not None:

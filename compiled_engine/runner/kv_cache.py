@@ -75,6 +75,8 @@ def size_cache(
     """
     size = block_bytes(config, layers)
     left = bytes_left(config)
+    if not size:  # an encoder
+        return CacheSize(0, 0, left, activation_bytes, graph_bytes)
     if left is not None:
         free, _ = _free_and_total(config.device)
         available = left - activation_bytes - graph_bytes - set_aside_bytes

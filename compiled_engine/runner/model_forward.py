@@ -127,9 +127,8 @@ class ModelForward:
             if on_attention is not None:
                 self._parts = compiled.bind(parameters, on_attention, self._received)
         else:
-            ends: dict[str, Any] = {"logits": model.logits}
-            if (pooler := getattr(model, "pooler", None)) is not None:
-                ends = {"pooler": pooler, "pools": True}
+            pooler = getattr(model, "pooler", None)
+            ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
             self._whole = self._parts = Forwards(model, **ends)
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))

@@ -10,6 +10,7 @@ from torch import nn
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
+from compiled_engine.attention.inputs import tensors_of_model
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
@@ -120,7 +121,16 @@ class Runner:
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
-        self.states = RequestStates(max_rows, length, block_size, config.device, in_flight, speculation.num_tokens)
+        own = tensors_of_model(config.model.token_types)
+        self.states = RequestStates(
+            max_rows,
+            length,
+            block_size,
+            config.device,
+            in_flight,
+            speculation.num_tokens,
+            has_token_types=bool(own),
+        )
         self._proposer = NgramProposer(speculation, self.states) if speculation.num_tokens else None
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
@@ -135,7 +145,7 @@ class Runner:
             self.states.writes,
             config.device,
             work_length,
-            step_tensors(config.compile.passes),
+            (*own, *step_tensors(config.compile.passes)),
             has_drafts=self._proposer is not None,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.sampling.sampler import Sampler
@@ -39,6 +40,8 @@ class RequestStates:
         device: torch.device,
         steps_in_flight: int = 2,
         num_drafts: int = 0,
+        *,
+        has_token_types: bool = False,
     ):
         self.block_size = block_size
         self.fields = fields = RowFields(max_num_rows, device)
@@ -57,6 +60,9 @@ class RequestStates:
         if num_drafts:
             fields.declare(RowField("drafts", shape=(num_drafts,), initial=-1))
             self.drafts_SK = fields["drafts"]
+        self._has_token_types = has_token_types
+        if has_token_types:
+            fields.declare(RowField(SECOND_TEXT, initial=NO_SECOND_TEXT))
         self.known_ids_KL = torch.zeros(
             steps_in_flight * max_num_rows,
             max_model_len + 1,
@@ -98,9 +104,11 @@ class RequestStates:
             self.by_token.add(row)
         self.fields.start(row)
         self.fields.set(row, num_computed=num_computed, num_known=len(request.token_ids), known_row=known_row)
+        if self._has_token_types and request.second_text is not None:
+            self.fields.set(row, **{SECOND_TEXT: request.second_text})
         self._num_blocks[row] = 0
-        (block_ids,) = request.block_ids
-        self.append_blocks(row, block_ids)
+        for block_ids in request.block_ids:
+            self.append_blocks(row, block_ids)
         return row
 
     def known_ids(self, row: int) -> np.ndarray:

@@ -261,10 +261,14 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
     for case in cases_of(model, block_size, config.device):
         q_THd = torch.zeros(shape.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype, device=config.device)
-        kv_cache = q_THd.new_zeros(1, 2, block_size, case.num_kv_heads, case.head_dim)
         sinks_H = q_THd.new_zeros(case.num_heads) if case.sinks else None
         scale = model.attention_scale or case.head_dim**-0.5
         scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
+        if case.packed:
+            k_TKd = q_THd.new_zeros(shape.num_tokens, case.num_kv_heads, case.head_dim)
+            backend.attend_packed(q_THd, k_TKd, k_TKd, torch.empty_like(q_THd), inputs, scoring)
+            continue
+        kv_cache = q_THd.new_zeros(1, 2, block_size, case.num_kv_heads, case.head_dim)
         backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
 
 

@@ -86,7 +86,7 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Arguments: see Sampler.add_row."""
+        """Fill what differs from a row just started. Arguments: see Sampler.add_row."""
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
         penalised = params.has_penalties
@@ -94,13 +94,15 @@ class EditedRows:
             self._start_counts(row, token_ids[:num_prompt_tokens], output_ids)
         if additions.longest_prefix > 0:
             self._start_tail(row, output_ids, additions.longest_prefix)
-        self._rows.write_list("additions", row, additions.of(self._vocabulary).additions_NC)
-        self._rows.write_list("prefixes", row, additions.prefixes_P)
+        if additions is not NO_ADDITIONS:
+            self._rows.write_list("additions", row, additions.of(self._vocabulary).additions_NC)
+            self._rows.write_list("prefixes", row, additions.prefixes_P)
+        if penalised:
+            self._rows.set(row, **{name: getattr(params, name) for name in PENALTIES})
         limited = params.allowed_token_ids is not None
         if params.allowed_token_ids is not None:
             self._allow(row, params.allowed_token_ids)
-        values = {name: getattr(params, name) for name in PENALTIES}
-        self._rows.set(row, allowed_mask=row if limited else -1, **values)
+            self._rows.set(row, allowed_mask=row)
         return RowEdits(len(additions.additions_NC) > 0, limited, penalised, penalised or additions.longest_prefix > 0)
 
     def _start_counts(self, row: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:

@@ -54,7 +54,10 @@ QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "ru
 POOLING_FIELDS = ("model.pooling.head",)
 OTHER_POOLING_FIELDS = tuple(
     f"model.pooling.{name}"
-    for name in ("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions")
+    for name in (
+        *("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions"),
+        "own_head",  # follows from model.architecture
+    )
 )
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
@@ -88,6 +91,8 @@ OTHER_FIELDS = (
     "model.transformers",  # None, for the textbook's models
     "model.quantisation",  # None, for weights in model.dtype
     "model.pooling",  # None, for models that generate
+    "model.causal",  # these two follow from model.transformers.config, and from the head
+    "model.token_types",
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",

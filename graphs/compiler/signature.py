@@ -20,6 +20,7 @@ from compiled_engine.attention.inputs import (
     attention_inputs_of,
     kv_cache_tensors,
     padding_of,
+    tensors_of_model,
 )
 from compiled_engine.config import EngineConfig
 from compiled_engine.passes.framework.graph_pass import CompileRange
@@ -105,13 +106,15 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 def forward_signature(config: EngineConfig) -> Signature:
     """A step: hidden states of every token, and in ranges for small batches their logits if the model has them."""
     model = config.local_model
-    results = {"hidden_TD": f"model({', '.join(FORWARD_ARGUMENTS)})"}
+    own = tensors_of_model(model.token_types)
+    arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
+    results = {"hidden_TD": f"model({', '.join(arguments)})"}
     if model.pooling is None:
         results["logits_TV"] = "model.logits(hidden_TD)"
     caches = kv_cache_tensors(model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size), model.dtype)
     return Signature(
-        FORWARD_ARGUMENTS,
-        (*STEP_TENSORS, *caches),
+        arguments,
+        (*STEP_TENSORS, *caches, *own),
         results,
         returns=("hidden_TD",),
         ranges=compile_ranges(config),

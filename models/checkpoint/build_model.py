@@ -20,7 +20,8 @@ def build_model(config: ModelConfig) -> Any:
     """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
 
     It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and
-    `logits(hidden_RD) -> logits_RV`, or if it pools `pooler(pooled_RW) -> result_RL`. Buffers (rotary frequencies) are
+    `logits(hidden_RD) -> logits_RV`, or if it pools `pooler(pooled_RW) -> result_RL`. An encoder takes the token types
+    too, if its tokens have any. Buffers (rotary frequencies) are
     fp32 on the CPU.
     """
     if config.transformers is None:
@@ -39,14 +40,16 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
 
 
 def _with_pooler(model: Any, config: ModelConfig) -> Any:
-    """The model with a pooler in the place of its output projection, if it pools."""
-    if config.pooling is not None:
+    """The model with a pooler in the place of its output projection, if it pools; an encoder has none to replace."""
+    if config.pooling is None or config.pooling.own_head:
+        return model
+    if config.causal:
         children = dict(model.named_children())
         decoder = max(children, key=lambda name: len(list(children[name].parameters())))
         for name in children.keys() - {decoder}:
             delattr(model, name)
-        with torch.device("meta"):
-            model.pooler = Pooler(config.pooling.head).eval().requires_grad_(False)
+    with torch.device("meta"):
+        model.pooler = Pooler(config.pooling.head).eval().requires_grad_(False)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,19 +16,25 @@ from compiled_engine.models.foreign.find_description import find_description
 
 
 def foreign_model(
-    fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None
+    fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: Sequence[str]
 ) -> tuple[ModelConfig, str]:
     """The model, and the source of its max_model_len, the longest supported.
 
+    names: architectures to try in turn; a later one is tried where transformers does not know the ones before.
     Raises ValueError, with the name, for a model that transformers does not have or the engine cannot run.
     """
-    config_json = json.dumps(fields.values, sort_keys=True)
+    name, *others = names
+    config_json = json.dumps(fields.replaced(architectures=[name]).values, sort_keys=True)
     try:
         description = find_description(config_json, dtype, cache_dir)
     except UnknownArchitectureError:
+        if others:
+            return foreign_model(fields, path, dtype, cache_dir, others)
         raise
     except ValueError as error:
         raise ValueError(f"{fields.source}: {error}") from error
+    if description.architecture != name:  # a decoder, which runs as a causal language model
+        return foreign_model(fields, path, dtype, cache_dir, [description.architecture])
     layers = description.layers
     heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers)
     for name in ("soft_cap", "sinks"):
@@ -60,5 +67,7 @@ def foreign_model(
         layer_heads=heads if len(set(heads)) > 1 else None,
         attention_soft_cap=layers[0].soft_cap,
         attention_sinks=layers[0].sinks,
+        causal=layers[0].causal,
+        token_types=description.token_types,
     )
     return model, "the model's max_position_embeddings"

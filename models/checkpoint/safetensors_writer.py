@@ -45,7 +45,7 @@ class SafetensorsWriter:
         if tensor.nbytes != nbytes:
             raise ValueError(f"{name} takes {tensor.nbytes} bytes, but {nbytes} were stated")
         self._file.seek(self._begin + start)
-        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsWriter:
         return self

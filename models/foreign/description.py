@@ -24,7 +24,7 @@ log = logging.getLogger("compiled_engine")
 
 
 class UnknownArchitectureError(ValueError):
-    """transformers has no causal language model of that name in its own code."""
+    """transformers has no model of that name in its own code."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,15 @@ class LayerShape:
     sliding_window: int | None
     soft_cap: float
     sinks: bool
+    causal: bool = True
 
 
 @dataclass(frozen=True)
 class Description:
-    """Sizes, what each layer's attention is like, and all tensors."""
+    """Sizes, what each layer's attention is like, and all tensors.
+
+    max_position_embeddings: tokens of a text. token_types: how many types tokens may have; 0 if the code reads none.
+    """
 
     architecture: str
     vocab_size: int
@@ -67,6 +71,7 @@ class Description:
     layers: tuple[LayerShape, ...]
     parameters: tuple[TensorDescription, ...]
     buffers: tuple[TensorDescription, ...]
+    token_types: int = 0
 
     @staticmethod
     def from_json(text: str) -> Description:

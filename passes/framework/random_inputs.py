@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.inputs import padding_of, step_of
+from compiled_engine.attention.inputs import TOKEN_TYPES, padding_of, step_of
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
 from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, Parameter, compute
 
@@ -39,7 +39,7 @@ class RandomInputs:
             self._arguments[name] = self._normal((num_blocks, *fake.shape[1:]), fake.dtype)
         sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
         asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
-        self._arguments |= padding_of(asked, sizes, device)
+        self._arguments |= padding_of((*asked, TOKEN_TYPES), sizes, device)
         for name, node in placeholders.items():  # rows of a callable's own, such as hidden states
             if source_of(node).kind == "argument" and name not in self._arguments:
                 fake = node.meta["val"]

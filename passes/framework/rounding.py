@@ -20,7 +20,8 @@ def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     rows, columns = rounding.rows or N, rounding.columns or K
     magnitudes = F.pad(values_NK.float().abs(), (0, -K % columns, 0, -N % rows))
     largest_RC = magnitudes.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
-    return largest_RC.clamp_min(SMALLEST_MAXIMUM) / rounding.largest
+    # By a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number, which rounds twice.
+    return largest_RC.clamp_min(SMALLEST_MAXIMUM) / torch.full_like(largest_RC, rounding.largest)
 
 
 def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:

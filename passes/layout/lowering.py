@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.op import ATTENTION, ATTENTION_VALUE
+from compiled_engine.attention.op import ATTEND_PACKED, ATTEND_PACKED_VALUE, ATTENTION, ATTENTION_VALUE
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.manager import PassReport, run_passes
@@ -97,19 +97,22 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each layer's cache: a model attends wherever it has one."""
+        """One for each layer's cache, since a model attends wherever it has one; without caches each attention."""
         inputs = graph.find_nodes(op="placeholder")
-        return sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
+        caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
+        return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
 
     def run(self, graph: fx.Graph) -> PassResult:
-        matches = graph.find_nodes(op="call_function", target=ATTENTION_VALUE)
-        for node in matches:
-            with graph.inserting_before(node):
-                out = _buffer_like(graph, arg(node, 0))
-                emit_named(graph, ATTENTION, named(node) | {"out_THd": out})
-            node.replace_all_uses_with(out)
-            graph.erase_node(node)
-        return PassResult(len(matches))
+        matches = 0
+        for value, op in ((ATTENTION_VALUE, ATTENTION), (ATTEND_PACKED_VALUE, ATTEND_PACKED)):
+            for node in graph.find_nodes(op="call_function", target=value):
+                with graph.inserting_before(node):
+                    out = _buffer_like(graph, arg(node, 0))
+                    emit_named(graph, op, named(node) | {"out_THd": out})
+                node.replace_all_uses_with(out)
+                graph.erase_node(node)
+                matches += 1
+        return PassResult(matches)
 
 
 def _buffer_like(graph: fx.Graph, query: fx.Node) -> fx.Node:

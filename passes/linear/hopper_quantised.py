@@ -66,12 +66,9 @@ def stages_of(groups: int, tokens: int, parts: int, products: int, silu_mul: boo
     return max(1, min((memory - ending) // stage, cdiv(k, COLUMNS * parts * products)))
 
 
-@cache
-def quantised_product_tiles(num_tokens: int, num_rows: int, num_multiprocessors: int) -> ProductTiles:
-    """Tiles for more tokens than those of TOKEN_BUCKETS: 128 rows of the weight for each group of warps if every
-    multiprocessor has such a tile, otherwise 64."""
-    has_all = cdiv(num_tokens, 128) * cdiv(num_rows, 256) >= BUSY * num_multiprocessors
-    return ProductTiles(2, 128, (128,), 4) if has_all else ProductTiles(2, 64, (128,), 6)
+# Tiles for more tokens than those of TOKEN_BUCKETS. With 128 rows of the weight for each group of warps, the sums that
+# are added every 128 columns do not fit into registers.
+PRODUCT_TILES = ProductTiles(2, 64, (128,), 6)
 
 
 def quantised_candidates(num_tokens: int, num_rows: int, k: int, silu_mul: bool) -> list[HopperTiles]:

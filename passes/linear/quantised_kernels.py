@@ -18,7 +18,7 @@ from compiled_engine.passes.linear import quantised_product, round_inputs
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
 from compiled_engine.passes.linear.hopper_product import hopper_product
 from compiled_engine.passes.linear.hopper_quantised import (
-    quantised_product_tiles,
+    PRODUCT_TILES,
     quantised_tiles,
     why_not_on_hopper,
 )
@@ -165,8 +165,7 @@ def _on_hopper(
             residual_TM = residual_TM.contiguous()
         tiles = quantised_tiles(num_tokens, num_rows, k, silu_mul, many)
         return hopper_linear(x_TK, codes_NK, bias_N, silu_mul, activation, tiles, residual_TM, scaling, dtype)
-    product_tiles = quantised_product_tiles(num_tokens, num_rows, many)
-    y_TM = hopper_product(x_TK, codes_NK, silu_mul, activation, product_tiles, scaling, dtype)
+    y_TM = hopper_product(x_TK, codes_NK, silu_mul, activation, PRODUCT_TILES, scaling, dtype)
     return y_TM if residual_TM is None else residual_TM + y_TM
 
 

@@ -125,7 +125,7 @@ def launch(
         SMALLEST=SMALLEST_MAXIMUM,
         OFFSET=norm_offset,
         WIDE=norm_wide,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=max(1, min(16, block // 512)),
         **dependent_launch(x_TK.device),
     )
     return codes_TK, scales_CT[:, :num_tokens]

@@ -18,6 +18,7 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_S
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
+from compiled_engine.attention.backends.triton_packed import FEW_TOKENS, SEARCHED, packed_kernel, packed_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode_kernel
 from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
@@ -123,6 +124,20 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
         prefill_kernel, dtype, chosen, spilled=104 if shape[2] == 256 else 0, programs=tiles.programs, **options
     )
     assert ("wgmma" in ptx) == (dtype != torch.float32)
+    assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.product(one_in=2)
+@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (12, 12, 32)), *VARIANTS])
+def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], num_tokens: int) -> None:
+    tiles = packed_tiles(shape[2], dtype.itemsize, num_tokens)
+    sizes = {"TILE_M": tiles.queries, "TILE_N": tiles.keys, "SEARCHED": SEARCHED, "DEPENDENT_LAUNCH": True}
+    chosen = constants(*shape, K_HEAD_STRIDE=shape[2], V_HEAD_STRIDE=shape[2], **sizes)
+    chosen = {name: chosen[name] for name in packed_kernel.arg_names if name in chosen}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+    ptx = check(packed_kernel, dtype, chosen, spilled=64, **options)
+    assert ("wgmma" in ptx) == (dtype != torch.float32 and tiles.queries >= 64)
     assert "cp.async.cg.shared.global" in ptx
 
 

@@ -1,7 +1,8 @@
 """Each way in which people start the engine on a GPU, cold and warm, beside transformers.
 
-A start is a process of its own, so what is imported, forked, compiled and captured is what a user's script meets. All
-share one folder of kernels; each has a token budget of its own, so that its first start finds no compiled model.
+Starts in processes of their own import, fork, compile and capture what a user's script does. Starts that differ in the
+compiled model alone follow one another in the process of the tests, which has imported everything. All share one folder
+of kernels; each has a token budget of its own, so that its first start finds no compiled model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gpu_start
 import pytest
 import torch
 from folders import SUPPORT
@@ -24,7 +26,7 @@ from compiled_engine.bench.families import Family, family, load_oracle, write_ch
 from compiled_engine.bench.family_comparison import BF16_FACTOR, TOLERANCE
 from compiled_engine.passes.registry import registered_passes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 SCRIPT = SUPPORT / "gpu_start.py"
 LONGEST_S = 240
@@ -39,14 +41,21 @@ OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
 
 @dataclass(frozen=True)
 class Start:
-    """options: of `LLM`. empty: without the kernels of other starts. narrow: it runs 16-bit models alone. changes: of
-    the family's configuration, as sorted items."""
+    """options: of `LLM`. cold_apart, warm_apart: in a process of its own; other starts compile without further
+    processes. empty: without the kernels of other starts. narrow: it runs 16-bit models alone. changes: of the family's
+    configuration, as sorted items."""
 
     family: str = "qwen3"
     options: dict[str, Any] = field(default_factory=dict)
+    cold_apart: bool = False
+    warm_apart: bool = False
     empty: bool = False
     narrow: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
+
+
+def separate(family: str = "qwen3", **options: Any) -> Start:
+    return Start(family, options, cold_apart=True, warm_apart=True)
 
 
 def without(name: str) -> Start:
@@ -62,28 +71,28 @@ def without(name: str) -> Start:
     return Start(having.get(name, "qwen3"), options, changes=(("num_hidden_layers", 2),))
 
 
-# Those that Inductor compiles take longest, and begin first.
+# Starts that Inductor compiles take longest, and begin first.
 STARTS = {
-    "default, nothing kept": Start(empty=True),
-    "foreign, Inductor": Start("olmo2"),
+    "default, nothing kept": replace(separate(), empty=True),
+    "foreign, Inductor": separate("olmo2"),
     "foreign, Inductor, windows": Start("cohere2"),
     **{f"without {p.name}": without(p.name) for p in registered_passes() if p.name not in OF_RANKS},
-    "eager": Start(options={"mode": "eager"}),
-    "compiled": Start(options={"mode": "compiled"}),
-    **{f"graphs: {mode}": Start(options={"graph_mode": mode}) for mode in GRAPH_MODES},
-    "graphs: breakable": Start(options={"mode": "eager", "graph_mode": "breakable"}),
-    "cuda:0": Start(options={"device": "cuda:0"}),
+    "foreign, no Inductor": separate("granite"),
+    "experts": separate("qwen3_moe"),
+    "foreign experts": separate("gpt_oss"),
+    "compiled": separate(mode="compiled"),
+    "cuda:0": separate(device="cuda:0"),
+    "a worker process": separate(distributed_executor="multiprocess"),
+    "eager": separate(mode="eager"),
+    **{f"graphs: {mode}": Start(options={"graph_mode": mode}, warm_apart=True) for mode in GRAPH_MODES},
+    "graphs: breakable": Start(options={"mode": "eager", "graph_mode": "breakable"}, warm_apart=True),
     # Reduced builds of flash-attn have the common sizes of heads alone.
     "flash_attn": Start(options={"attention_backend": "flash_attn"}, narrow=True, changes=(("head_dim", 64),)),
     "torch attention": Start(options={"attention_backend": "torch"}),
-    "a worker process": Start(options={"distributed_executor": "multiprocess"}),
     "without scheduling ahead": Start(options={"async_scheduling": False}),
     "windows": Start("mistral"),
     "soft caps and windows": Start("gemma2"),
-    "experts": Start("qwen3_moe"),
-    "foreign, no Inductor": Start("granite"),
     "foreign, norms behind": Start("glm4"),
-    "foreign experts": Start("gpt_oss"),
     "textbook's model by transformers' code": Start(options={"model_impl": "transformers"}),
 }
 
@@ -127,8 +136,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-def run(checkpoint: Checkpoint, *options: dict[str, Any], root: Path | None = None) -> list[dict[str, Any]]:
-    """Engines in one process, by their options."""
+def run(
+    checkpoint: Checkpoint, *options: dict[str, Any], apart: bool, root: Path | None = None
+) -> list[dict[str, Any]]:
+    """Engines in one process, by their options: in one of their own, or in this one."""
+    if not apart:
+        return [gpu_start.start(str(checkpoint.folder), each, checkpoint.prompts) for each in options]
     environment = os.environ if root is None else os.environ | {"COMPILED_ENGINE_CACHE_DIR": str(root)}
     arguments = [str(checkpoint.folder), json.dumps(options), json.dumps(checkpoint.prompts)]
     command = [sys.executable, str(SCRIPT), *arguments]
@@ -140,13 +153,15 @@ def run(checkpoint: Checkpoint, *options: dict[str, Any], root: Path | None = No
 
 
 def check_start(name: str, checkpoint: Checkpoint, root: Path | None, device: str) -> None:
-    """Cold in bf16, then in fp32, and warm in another process: the tokens and log-probabilities of transformers."""
+    """Cold in bf16, then in fp32, then warm: the tokens and log-probabilities of transformers."""
     start = STARTS[name]
     options = OPTIONS | {"device": device, "max_num_batched_tokens": 64 + list(STARTS).index(name)} | start.options
     compiled = options.get("mode") != "eager"
+    if compiled and not start.cold_apart:
+        options["compile_workers"] = 0
     dtypes = [options | BF16] if start.narrow else [options | BF16, options | {"dtype": "float32"}]
-    cold = run(checkpoint, *dtypes, root=root)
-    warm = run(checkpoint, dtypes[-1], root=root)
+    cold = run(checkpoint, *dtypes, apart=start.cold_apart, root=root)
+    warm = run(checkpoint, dtypes[-1], apart=start.warm_apart, root=root)
     for found, first in [*((each, True) for each in cold), (warm[0], False)]:
         if compiled:
             assert found["cache"] == ("miss" if first else "hit")

@@ -23,8 +23,8 @@ from compiled_engine.passes.framework.rounding import round_inputs as rounded_by
 from compiled_engine.passes.linear import quantised_kernels, quantised_product, round_inputs
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles
 from compiled_engine.passes.linear.hopper_quantised import (
+    PRODUCT_TILES,
     quantised_candidates,
-    quantised_product_tiles,
     quantised_tiles,
 )
 from compiled_engine.passes.linear.quantised_kernels import HOPPER, LIBRARY, TORCH, TRITON, choose_on, scaling_of
@@ -128,16 +128,12 @@ def test_tiles_of_the_rule_fit(
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("num_tokens", [200, 8192])
-def test_products_of_the_rule_fit(num_tokens: int, gated: bool, tmp_path: Path) -> None:
+def test_products_of_the_rule_fit(gated: bool, tmp_path: Path) -> None:
     from test_hopper_product import compiled
 
-    tiles = quantised_product_tiles(num_tokens, 24576 if num_tokens > 1024 else 4096, MULTIPROCESSORS)
-    assert tiles.rows == (128 if num_tokens > 1024 else 64)
-    program = compiled(tiles, 4096, gated, scales=(128, 128, 128))
+    program = compiled(PRODUCT_TILES, 4096, gated, scales=(128, 128, 128))
     assert program.metadata.shared <= 227 << 10
-    # Addresses; sums would be 256 bytes for 64 rows.
-    assert resources(program, tmp_path) <= 384
+    assert resources(program, tmp_path) == 0
     assert "m64n128k32.f32.e4m3.e4m3" in program.asm["ptx"]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,46 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_most_telling_tests_come_first() -> None:
-    starts, engines, kernels, alone = stages_of(gpu_tests.TESTS)
-    assert [path.name for path in starts.files] == ["test_gpu_starts.py"]
-    assert [path.name for path in engines.files][:2] == ["test_gpu_engine.py", "test_gpu_graphs.py"]
-    assert "test_attention.py" in {path.name for path in kernels.files}
-    assert (alone.alone, set(alone.files) <= {*starts.files, *engines.files, *kernels.files}) == (True, True)
+def test_what_wants_the_gpu_for_itself_comes_last() -> None:
+    together, alone = stages_of(gpu_tests.TESTS)
+    assert {"test_gpu_starts.py", "test_gpu_engine.py", "test_attention.py"} <= {path.name for path in together.files}
+    assert (alone.alone, set(alone.files) <= set(together.files)) == (True, True)
+
+
+@dataclass(frozen=True)
+class Item:
+    """As much of a test as decides about its place."""
+
+    nodeid: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.nodeid.partition("::")[0])
+
+
+def items_of(name: str, tests: int, cases: int) -> list[Any]:
+    return [Item(f"{name}::test_{test}[{case}]") for test in range(tests) for case in range(cases)]
+
+
+def test_long_tests_begin_first_in_all_processes() -> None:
+    """Starts in one half of four processes, engines in the other, a test's cases in one process; then the kernels, in
+    order."""
+    engines, starts = items_of("test_gpu_engine.py", 2, 3), items_of("test_gpu_starts.py", 1, 5)
+    kernels = items_of("test_attention.py", 3, 10)
+    order = gpu_tests.dealt([*kernels[:7], *engines, *starts, *kernels[7:]], 4)
+    first, second, third, fourth = (order[start:] for start in (0, 10, 20, 30))
+    assert (first[:3], second[:2]) == (starts[::2], starts[1::2])
+    assert (third[:3], fourth[:3]) == (engines[:3], engines[3:])
+    assert [item for item in order if item in kernels] == kernels
+
+
+@pytest.mark.parametrize("processes", [1, 2, 14])
+def test_every_test_is_dealt_once(processes: int) -> None:
+    """Also where there are more long tests than a process's share."""
+    items = [*items_of("test_gpu_starts.py", 1, 9), *items_of("test_gpu_graphs.py", 2, 2), *items_of("test_a.py", 1, 4)]
+    order = gpu_tests.dealt(items, processes)
+    assert len(order) == len(items)
+    assert set(order) == set(items)
 
 
 def test_what_does_not_fit_is_cut_and_said(
@@ -70,25 +105,30 @@ def test_what_does_not_fit_is_cut_and_said(
 ) -> None:
     monkeypatch.setattr(gpu_tests, "MOST_PROCESSES", 1)
     result = folder / "result.json"
-    quick, slow, alone = stages_of(folder)
+    together, alone = stages_of(folder)
+    slow, quick = (Stage(path.stem, (path,)) for path in sorted(together.files, reverse=True))
     assert run_all([quick, alone], result, None, [], FACTS) == 1
     found = json.loads(result.read_text())
     assert found["commit"] == "abc"
     counts = found["stages"]
-    assert min(counts["starts"].pop("seconds"), counts["alone"].pop("seconds")) > 0
-    failed = counts["starts"].pop("failed")
+    for measured in ("seconds", "processor_seconds"):
+        assert min(counts["test_gpu_starts"].pop(measured), counts["alone"].pop(measured)) > 0
+    failed = counts["test_gpu_starts"].pop("failed")
     assert [name.partition("::")[2] for name in failed] == ["test_error", "test_fails[2]"]
     slowest = [stage.pop("slowest") for stage in counts.values()]
     assert [len(seconds) for seconds in slowest] == [5, 1]
-    assert counts["starts"] == {"passed": 2, "skipped": 1, "not_run": 0, "cut": None}
+    for stage, of_tests in zip(counts.values(), slowest, strict=True):
+        (of_file,) = stage.pop("files").values()
+        assert of_file == pytest.approx(sum(of_tests.values()), abs=0.5)
+    assert counts["test_gpu_starts"] == {"passed": 2, "skipped": 1, "not_run": 0, "cut": None}
     assert counts["alone"] == {"passed": 1, "skipped": 0, "failed": [], "not_run": 0, "cut": None}
     assert "3 passed, 2 failed, 1 skipped in " in capsys.readouterr().out
 
     assert run_all([slow, quick], result, gpu_tests.FAREWELL_S + 6, [], FACTS) == 1
     stages = json.loads(result.read_text())["stages"]
-    kernels = stages["kernels"]
-    assert kernels["cut"] == "the time was over"
-    assert (kernels["passed"], kernels["not_run"]) in ((1, 2), (0, 3), (0, None))  # as fast as the machine is
+    cut = stages["test_slow"]
+    assert cut["cut"] == "the time was over"
+    assert (cut["passed"], cut["not_run"]) in ((1, 2), (0, 3), (0, None))  # as fast as the machine is
     said = capsys.readouterr().out
     assert "its tests did not run: the time was over\n" in said
     assert said.endswith("not all were run\n")
@@ -106,7 +146,7 @@ def test_an_interrupted_run_has_a_result_too(folder: Path) -> None:
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    stage = json.loads(result.read_text())["stages"]["kernels"]
+    stage = json.loads(result.read_text())["stages"]["together"]
     assert stage["cut"] == "interrupted"
     assert said.endswith("not all were run\n")
 

@@ -39,9 +39,12 @@ def test_what_is_staged_for_a_freed_row_is_not_written() -> None:
     rows.declare(RowField("table", shape=(4,)))
     rows.write("table", 1, np.array([5, 6], np.int32))
     rows.write("table", 2, np.array([7, 8], np.int32), offset=-2)
+    rows.start(1)
+    rows.set(1, slot=5)
     rows.free(1)
     rows.writes.apply()
     assert rows["table"].tolist() == [[0] * 4, [0] * 4, [0, 0, 7, 8], [0] * 4]
+    assert rows["slot"].tolist() == [-1] * 4
 
 
 def test_fields_have_names_of_their_own_and_may_come_late() -> None:

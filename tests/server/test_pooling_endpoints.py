@@ -91,7 +91,8 @@ def test_results_of_each_token(embedder: RunningServer) -> None:
         ({"input": [999]}, "input", "within the vocabulary, 0 to 399, got 999"),
         ({"input": ["a", "b " * 60]}, "input", "at most 40 tokens"),
         ({"input": "a", "prompt_name": "x"}, "prompt_name", "allowed: query"),
-        ({"input": "a", "messages": []}, "messages", "give texts"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "has no chat template"),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input", "absent where there are messages"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format", "'float'"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": "a", "model": "other"}, "model", "does not exist"),
@@ -176,3 +177,40 @@ def test_models_of_the_other_kind_say_so(server: RunningServer, embedder: Runnin
     response = post(embedder, "/v1/completions", prompt="a")
     assert response.status_code == 400
     assert "pools, and generates no text" in error_of(response)["message"]
+
+
+def test_a_chat_is_embedded_as_its_template_writes_it(tmp_path: Path) -> None:
+    make_embedder(tmp_path, kinds=("lasttoken",))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ '.' if enable_thinking }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    messages = [{"role": "system", "content": "fox"}, {"role": "user", "content": [{"type": "text", "text": "dog"}]}]
+    with running(AsyncLLM(tmp_path, **SMALL)) as server:
+        chat = post(server, "/v1/embeddings", messages=messages, chat_template_kwargs={"enable_thinking": True}).json()
+        assert "data" in chat, chat
+        text = post(server, "/v1/embeddings", input="system: fox\nuser: dog\n.").json()
+        rows = post(server, "/pooling", messages=messages, task="token_embed").json()
+    assert chat["data"][0]["embedding"] == pytest.approx(text["data"][0]["embedding"], abs=1e-6)
+    assert chat["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
+    assert len(rows["data"][0]["data"]) == rows["usage"]["prompt_tokens"] == chat["usage"]["prompt_tokens"] - 1
+
+
+def test_the_client_of_cohere_gets_the_best_documents(reranker: RunningServer) -> None:
+    cohere = pytest.importorskip("cohere")
+    expected = post(reranker, "/v2/rerank", query="fox", documents=DOCUMENTS, top_n=2).json()["results"]
+    for made in (cohere.Client, cohere.ClientV2):
+        client = made(api_key="none", base_url=reranker.url)
+        answer = client.rerank(model=MODEL, query="fox", documents=DOCUMENTS, top_n=2)
+        assert [result.index for result in answer.results] == [each["index"] for each in expected]
+        scores = [each["relevance_score"] for each in expected]
+        assert [result.relevance_score for result in answer.results] == pytest.approx(scores, abs=1e-5)
+
+
+def test_metrics_count_texts_that_are_pooled(reranker: RunningServer) -> None:
+    def counts() -> list[float]:
+        lines = httpx.get(f"{reranker.url}/metrics", timeout=60).text.splitlines()
+        names = ("prompt_tokens_total", "request_success_total{", "e2e_request_latency_seconds_count")
+        return [sum(float(line.split()[-1]) for line in lines if name in line and line[0] != "#") for name in names]
+
+    before = counts()
+    used = post(reranker, "/rerank", query="fox", documents=DOCUMENTS).json()["usage"]["prompt_tokens"]
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [used, 3, 1]

@@ -5,6 +5,8 @@ The reference for the other backends and the default on a CPU. It runs on every 
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
+
 import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
@@ -26,6 +28,9 @@ class TorchBackend(AttentionBackend):
     default_block_size = 16
 
     def accept(self, case: AttentionCase) -> Support:
+        if case.packed:
+            case.require_packed()
+            return Support(GraphSupport.NEVER)
         case.require_paged()
         # On CUDA decodes do not wait for device data.
         return Support(GraphSupport.UNIFORM_DECODE)
@@ -54,6 +59,52 @@ class TorchBackend(AttentionBackend):
         if num_decodes:
             _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scoring)
         prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
+
+    def attend_packed(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> None:
+        """Requests of equal length that follow one another are computed together."""
+        starts, seq_lens = inputs.query_start_loc_R1.tolist(), inputs.seq_lens_R.tolist()
+        lens = [end - start for start, end in pairwise(starts)]
+        first = 0
+        for (length, is_padding), run in groupby(zip(lens, (seq_len == 0 for seq_len in seq_lens), strict=True)):
+            count = len(list(run))
+            tokens = slice(starts[first], starts[first] + count * length)
+            first += count
+            if is_padding:
+                out_THd[tokens].zero_()
+            elif length:
+                packed = (x[tokens].unflatten(0, (count, length)) for x in (q_THd, k_TKd, v_TKd, out_THd))
+                _attend_both_ways(*packed, scoring)
+
+
+def _attend_both_ways(
+    q_NLHd: torch.Tensor, k_NLKd: torch.Tensor, v_NLKd: torch.Tensor, out_NLHd: torch.Tensor, scoring: Scoring
+) -> None:
+    """Attention within each of N requests of L tokens."""
+    length = q_NLHd.shape[1]
+    q_NHLd, k_NKLd, v_NKLd = (x.transpose(1, 2) for x in (q_NLHd, k_NLKd, v_NLKd))
+    hidden_LL = None
+    if 0 < scoring.sliding_window < length:
+        positions_L = torch.arange(length, device=q_NLHd.device)
+        hidden_LL = (positions_L.unsqueeze(1) - positions_L).abs() >= scoring.sliding_window
+    group = q_NHLd.shape[1] // k_NKLd.shape[1]
+    if scoring.soft_cap or scoring.sinks_H is not None:
+        k_NHLd, v_NHLd = (x.repeat_interleave(group, dim=1) for x in (k_NKLd, v_NKLd))
+        scores_NHLL = q_NHLd.float() * scoring.scale @ k_NHLd.float().transpose(-2, -1)
+        result_NHLd = _weights(scores_NHLL, hidden_LL, scoring).to(v_NHLd.dtype) @ v_NHLd
+    else:
+        mask_LL = None if hidden_LL is None else ~hidden_LL
+        result_NHLd = scaled_dot_product_attention(
+            q_NHLd, k_NKLd, v_NKLd, attn_mask=mask_LL, scale=scoring.scale, enable_gqa=group > 1
+        )
+    out_NLHd.copy_(result_NHLd.transpose(1, 2))
 
 
 def write_kv_waiting(

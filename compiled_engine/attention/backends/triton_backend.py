@@ -18,6 +18,7 @@ from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
+from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
@@ -53,7 +54,7 @@ class TritonBackend:
             device = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
             memory, least = device["max_shared_mem"], f"from {MIN_SHARED_MEMORY} bytes on"
             require(memory >= MIN_SHARED_MEMORY, "the GPU's shared memory of a block", memory, least)
-        cache = case.require_paged()
+        cache = None if case.packed else case.require_paged()
         # Triton's interpreter multiplies matrices of bfloat16 wrongly.
         dtypes = DTYPES if case.device == "cuda" else DTYPES_INTERPRETED
         require(case.dtype in dtypes, "dtype", case.dtype, names_of(dtypes))
@@ -62,16 +63,23 @@ class TritonBackend:
         require(fits, "head_dim", case.head_dim, head_dims)
         groups = f"up to {MAX_GROUP} times num_kv_heads {case.num_kv_heads}"
         require(case.group <= MAX_GROUP, "num_heads", case.num_heads, groups)
+        if cache is None:
+            case.require_packed()
+            return Support(GraphSupport.ALWAYS)
         blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
         require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
         shape = case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device
         return Support(GraphSupport.ALWAYS, short_contexts=lambda num_requests: short_contexts(num_requests, *shape))
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
+        if case.packed:
+            return 0
         queries = SMALLEST_ROWS // case.group
         return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
+        if case.packed:
+            return
         facts = BatchFacts.of(inputs, case.num_kv_heads, _num_multiprocessors(inputs.seq_lens_R.device))
         if facts.listed:
             tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.max_seq_len)
@@ -119,6 +127,17 @@ class TritonBackend:
                 hopper_prefill(*arguments, num_sms, scoring)
             else:
                 prefill(*arguments, tiles, num_sms, scoring)
+
+    def attend_packed(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> None:
+        attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)
 
     def attend_unrotated(
         self,
