@@ -1,7 +1,8 @@
 """Quantise a checkpoint: write a folder in the layout of compressed-tensors, which transformers and others load.
 
 The linears are those that `quantization` would quantise while the checkpoint is loaded, and codes and scales are the
-same. Files are read and written a tensor at a time, in the source's shards. A folder has its name once it is complete.
+same, except where rows are no multiple of a tile's. Files are read and written a tensor at a time, in the source's
+shards. A folder has its name once it is complete.
 """
 
 from __future__ import annotations
