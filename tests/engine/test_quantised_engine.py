@@ -65,6 +65,8 @@ def test_each_layout_computes_what_its_codes_stand_for(
 BLOCK = LAYOUTS["compressed-tensors, block"]
 TOKEN = LAYOUTS["compressed-tensors, channel and token"]
 ODD = {"hidden_size": 204, "intermediate_size": 336, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 40}
+# Rows of every linear are in whole tiles.
+EVEN = ODD | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 IDS = [[(7 * i * i + 3 * j) % 130 for j in range(3 + 8 * i)] for i in range(4)]
 
 
@@ -162,7 +164,7 @@ def test_weights_are_quantised_while_they_are_loaded(
     assert 0 < abs(losses[0] - losses[1]) < 0.05
 
 
-@pytest.mark.parametrize(("quantization", "sizes"), [("fp8", ODD)])
+@pytest.mark.parametrize(("quantization", "sizes"), [("fp8", ODD), ("fp8_block", EVEN)])
 def test_a_written_folder_computes_what_loading_quantises(
     quantization: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
