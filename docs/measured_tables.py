@@ -230,6 +230,25 @@ def _range(row: Result, value: float | Sequence[float] | None) -> str:
     return " to ".join(_figure(row, number) for number in values)
 
 
+def losses(result: Result) -> str:
+    """Rows of `bench loss`, beside the same formulas in plain PyTorch."""
+    headings = ["", "loss", "difference", "divergence", "99th percentile", "same best token"]
+    headings += ["plain PyTorch: difference", "divergence", "same best token"]
+    rows = []
+    for row in result["rows"]:
+        cells = [row["name"], f"{row['loss']:.4f}"]
+        plain = result["plain_pytorch"].get(row["name"])
+        cells += _loss_cells(row, ("mean", "p99")) if "divergence" in row else [""] * 4
+        cells += _loss_cells(plain, ("mean",)) if plain else [""] * 3
+        rows.append(cells)
+    return below(markdown(headings, rows), result)
+
+
+def _loss_cells(row: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+    divergences = [f"{row['divergence'][kind]:.1e}" for kind in kinds]
+    return [f"{row['difference']:+.4f}", *divergences, f"{row['same_best']:.3f}"]
+
+
 def peers(result: Result) -> str:
     """Each engine's figures, and the bound, of the rows that other engines have too."""
     rows = [row for row in result["rows"] if len(row.keys() & result["engines"].keys()) > 1]

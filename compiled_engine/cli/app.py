@@ -11,6 +11,7 @@ from compiled_engine.cli.bench_embed import embed
 from compiled_engine.cli.bench_families import families, layouts
 from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_load import load
+from compiled_engine.cli.bench_loss import loss
 from compiled_engine.cli.bench_plot import plot
 from compiled_engine.cli.bench_serve import serve as bench_serve
 from compiled_engine.cli.bench_startup import startup
@@ -24,6 +25,7 @@ from compiled_engine.cli.demo import demo
 from compiled_engine.cli.errors import OneLineErrors
 from compiled_engine.cli.generate import generate
 from compiled_engine.cli.inspect import inspect
+from compiled_engine.cli.quantise import quantise
 from compiled_engine.cli.serve import serve
 from compiled_engine.cli.tune import tune
 from compiled_engine.process.bytecode import keep_bytecode
@@ -35,7 +37,7 @@ bench = typer.Typer(
 )
 for command in (
     *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
-    *(transformers, load, embed),
+    *(transformers, load, embed, loss),
 ):
     bench.command()(command)
 
@@ -47,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (generate, chat, complete, serve, config, inspect, tune, demo):
+for command in (generate, chat, complete, serve, config, inspect, tune, quantise, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")

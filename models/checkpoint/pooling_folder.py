@@ -338,7 +338,7 @@ def pooling_tensors(
     if not config.causal:
         linears = () if config.pooling.own_head else config.pooling.head
         return {**tensors, **_of_linears([_of_head(dense, tensors, config) for dense in linears])}
-    found = {name if name in own or f"model.{name}" not in own else f"model.{name}": t for name, t in tensors.items()}
+    found = {_own_name(name, own): tensor for name, tensor in tensors.items()}
     heads = [_of_head(dense, found, config) for dense in config.pooling.head]
     return {name: tensor for name, tensor in found.items() if name not in _OTHER_HEADS} | _of_linears(heads)
 
@@ -347,6 +347,13 @@ def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.
     """The tensors of a head's linears by their names in the model."""
     named = ((f"{POOLER}.{number}.{name}", t) for number, head in enumerate(heads) for name, t in head.items())
     return dict(named)
+
+
+def _own_name(name: str, own: Collection[str]) -> str:
+    """The model's name of a tensor of a decoder, which may be stored without a prefix; scales go with their weight."""
+    weight = f"{name.rpartition('.')[0]}.weight"
+    is_stored_alone = any(f"model.{each}" in own and each not in own for each in (name, weight))
+    return f"model.{name}" if is_stored_alone else name
 
 
 def _of_head(dense: Dense, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
