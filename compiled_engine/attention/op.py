@@ -97,11 +97,12 @@ def attend_packed(
     sliding_window: int,
     soft_cap: float,
     sinks_H: torch.Tensor | None,
+    kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
     """Attention in both directions into `out_THd`, among the tokens of each request."""
     inputs = AttentionInputs(*fields_of_inputs)
-    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)
 
 
@@ -178,7 +179,7 @@ def packed_attention(
     Returns [T, H, d] in the dtype of q.
     """
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-    scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+    scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
     torch.ops.compiled_engine.attend_packed(q_THd, k_TKd, v_TKd, out_THd, *scoring, *inputs.flat())
     return out_THd
 
@@ -244,6 +245,6 @@ def packed_attention_or_value(
 ) -> torch.Tensor:
     """Call `packed_attention`, or while tracing the op that replaces it."""
     if torch.compiler.is_compiling():
-        scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+        scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, *scoring, *inputs.flat())
     return packed_attention(q_THd, k_TKd, v_TKd, inputs, scale, sliding_window, soft_cap, sinks_H)
