@@ -139,7 +139,7 @@ def packed_kernel(
             stored_N = keys_N < end_key
             k_rows_N = tl.multiple_of(keys_N.to(tl.int64) * k_token_stride, 8)
             k_ND = load_rows(head_k_ptr + k_rows_N, stored_N, masked == 1, HEAD_DIM, TILE_D)
-            scores_MN = scores_of(q_MD, k_ND, CAP_SCALE)
+            scores_MN = scores_of(q_MD, k_ND, None, None, scale_log2, CAP_SCALE)
             if masked == 1:
                 seen_MN = stored_N[None, :]
                 if WINDOW > 0:
@@ -151,7 +151,7 @@ def packed_kernel(
             sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
             v_rows_N = tl.multiple_of(keys_N.to(tl.int64) * v_token_stride, 8)
             v_ND = load_rows(head_v_ptr + v_rows_N, stored_N, masked == 1, HEAD_DIM, TILE_D)
-            acc_MD = add_values(acc_MD, weights_MN, v_ND)
+            acc_MD = add_values(acc_MD, weights_MN, v_ND, q_MD.dtype)
     heads_M = tl.zeros([TILE_M], tl.int32) + head
     is_padding = num_keys == 0
     out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, queries_M < length, scale_log2)
