@@ -149,7 +149,8 @@ class Sampler:
         *,
         masked: bool = False,
     ) -> None:
-        """Give a free row to a request; `masked`: it is sampled with a mask, see `sample`.
+        """Give a free row, just started (`RowFields.start`), to a request; `masked`: it is sampled with a mask, see
+        `sample`.
 
         What it writes to the device is staged. seed: params.seed, or the one chosen for the request if that is None; 64
         bits, signed or not. token_ids: the prompt, num_prompt_tokens long, and what was generated before (a preempted

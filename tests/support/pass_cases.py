@@ -86,7 +86,8 @@ def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[Mod
         values = bench_family(family.foreign).config() | {"num_hidden_layers": num_layers}
         values |= {"architectures": [family.architecture], "model_type": family.foreign}
         config = tiny_config()
-        config = replace(config, model=foreign_model(JsonFields("config.json", values), Path("."), dtype, None)[0])
+        fields, names = JsonFields("config.json", values), [family.architecture]
+        config = replace(config, model=foreign_model(fields, Path("."), dtype, None, names)[0])
         return config.model, trace(without_storage(build_model(config.model), CPU), forward_signature(config))
     shape: dict[str, Any] = {
         "num_heads": 6,

@@ -277,15 +277,17 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         for row in range(num_rows):
             if row in outputs and generator.random() < 0.2:
                 del outputs[row]
-                for sampler in samplers:
+                for place, sampler in zip(places, samplers, strict=True):
                     sampler.remove_row(row)
+                    place.free(row)
             if row not in outputs and generator.random() < 0.7:
                 outputs[row] = generator.integers(0, 8, generator.integers(0, 4)).tolist()
                 arrival = next(arrivals)
                 mask_of[row] = masks[arrival % len(requests)]
-                for sampler in samplers:
+                for place, sampler in zip(places, samplers, strict=True):
                     params = requests[arrival % len(requests)]
                     masked = params.token_mask is not None
+                    place.start(row)
                     sampler.add_row(row, params, arrival, [1, 2, 3, *outputs[row]], 3, {EOS}, masked=masked)
         rows = np.array([*generator.permutation(list(outputs)), -1], dtype=np.int64)
         positions = np.array([3 + len(outputs.get(int(row), [])) for row in rows])
