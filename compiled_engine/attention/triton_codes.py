@@ -24,9 +24,11 @@ FP8_LARGEST = tl.constexpr(kv_format.FP8_LARGEST)
 
 
 def scales_of(kv_cache_N2PKd: torch.Tensor, kv_scales_2K: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what kernels take as scales_ptr."""
+    """Return what kernels take as scales_ptr: an FP8 cache that has no scales has ones."""
     if kv_format.has_scales(kv_cache_N2PKd.dtype):
         return kv_cache_N2PKd.view(kv_cache_N2PKd.shape[0], -1).view(torch.int16)
+    if kv_scales_2K is None and kv_format.is_coded(kv_cache_N2PKd.dtype):
+        return torch.ones(2, kv_cache_N2PKd.shape[3], device=kv_cache_N2PKd.device)
     return kv_scales_2K
 
 
@@ -164,14 +166,12 @@ def scale_pointers(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Pointers to the scales of a key's first head and of its value's; None for an FP8 cache whose scales are 1."""
+    """Pointers to the scales of a key's first head and of its value's."""
     if WIDTH != HEAD_DIM:
         k_scale_ptr = scales_ptr + scale_offset(block, key, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
         return k_scale_ptr, k_scale_ptr + BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2
-    elif scales_ptr is not None:
-        return scales_ptr, scales_ptr + NUM_KV_HEADS
     else:
-        return None, None  # type: ignore[return-value]
+        return scales_ptr, scales_ptr + NUM_KV_HEADS
 
 
 @triton.jit
@@ -185,10 +185,8 @@ def rounded_heads(
         scale_H = int8_scale(tl.max(tl.abs(x_HD), 1))
         tl.store(scale_ptr + head_H, scale_H, mask=mask_H)
         return codes_of(x_HD, wide_scale(scale_H)[:, None], dtype)
-    elif scale_ptr is not None:
-        return codes_of(x_HD, tl.load(scale_ptr + head_H, mask=mask_H, other=1.0)[:, None], dtype)
     else:
-        return codes_of(x_HD, None, dtype)  # type: ignore[arg-type]
+        return codes_of(x_HD, tl.load(scale_ptr + head_H, mask=mask_H, other=1.0)[:, None], dtype)
 
 
 @triton.jit
@@ -200,8 +198,6 @@ def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor, dtype: tl.constexpr) -> t
         tl.store(scale_ptr, stored)
         scale = wide_scale(stored)
         return codes_of(x_D, scale, dtype), scale
-    elif scale_ptr is not None:
+    else:
         scale = tl.maximum(tl.load(scale_ptr), LEAST_SCALE)
         return codes_of(x_D, scale, dtype), scale
-    else:
-        return codes_of(x_D, None, dtype), tl.sum(x_D * 0.0, 0) + 1.0  # type: ignore[arg-type]

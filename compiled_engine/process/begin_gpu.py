@@ -81,6 +81,7 @@ def triton_digest(index: int) -> InBackground[bool]:
 
 def _make_digest() -> bool:
     try:
+        import triton  # noqa: F401 - the package first: an import of its module by two threads may find half of it
         from triton.runtime.cache import triton_key
 
         triton_key()

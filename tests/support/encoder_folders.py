@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from pooling_folders import VOCAB, write_modules
 from tiny_tokenizers import byte_level, wrap
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.models.bert import BertConfig
 from transformers.models.distilbert import DistilBertConfig
-from transformers.models.gte import GteConfig
 from transformers.models.modernbert import ModernBertConfig
 from transformers.models.nomic_bert import NomicBertConfig
 from transformers.models.qwen2 import Qwen2Config
@@ -41,9 +41,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "modernbert": lambda: ModernBertConfig(**TINY, **SPECIAL, local_attention=24, global_attn_every_n_layers=3),
     "nomic": lambda: NomicBertConfig(**TINY),
-    "gte": lambda: GteConfig(**TINY, type_vocab_size=0),
     "qwen2, in both directions": lambda: Qwen2Config(**TINY, num_key_value_heads=2, is_causal=False),
 }
+
+if find_spec("transformers.models.gte"):  # from 5.18 on
+    FAMILIES["gte"] = lambda: AutoConfig.for_model("gte", **TINY, type_vocab_size=0)
 
 
 def _write(path: Path, model: Any) -> Any:
