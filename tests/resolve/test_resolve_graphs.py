@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from compiled_engine.attention.backend import choose_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat
@@ -35,6 +36,7 @@ def resolved(
         attention=choose_backend(backend, "auto", [case]),
         short_contexts=short_contexts,
         recording_obstacle="calls are recorded on a CPU alone",
+        model=tiny_config().model,
         scheduler=scheduler,
         device=torch.device(device),
         reasons=reasons,
