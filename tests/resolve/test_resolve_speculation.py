@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from compiled_engine.config import SchedulerConfig, SpeculationConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.pooling import EMBED, LAST, NORMALISE, Pooling
 from compiled_engine.resolve.speculation import resolve_speculation
 
 SCHEDULER = SchedulerConfig(4, 16, 64, "fcfs")
@@ -16,7 +19,10 @@ SCHEDULER = SchedulerConfig(4, 16, 64, "fcfs")
 
 def resolved(value: Any, device: str = "cpu", *, pools: bool = False, **options: Any) -> SpeculationConfig:
     given = EngineOptions(speculative_config=value, **options)
-    return resolve_speculation(given, torch.device(device), SCHEDULER, {}, pools=pools)
+    model = tiny_config().model
+    if pools:
+        model = replace(model, pooling=Pooling(EMBED, LAST, (), NORMALISE))
+    return resolve_speculation(given, torch.device(device), model, SCHEDULER, {})
 
 
 def of(**more: Any) -> dict[str, Any]:

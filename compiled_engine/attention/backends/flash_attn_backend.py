@@ -41,14 +41,11 @@ class FlashAttnBackend(AttentionBackend):
         capability = torch.cuda.get_device_capability()
         from_on = f"from {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} on"
         require(capability >= MIN_CAPABILITY, "compute capability", f"{capability[0]}.{capability[1]}", from_on)
-        cache = None if case.packed else case.require_paged()
+        cache = case.require_paged()
         require(case.dtype in DTYPES, "dtype", case.dtype, names_of(DTYPES))
         head_dims = f"multiples of 8 up to {MAX_HEAD_DIM}"
         require(case.head_dim <= MAX_HEAD_DIM and case.head_dim % 8 == 0, "head_dim", case.head_dim, head_dims)
         require(not case.sinks, "sinks", case.sinks, "False, since flash-attn has none")
-        if cache is None:
-            case.require_packed()
-            return Support(GraphSupport.ALWAYS)
         allowed = f"{case.dtype}, since flash-attn reads no codes with scales of tokens, and multiplies FP8 in FP8"
         require(cache.dtype == case.dtype, "kv_cache_dtype", cache.dtype, allowed)
         pages = f"multiples of {PAGE_MULTIPLE}"
@@ -126,34 +123,6 @@ class FlashAttnBackend(AttentionBackend):
                 block_table=inputs.block_table_RB[num_decodes:],
             )
             out_THd[num_decodes:].copy_(result_THd[num_decodes:])
-
-    def attend_packed(
-        self,
-        q_THd: torch.Tensor,
-        k_TKd: torch.Tensor,
-        v_TKd: torch.Tensor,
-        out_THd: torch.Tensor,
-        inputs: AttentionInputs,
-        scoring: Scoring,
-    ) -> None:
-        """Padding attends to itself: its rows are not read."""
-        _, longest, _ = inputs.host_3.tolist()
-        window = (scoring.sliding_window - 1,) * 2 if scoring.sliding_window else (-1, -1)
-        varlen = flash_attn_interface.flash_attn_varlen_func if HAS_VERSION_3 else flash_attn.flash_attn_varlen_func
-        result_THd = varlen(
-            q_THd,
-            k_TKd,
-            v_TKd,
-            cu_seqlens_q=inputs.query_start_loc_R1,
-            cu_seqlens_k=inputs.query_start_loc_R1,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            softmax_scale=scoring.scale,
-            causal=False,
-            window_size=window,
-            softcap=scoring.soft_cap,
-        )
-        out_THd.copy_(result_THd)
 
 
 @cache
