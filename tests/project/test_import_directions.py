@@ -19,6 +19,7 @@ FOLDERS = {
 LAYERS = (
     "process",
     "quantisation",
+    "kv_format",
     "pooling",
     "config",
     "schema",
