@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,30 +92,6 @@ def test_a_request_that_is_given_up_leaves_nothing_to_the_next_in_its_row(delta_
         stream.close()
         (output,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params)
     assert list(output.outputs[0].token_ids) == greedy(oracle, PROMPTS[0], 12)
-
-
-def test_later_starts_compile_nothing_and_import_nothing_of_transformers(
-    delta_net: tuple[Path, Any], tmp_path: Path
-) -> None:
-    folder, oracle = delta_net
-    options = SMALL | {"mode": "compiled", "cache_dir": str(tmp_path), "compile_ranges": [], "max_num_seqs": 3}
-    program = (
-        "import json, sys\n"
-        "from compiled_engine import LLM, SamplingParams\n"
-        "folder, options, prompts = json.loads(sys.argv[1])\n"
-        "with LLM(folder, **options) as llm:\n"
-        "    given = [{'prompt_token_ids': prompt} for prompt in prompts]\n"
-        "    params = SamplingParams(temperature=0, max_tokens=12, detokenize=False)\n"
-        "    tokens = [list(output.outputs[0].token_ids) for output in llm.generate(given, params)]\n"
-        "    traces = llm.metrics()['traces']\n"
-        "imported = any(name.split('.')[0] == 'transformers' for name in sys.modules)\n"
-        "print(json.dumps([tokens, traces, imported]))\n"
-    )
-    command = [sys.executable, "-c", program, json.dumps([str(folder), options, PROMPTS])]
-    expected = [greedy(oracle, prompt, 12) for prompt in PROMPTS]
-    for start in ([expected, 1, True], [expected, 0, False]):
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert json.loads(run.stdout.splitlines()[-1]) == start
 
 
 def test_the_key_has_the_states_and_their_rows(delta_net: tuple[Path, Any], tmp_path: Path) -> None:
