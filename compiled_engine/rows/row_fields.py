@@ -56,7 +56,7 @@ class RowFields:
             if field.shape:
                 self._arrays.append(staged)
             else:
-                self.writes.restore(staged)
+                self.writes.reset_at_start(staged)
 
     def declare_list(self, name: str, width: int) -> None:
         """Have a list of any length for each row, int32 [n, width]: rows from `name`_start on, `name`_count many."""

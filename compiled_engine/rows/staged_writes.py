@@ -52,7 +52,7 @@ class StagedWrites:
         self._triton = device.type == "cuda" if triton is None else triton
         self._lengths: dict[StagedField, int] = {}
         self._numbers: defaultdict[StagedField, dict[int, float]] = defaultdict(dict)
-        self._restored: list[StagedField] = []
+        self._reset: list[StagedField] = []
         self._started: dict[int, None] = {}
         self._arrays: dict[tuple[StagedField, int, int], np.ndarray] = {}
         self._buffers: list[_Buffer] = []
@@ -66,9 +66,9 @@ class StagedWrites:
         """Have rows of at least `length` values from the next `apply` on."""
         self._lengths[field] = max(length, self._lengths.get(field, 0))
 
-    def restore(self, field: StagedField) -> None:
+    def reset_at_start(self, field: StagedField) -> None:
         """Have `start` give a row of this field, of single values, its initial value."""
-        self._restored.append(field)
+        self._reset.append(field)
 
     def start(self, row: int) -> None:
         """Stage the initial values of a row; what is set afterwards replaces them."""
@@ -117,7 +117,7 @@ class StagedWrites:
         numbers, arrays = self._numbers, self._arrays
         self._numbers, self._arrays = defaultdict(dict), {}
         if self._started:
-            for field in self._restored:
+            for field in self._reset:
                 numbers[field] = dict.fromkeys(self._started, field.initial) | numbers[field]
             self._started = {}
         if self._triton:

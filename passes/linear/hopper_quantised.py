@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 
 import torch
 
@@ -69,23 +68,3 @@ def stages_of(groups: int, tokens: int, parts: int, products: int, silu_mul: boo
 # Tiles for more tokens than those of TOKEN_BUCKETS. With 128 rows of the weight for each group of warps, the sums that
 # are added every 128 columns do not fit into registers.
 PRODUCT_TILES = ProductTiles(2, 64, (128,), 6)
-
-
-def quantised_candidates(num_tokens: int, num_rows: int, k: int, silu_mul: bool) -> list[HopperTiles]:
-    """Tiles worth measuring: they use most multiprocessors, and fill the shared memory of one alone or with another."""
-    tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
-    found: dict[HopperTiles, None] = {}
-    for groups, parts, products in product((1, 2, 3), (1, 2, 4), (1, 2, 4)):
-        programs = cdiv(num_rows * parts, 64 * groups)
-        fits = parts * tokens <= MOST_COLUMNS and (parts < 4 or not silu_mul)
-        fits = fits and (groups < 3 or tokens <= MOST_OF_THREE)
-        whole = parts * products == 1 or k % (COLUMNS * parts * products) == 0
-        if not (fits and whole and programs >= 60):
-            continue
-        steps = cdiv(k, COLUMNS * parts * products)
-        for share in (1, 2):
-            stages = stages_of(groups, tokens, parts, products, silu_mul, k, SHARED_MEMORY // share)
-            if stages >= min(3, steps):
-                registers = 0 if share == 1 else 65536 // (2 * 128 * (groups + 1)) // 8 * 8
-                found[HopperTiles(groups, tokens, stages, registers, parts, products)] = None
-    return list(found)

@@ -44,8 +44,13 @@ class Choice(NamedTuple):
         return self.kernel if self.reason is None else f"{self.kernel}: {self.reason}"
 
 
+# The same device always has the same answer, which takes the host longer to ask for than to look up.
+capability_of = cache(torch.cuda.get_device_capability)
+
+
 @cache
 def choose(
+    capability: tuple[int, int],
     num_tokens: int,
     num_rows: int,
     k: int,
@@ -53,33 +58,17 @@ def choose(
     bias: bool,
     scheme: LinearScheme,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> Choice:
     """The kernel of a [num_tokens, k] x [num_rows, k] product on a GPU, with silu_mul gate and up counted together."""
-    capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return Choice(TORCH, f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8")
-    return choose_on(capability[0] == 9, num_tokens, num_rows, k, silu_mul, bias, scheme, dtype)
-
-
-def choose_on(
-    is_hopper: bool,
-    num_tokens: int,
-    num_rows: int,
-    k: int,
-    silu_mul: bool,
-    bias: bool,
-    scheme: LinearScheme,
-    dtype: torch.dtype,
-) -> Choice:
-    """The same for a GPU that has products of FP8."""
     reason = why_not_by_kernels(k, scheme)
     if reason is not None:
         return Choice(TORCH, reason)
     by_library = library_obstacle(k, num_rows, scheme, dtype)
     if num_tokens > MOST_FEW and by_library is None:
         return Choice(LIBRARY)
-    if not is_hopper:
+    if capability[0] != 9:
         return Choice(TRITON)
     by_hopper = why_not_on_hopper(num_rows, k, silu_mul, scheme, dtype)
     if by_hopper is None and num_tokens > MOST_FEW and bias:
@@ -124,7 +113,8 @@ def launch(
 ) -> torch.Tensor:
     """[T, N] or [T, N / 2] in the dtype of x; see quantised_linear_op.reference."""
     dtype, (num_rows, k) = x_TK.dtype, codes_NK.shape
-    kernel = choose(x_TK.shape[0], num_rows, k, silu_mul, bias_N is not None, scheme, dtype, x_TK.device).kernel
+    capability, has_bias = capability_of(x_TK.device), bias_N is not None
+    kernel = choose(capability, x_TK.shape[0], num_rows, k, silu_mul, has_bias, scheme, dtype).kernel
     norm = norm_weight_K, eps, norm_offset, norm_wide
     inputs_CT = None
     if scheme.inputs is not None and kernel != TORCH:

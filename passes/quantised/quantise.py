@@ -24,7 +24,7 @@ from compiled_engine.passes.framework.matching import fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
 from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
-from compiled_engine.passes.linear.quantised_kernels import MOST_FEW, choose
+from compiled_engine.passes.linear.quantised_kernels import MOST_FEW, capability_of, choose
 from compiled_engine.passes.parallel.tensor_parallel import vocabulary_part
 from compiled_engine.quantisation import LinearScheme, Quantisation
 
@@ -72,8 +72,9 @@ class Quantise(GraphPass):
         nbytes = rows * k * scheme.weight.dtype.itemsize + 4 * torch.Size(scheme.weight.grid(rows, k)).numel()
         x_TK, kernels = linear.x.meta["val"], "plain torch"
         if x_TK.device.type == "cuda":
+            capability = capability_of(x_TK.device)
             few, many = (
-                choose(count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype, x_TK.device)
+                choose(capability, count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype)
                 for count in (MOST_FEW, MOST_FEW + 1)
             )
             kernels = str(few) if few == many else f"up to {MOST_FEW} tokens {few}; beyond {many}"

@@ -20,14 +20,13 @@ from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_
 from small_batch_linear_cases import nan_in_new_tensors
 
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
-from compiled_engine.passes.linear import quantised_kernels, quantised_product, round_inputs
-from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles
+from compiled_engine.passes.linear import quantised_product, round_inputs
+from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS
 from compiled_engine.passes.linear.hopper_quantised import (
     PRODUCT_TILES,
-    quantised_candidates,
     quantised_tiles,
 )
-from compiled_engine.passes.linear.quantised_kernels import HOPPER, LIBRARY, TORCH, TRITON, choose_on, scaling_of
+from compiled_engine.passes.linear.quantised_kernels import HOPPER, LIBRARY, TORCH, TRITON, choose, scaling_of
 from compiled_engine.passes.linear.quantised_linear_op import launch, reference
 from compiled_engine.quantisation import LinearScheme
 
@@ -138,22 +137,19 @@ def test_products_of_the_rule_fit(gated: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "k", "gated"), [*SHAPES, (4104, 1040, False), (8, 16, False)])
-def test_candidates_fit(rows: int, k: int, gated: bool) -> None:
+def test_tiles_of_the_rule_fit_into_shared_memory(rows: int, k: int, gated: bool) -> None:
     for tokens in TOKEN_BUCKETS:
-        tried = quantised_candidates(tokens, rows, k, gated)
-        chosen = quantised_tiles(tokens, rows, k, gated, MULTIPROCESSORS)
-        assert chosen.tokens == max(8, tokens)
-        assert tried or rows < 4096
-        for tiles in (chosen, *tried):
-            stage = (64 * tiles.groups + tiles.parts * tiles.tokens) * tiles.products * 128
-            assert stage * tiles.stages <= 226 << 10
-            assert tiles.parts * tiles.products == 1 or k % (128 * tiles.parts * tiles.products) == 0
+        tiles = quantised_tiles(tokens, rows, k, gated, MULTIPROCESSORS)
+        assert tiles.tokens == max(8, tokens)
+        stage = (64 * tiles.groups + tiles.parts * tiles.tokens) * tiles.products * 128
+        assert stage * tiles.stages <= 226 << 10
+        assert tiles.parts * tiles.products == 1 or k % (128 * tiles.parts * tiles.products) == 0
 
 
 def test_each_linear_has_its_kernel_with_a_reason() -> None:
     def kernel(scheme: str, tokens: int, k: int = 256, rows: int = 128, **more: Any) -> str:
-        given = {"is_hopper": True, "silu_mul": False, "bias": False, "dtype": torch.bfloat16} | more
-        return str(choose_on(num_tokens=tokens, num_rows=rows, k=k, scheme=LinearScheme.parse(scheme), **given))
+        given = {"capability": (9, 0), "silu_mul": False, "bias": False, "dtype": torch.bfloat16} | more
+        return str(choose(num_tokens=tokens, num_rows=rows, k=k, scheme=LinearScheme.parse(scheme), **given))
 
     assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 128)} == {HOPPER}
     assert kernel(BY_ROWS, 129) == LIBRARY
@@ -165,7 +161,8 @@ def test_each_linear_has_its_kernel_with_a_reason() -> None:
     assert "64 columns" not in kernel("e4m3 1x64, inputs e4m3 1x64", 1)
     assert kernel("e4m3 1x64, inputs e4m3 1x64", 1).startswith(f"{TRITON}: its scales are not of 128 columns")
     assert kernel("e4m3 8x40, inputs e4m3 1x40", 1).startswith(f"{TORCH}: its scales are of columns")
-    assert kernel(BY_ROWS, 1, is_hopper=False) == TRITON
+    assert kernel(BY_ROWS, 1, capability=(10, 0)) == TRITON
+    assert kernel(BY_ROWS, 1, capability=(8, 0)).startswith(f"{TORCH}: the GPU's compute capability 8.0")
 
 
 # Beside those of the interpreter, shapes that Hopper's kernels take: rows that leave the last tile in part, K that ends
@@ -228,32 +225,3 @@ def test_inputs_are_rounded_by_the_formula(scheme: str, dtype: torch.dtype) -> N
         assert torch.equal(codes_TK.view(torch.uint8), expected_TK.view(torch.uint8))
     x_TK[0, 3] = float("nan")
     assert round_inputs.launch(x_TK, rounding, static)[0].float()[0, 3].isnan()
-
-
-@pytest.mark.gpu
-def test_candidates_compute_the_same() -> None:
-    """Every tile of Hopper's kernel that might be chosen."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for compute capability 9")
-    for tokens, rows, k, gated in ((1, 6144, 4096, False), (8, 6144, 2048, True), (32, 4096, 2048, False)):
-        case = Case(tokens, rows, k, silu_mul=gated, residual=not gated)
-        for scheme in (BY_ROWS, BY_BLOCKS):
-            _check_candidates(case, scheme)
-
-
-def _check_candidates(case: Case, scheme: str) -> None:
-    from compiled_engine.passes.linear.hopper_linear import hopper_linear
-
-    given, parsed = arguments_of(case, scheme, torch.bfloat16, "cuda"), LinearScheme.parse(scheme)
-    assert parsed.inputs is not None
-    expected = reference(**given).float()
-    codes_TK, scales_CT = round_inputs.launch(given["x_TK"], parsed.inputs, None)
-    scaling = scaling_of(given["scales_RC"], scales_CT, parsed)
-    tried: list[HopperTiles] = quantised_candidates(case.num_tokens, case.num_rows, case.k, case.silu_mul)
-    for tiles in tried:
-        before = codes_TK, given["codes_NK"], None, case.silu_mul, "silu", tiles
-        with nan_in_new_tensors():
-            found = hopper_linear(*before, given["residual_TM"], scaling, torch.bfloat16)
-        error = float((found.float() - expected).abs().max() / expected.abs().max())
-        assert error <= 2.0**-7, (case, scheme, tiles, error)
-    assert case.num_tokens <= quantised_kernels.MOST_FEW
