@@ -50,6 +50,8 @@ def test_logprobs_equal_transformers(name: str, mode: str, tmp_path: Path) -> No
     options = {"max_num_batched_tokens": 32, "max_num_seqs": 3, "max_model_len": 128}
     with LLM(tmp_path, device="cpu", mode=mode, progress=False, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    # In float64: with five layers, those of transformers in float32 can be further from it than the bound below.
+    oracle.double()
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
         ids = prompt + list(completion.token_ids)
@@ -62,7 +64,7 @@ def test_logprobs_equal_transformers(name: str, mode: str, tmp_path: Path) -> No
         for position, entry in enumerate(entries, start=1):
             assert entry is not None
             for token_id, logprob in entry.items():
-                assert logprob.logprob == pytest.approx(expected_TV[position - 1, token_id].item(), abs=1e-4)
+                assert logprob.logprob == pytest.approx(expected_TV[position - 1, token_id].item(), abs=2e-4)
         generated_TV = expected_TV[len(prompt) - 1 : -1]
         assert generated_TV.argmax(-1).tolist() == list(completion.token_ids)
         assert completion.cumulative_logprob == pytest.approx(generated_TV.max(-1).values.sum().item(), abs=1e-3)
