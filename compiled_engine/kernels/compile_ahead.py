@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.cache_folder import kernel_variables
+from compiled_engine.kernels.kernel_digest import digest_helpers_first
 from compiled_engine.process.begin_gpu import triton_digest
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.worker_pool import WorkerPool
@@ -172,7 +173,7 @@ class KernelCollector:
                 raise CancelledError("the start for which this kernel is compiled has failed")
             is_compiled = self._workers.compile(fn.module, fn.name, specialization)
             with _PARSING:
-                fn.jit_function.cache_key  # noqa: B018 - made once, from the parsed source
+                digest_helpers_first(fn.jit_function)  # once, from the parsed source
                 if PARSES_ALONE and not is_compiled:
                     fn.jit_function.preload(specialization)
         everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
@@ -187,5 +188,6 @@ class KernelCollector:
         if self._workers.closed:
             return None
         with _PARSING:
+            digest_helpers_first(jit_function)
             kernel = jit_function.preload(specialization)
         return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler

@@ -11,6 +11,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from compiled_engine.kernels.compile_ahead import KernelCollector
+from compiled_engine.kernels.kernel_digest import digest_helpers_first
 
 # Versions for which tests/kernels/test_launcher.py has verified that launches reach the driver as Triton's own do.
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
@@ -156,5 +157,7 @@ def _by_triton(
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     hook = triton.knobs.runtime.jit_cache_hook
     left_out = isinstance(hook, KernelCollector) and hook.leaves_out_launches()
+    if not isinstance(hook, KernelCollector):  # which does so, one thread at a time
+        digest_helpers_first(jit_function)
     kernel = jit_function.run(*arguments, grid=grid, warmup=left_out, **given, **others)
     return None if kernel is None else (kernel.run, kernel.function, kernel.packed_metadata, kernel)

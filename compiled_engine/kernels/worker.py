@@ -7,6 +7,7 @@ import time
 import traceback
 from typing import Any
 
+from compiled_engine.kernels.kernel_digest import digest_helpers_first
 from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
 
@@ -37,7 +38,9 @@ def _compile_kernels(messages: Messages, answer: Answer) -> None:
             known = message["target"]
             triton.runtime.driver.set_active(_CompileOnly(GPUTarget(*known)))
         try:
-            getattr(importlib.import_module(message["module"]), message["name"]).preload(message["specialization"])
+            kernel = getattr(importlib.import_module(message["module"]), message["name"])
+            digest_helpers_first(kernel)
+            kernel.preload(message["specialization"])
             answer({"seconds": time.perf_counter() - start_s})
         except Exception:
             answer({"error": traceback.format_exc()})

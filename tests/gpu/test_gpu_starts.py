@@ -166,6 +166,7 @@ def check_start(name: str, checkpoint: Checkpoint, root: Path | None, device: st
         if compiled:
             assert found["cache"] == ("miss" if first else "hit")
             assert (found["traces"] > 0) == (found["compiles"] > 0) == first
+    assert warm[0]["kernels_compiled_here"] == []
     check_close(checkpoint, cold[0]["outputs"])
     check_last = check_close if start.narrow else check_equal
     check_last(checkpoint, cold[-1]["outputs"])

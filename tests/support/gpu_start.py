@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+import triton
+
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
@@ -15,6 +17,13 @@ COUNTS = ("traces", "compiles", "captures", "graph_replays", "cache")
 
 
 def start(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    compiled: list[str] = []
+
+    def note(*, src: Any, cache_hit: bool, **about: Any) -> None:
+        if not cache_hit:
+            compiled.append(src.name)
+
+    triton.knobs.compilation.listener = note
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     params = SamplingParams(
         temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
@@ -30,7 +39,7 @@ def start(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> dic
         entries = [*output.prompt_logprobs[1:], *completion.logprobs]
         logprobs = [next(iter(entry.values())).logprob for entry in entries if entry is not None]
         found.append({"token_ids": list(completion.token_ids), "logprobs": logprobs})
-    return {"outputs": found} | {name: metrics[name] for name in COUNTS}
+    return {"outputs": found, "kernels_compiled_here": compiled} | {name: metrics[name] for name in COUNTS}
 
 
 if __name__ == "__main__":
