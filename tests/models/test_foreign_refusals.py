@@ -35,6 +35,7 @@ CAUSES = (
     r"its mask is neither causal nor causal with a sliding window",
     r"its attention is not causal, or its mask is made in an unsupported way",
     r"its heads of q, k and v differ in size",
+    r"its attention takes \w+",
     r"its head calls the decoder in an unsupported way",
     r"its rotary angles depend on a request's length",
     r"the experts have .*; allowed: act\(gate\) \* up, and GPT-OSS's gate",

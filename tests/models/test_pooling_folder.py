@@ -23,7 +23,7 @@ def read(
 ) -> Pooling:
     fields = JsonFields("config.json", {"architectures": [architecture], **config})
     asked = PoolingOptions(override=PoolerConfig.of(override or {}))
-    return read_pooling(fields, path, asked, HIDDEN, {})
+    return read_pooling(fields, path, asked, HIDDEN, {}, causal=True)
 
 
 @pytest.mark.parametrize(
