@@ -28,7 +28,7 @@ def families(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Log-probabilities of tiny random checkpoints beside those of transformers, family by family.
+    """Compare log-probabilities of tiny random checkpoints with those of transformers, family by family.
 
     Each family's checkpoint is made by transformers and run through its code, or through the textbook's: prompts in
     chunks, decodes, prefixes from the cache, windows shorter than the prompts. Mode fused executes the graph after all

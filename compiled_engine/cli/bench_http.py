@@ -34,7 +34,7 @@ def http(
     shape: ShapeName = None,
     server: Annotated[
         list[str] | None,
-        typer.Option(help="Options of a server to measure beside the default one, in quotes; may be repeated."),
+        typer.Option(help="Options of a server to compare with the default one, in quotes; may be repeated."),
     ] = None,
     share: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Of the saturating rate, at which latencies are measured.")

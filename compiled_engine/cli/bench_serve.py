@@ -85,7 +85,7 @@ def serve(
         list[str] | None,
         typer.Option(help="What a good answer keeps within, in ms: ttft=200,tpot=20,e2el=5000; may be repeated."),
     ] = None,
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report beside the median.")] = "90,99",
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report in addition to the median.")] = "90,99",
     ready_timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the server.")] = 0.0,
     request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a request.")] = 600.0,
     client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,

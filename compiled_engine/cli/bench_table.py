@@ -31,7 +31,7 @@ def table(
     ] = None,
     show_rows: Annotated[bool, typer.Option("--list", help="Show all rows that there are, and measure none.")] = False,
     peer: Annotated[
-        Path | None, typer.Option(help="JSON with figures of other engines, to be shown beside the rows.")
+        Path | None, typer.Option(help="JSON with figures of other engines, to compare the rows with.")
     ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Of each row, instead of 3 to 7, as fast as it is; of a start 2.")
@@ -45,7 +45,7 @@ def table(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure all that the engine is judged by, each figure beside its lower bound: minutes on a GPU.
+    """Measure all that the engine is judged by, each figure with its bound: minutes on a GPU.
 
     On a GPU: times per token, throughput, prefill, mixed steps and starts of the shapes qwen3-0.6b and qwen3-8b, with
     random weights. On a CPU: smaller ones of the bundled model. With --model the same of that checkpoint. What is

@@ -110,7 +110,7 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[dic
         if not isinstance(role, str) or (role not in ROLES and role not in template):
             raise ValueError(f"{where}['role'] must be one of {', '.join(ROLES)}, got {role!r}")
         if content is None and not message.get("tool_calls"):
-            raise ValueError(f"{where}['content'] must be text, got {content!r}")
+            raise ValueError(f"{where}['content'] must be a string, got {content!r}")
         checked.append({**message, "content": _join_content(f"{where}['content']", content)})
     return checked
 

@@ -135,7 +135,7 @@ HONOURED: Rows = {
         "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size runner convert pooler_config"
     ),
-    "speculative_config": Honoured("`speculative_config`", "speculative_config", nothing=({},)),
+    "speculative_config": Honoured("`speculative_config`; refused on GPUs", "speculative_config", nothing=({},)),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
         "dtype",
@@ -176,7 +176,8 @@ HONOURED: Rows = {
         | {name: {} for name in ("compressed-tensors", "modelopt", "mxfp4")},
     ),
     "kv_cache_dtype": Honoured(
-        "`kv_cache_dtype`; `int8_per_token_head` is `int8`",
+        "`kv_cache_dtype`; `int8_per_token_head` is `int8`; `fp8` needs a compiled mode and, with `triton`, compute "
+        "capability 8.9; `int8` also runs in eager mode",
         choices={
             name: {"kv_cache_dtype": kept}
             for name, kept in {
@@ -357,7 +358,7 @@ WITHOUT_EFFECT: Rows = {
             enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
             max_lora_cls_labels
         """,
-        "the KV cache has the type of the model": "kv_cache_dtype_skip_layers",
+        "kv_cache_dtype applies to all layers": "kv_cache_dtype_skip_layers",
         "every format that is supported is in use": "allow_deprecated_quantization",
         "nothing is offloaded": """
             offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params

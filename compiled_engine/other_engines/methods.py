@@ -43,7 +43,7 @@ ARGUMENTS = {
     "prompt_adapter_request": "there are no prompt adapters",
     "guided_options_request": "SamplingParams(structured_outputs=...) has what is asked for",
     "mm_processor_kwargs": "models are for text alone",
-    "chat_template_content_format": "contents are strings, or lists of texts",
+    "chat_template_content_format": "contents are strings, or lists of strings",
     "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
 }
 

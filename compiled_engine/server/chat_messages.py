@@ -88,7 +88,7 @@ def _message(where: str, message: ChatMessage, chat: ChatFormat, limits: Limits)
     role = "system" if message.role == "developer" and not chat.knows("developer") else message.role
     content = message.content
     if content is None and not message.tool_calls:
-        raise bad_request(f"{where}.content", f"{where}.content must be text, or a list of parts of text, got null")
+        raise bad_request(f"{where}.content", f"{where}.content must be a string, or a list of text parts, got null")
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     result: dict[str, Any] = {"role": role, "content": content or ""}

@@ -28,11 +28,11 @@ class Limits:
     write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may leave its answer unread")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
     max_completions: int = declare(128, COUNT, "prompts times n of a request")
-    max_inputs: int = declare(2048, COUNT, "texts of a request for embeddings, classes or scores")
+    max_inputs: int = declare(2048, COUNT, "inputs of a request for embeddings, classes or scores")
     max_in_flight: int = declare(
         4096, COUNT, "running and waiting completions of all requests; beyond it the server is busy (503)"
     )
-    max_answer_tokens: int = declare(-1, UNBOUNDED_COUNT, "tokens of a completion; -1: limited by the model's length")
+    max_answer_tokens: int = declare(-1, UNBOUNDED_COUNT, "tokens of a completion; -1: limited by the context length")
     max_logprobs: int = declare(20, UNBOUNDED_COUNT, "alternatives for a token; -1: no limit")
     max_logprob_entries: int = declare(
         1 << 20,
@@ -133,7 +133,7 @@ class ServerOptions:
         check_all(self.limits)
         for name, value in (("api_key", self.api_key), ("served_model_name", self.served_model_name)):
             if "" in value:
-                raise ValueError(f"{name} has an empty entry; allowed: text")
+                raise ValueError(f"{name} has an empty entry; allowed: a string that is not empty")
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
             raise ValueError("api_key holds a character that no header can; allowed: printable ASCII")
         for origin in self.allowed_origin:

@@ -276,7 +276,7 @@ def _token_ids(name: str, ids: Any) -> list[int]:
 
 
 def _wrong(name: str, value: Any) -> Exception:
-    allowed = "text, a list of token ids that is not empty, or a list of either"
+    allowed = "a string, a list of token ids that is not empty, or a list of either"
     return bad_request(name, f"{name}: the prompt must be {allowed}, got {shown(value)}")
 
 

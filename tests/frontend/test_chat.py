@@ -80,7 +80,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         r"messages\[0\]\['role'\] must be one of system, developer, user, assistant, tool, got 'usr'",
     ),
     ([{"content": "a"}], {}, ValueError, r"messages\[0\]\['role'\] must be one of .*, got None"),
-    ([{"role": "user"}], {}, ValueError, r"messages\[0\]\['content'\] must be text, got None"),
+    ([{"role": "user"}], {}, ValueError, r"messages\[0\]\['content'\] must be a string, got None"),
     ([{"role": "user", "content": 7}], {}, TypeError, r"messages\[0\]\['content'\] must be a string or a list"),
     (
         [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
