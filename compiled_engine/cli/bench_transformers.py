@@ -36,7 +36,7 @@ def transformers(
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Output tokens per second, compared with the fastest way that transformers has, for one request and for many.
+    """Measure output tokens per second against the fastest way of transformers, for one request and for many.
 
     Its ways are generate with a growing cache, with a static one, with a static one and torch.compile (compiled), and
     continuous batching; on a CPU each with one thread and with all. Decoding is greedy, without stop tokens.

@@ -44,7 +44,7 @@ def read_chat_template(given: str | Path | None, tokenizer: Tokenizer) -> str | 
     if isinstance(given, str) and ("{" in given or (isinstance(own, Mapping) and given in own)):
         return given
     if not os.path.isfile(given):  # Path.is_file raises for a text that is too long for a path
-        raise ValueError(f"chat_template is {str(given)!r}, which is no Jinja template, and there is no such file")
+        raise ValueError(f"chat_template is {str(given)!r}, which is neither a Jinja template nor an existing file")
     return Path(given).read_text(encoding="utf-8")
 
 

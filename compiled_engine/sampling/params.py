@@ -100,7 +100,7 @@ OTHER_PARAMS: dict[str, OtherParam] = {
     "stream_interval": _WithoutEffect("LLM.stream yields at each step", None, 1),
     "skip_clone": _WithoutEffect("each request has a copy of its parameters", False),
     "output_text_buffer_length": _WithoutEffect("it follows from stop", 0),
-    "skip_reading_prefix_cache": _WithoutEffect("what is read from the prefix cache changes no token", None, False),
+    "skip_reading_prefix_cache": _WithoutEffect("reading the prefix cache changes no token", None, False),
     "routed_experts_prompt_start": _WithoutEffect("no model here returns its experts", 0),
     "prompt_logprob_token_ids": _Refused(
         "log-probabilities of chosen tokens are", "use prompt_logprobs=-1 and look them up by token id", None
@@ -111,7 +111,7 @@ OTHER_PARAMS: dict[str, OtherParam] = {
     "logprob_token_ids": _Refused(
         "log-probabilities of chosen tokens are", "use logprobs=-1 and look them up by token id", None
     ),
-    "guided_decoding": _Refused("the older name of structured_outputs is", _STRUCTURED, None),
+    "guided_decoding": _Refused("this older name of structured_outputs is", _STRUCTURED, None),
     "thinking_token_budget": _Refused("a limit on thinking alone is", "use max_tokens", None, -1),
     "repetition_detection": _Refused(
         "ending a request because it repeats itself is", "watch LLM.stream and close the iterator", None
@@ -134,7 +134,7 @@ OF_TRANSFORMERS = {
     "min_new_tokens": "use min_tokens",
     "max_length": "use max_tokens, which does not count the prompt",
     "min_length": "use min_tokens, which does not count the prompt",
-    "do_sample": "temperature=0 takes the most likely token, any above samples",
+    "do_sample": "use temperature: 0 takes the most likely token, values above it sample",
     "num_return_sequences": "use n",
     "num_beams": f"{_BEAM_SEARCH} not supported; {_NO_BEAMS}",
     "eos_token_id": "use stop_token_ids",

@@ -135,7 +135,7 @@ class ServerOptions:
             if "" in value:
                 raise ValueError(f"{name} has an empty entry; allowed: a string that is not empty")
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
-            raise ValueError("api_key holds a character that no header can; allowed: printable ASCII")
+            raise ValueError("api_key has a character that HTTP headers cannot carry; allowed: printable ASCII")
         for origin in self.allowed_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
@@ -143,9 +143,11 @@ class ServerOptions:
                 )
         given = self.chat_template
         if given is not None and "{" not in given and os.sep in given and not os.path.isfile(given):
-            raise ValueError(f"chat_template is {given!r}, which is no Jinja template, and there is no such file")
+            raise ValueError(f"chat_template is {given!r}, which is neither a Jinja template nor an existing file")
         if self.prefix_cache_salt_per_key and not self.api_key:
-            raise ValueError("prefix_cache_salt_per_key needs an api_key; without one all requests are alike")
+            raise ValueError(
+                "prefix_cache_salt_per_key needs api_key: without keys all requests would have the same salt"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")
 
