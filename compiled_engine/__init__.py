@@ -1,4 +1,4 @@
-"""compiled_engine: an LLM inference engine whose centre is the compiler.
+"""compiled_engine: an LLM inference engine built around the compiler.
 
 Names are imported on first use, so that importing the package costs nothing. Most of them import PyTorch; garbage
 collection is paused meanwhile, since the import creates very many objects and no garbage.

@@ -1,7 +1,7 @@
 """The messages that cross the engine core's borders: API to core, and scheduler to runner.
 
 They may cross process borders, so each is plain typed data that msgspec encodes and decodes without pickle. What is
-not data, such as a token mask object, is handed over beside its message and stays in its process.
+not data, such as a token mask object, is handed over separately from its message and stays in its process.
 """
 
 from __future__ import annotations

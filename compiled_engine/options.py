@@ -94,8 +94,8 @@ class EngineOptions:
         None,
         integer(most=1 << 20),
         "most prompt tokens in a step that also generates for other requests",
-        "a smaller bound delays running requests less and new prompts more; from eight waiting requests "
-        "on it is multiplied by a quarter of their number",
+        "a lower bound favours running requests over new prompts; with eight or more waiting it is scaled by a quarter "
+        "of their number",
         default_is="as many as the step has room for",
     )
     block_size: int | str = declare(
@@ -169,7 +169,7 @@ class EngineOptions:
     convert: str = declare(
         "auto",
         one_of("auto", "none", "embed", "classify"),
-        "use of a model that pools: `embed`, `classify`, or `none`, which is auto",
+        "how to use a pooling model: `embed`, `classify`, or `none`, which is auto",
         default_is="classify for a classifier, and a reranker that says so",
     )
     pooler_config: str | Mapping[str, Any] | PoolerConfig | None = declare(
@@ -192,7 +192,7 @@ class EngineOptions:
     plugins: tuple[str, ...] = declare(
         (),
         TEXTS,
-        "import these modules in each process of the engine, so that what they register is there",
+        "import these modules in each process of the engine, so that their registrations take effect",
         "[passes](passes.md) of the user's own",
         flag="--plugin",
     )
@@ -203,10 +203,10 @@ class EngineOptions:
     compile_ranges: tuple[int, ...] | None = declare(
         None,
         sizes(),
-        "compile separately for batches of up to this many tokens",
+        "compile a separate version for batches of up to this many tokens",
         flag="--compile-range",
-        default_is="64, but on a CPU none for other dtypes than fp32, experts, code of transformers, and "
-        "`tensor_parallel_size` above 1",
+        default_is="64; on a CPU only for textbook models in fp32, without experts or quantised linears, with "
+        "`tensor_parallel_size` 1",
     )
     compile_workers: int | None = declare(
         None,
@@ -271,7 +271,7 @@ class EngineOptions:
     collectives: str = declare(
         "auto",
         one_of("auto", "nccl"),
-        "transport of sums between GPUs: `auto` or `nccl`",
+        "how all-reduces between GPUs are carried out: `auto` or `nccl`",
         default_is="symmetric memory if GPUs can access each other's",
     )
     distributed_executor: str = declare(

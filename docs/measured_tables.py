@@ -41,7 +41,7 @@ def ablation(result: Result) -> str:
 
 
 def quantised_linears(result: Result) -> str:
-    """Microseconds of each linear in 16 bits and with the schemes of FP8, beside the time to read the codes."""
+    """Microseconds of each linear in 16 bits and with the schemes of FP8, and the time to read the codes."""
     headings = ["tokens", "linear", "bf16, us", "fp8, us", "fp8_block, us", "bound of fp8, us"]
     figures = ("bf16", "fp8", "fp8_block", "bound")
     rows = [[f"{r['tokens']}", f"`{r['linear']}`", *(f"{r[name]:.1f}" for name in figures)] for r in result["rows"]]
@@ -185,7 +185,7 @@ def through_http(result: Result) -> str:
 
 
 def performance(result: Result, peers: Result) -> str:
-    """The rows of the table beside a peer's, this engine's before, their bounds, and what was aimed at."""
+    """The rows of the table compared with a peer's, this engine's before, their bounds, and what was aimed at."""
     known = {row["id"]: row for row in peers["rows"]}
     headings = [peers["engines"]["vllm"], "before", "now", "spread", "n", "bound", "share of bound", "aim"]
     rows = []
@@ -231,7 +231,7 @@ def _range(row: Result, value: float | Sequence[float] | None) -> str:
 
 
 def losses(result: Result) -> str:
-    """Rows of `bench loss`, beside the same formulas in plain PyTorch."""
+    """Rows of `bench loss`, and the same formulas in plain PyTorch."""
     headings = ["", "loss", "difference", "divergence", "99th percentile", "same best token"]
     headings += ["plain PyTorch: difference", "divergence", "same best token"]
     rows = []
@@ -256,7 +256,7 @@ def peers(result: Result) -> str:
 
 
 def highlights(result: Result, starts: Result, peers: Result) -> str:
-    """A few rows of the table and of starts, beside a peer's."""
+    """A few rows of the table and of starts, compared with a peer's."""
     known = {row["id"]: row for row in peers["rows"]}
     measured = {row["id"]: row for row in (*result["rows"], *starts["rows"]) if "measured" in row}
     rows = [

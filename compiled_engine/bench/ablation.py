@@ -148,7 +148,7 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:
-    """Return the default workload with the user's choices; its prompts fit into the model's length."""
+    """Return the default workload with the user's choices; its prompts fit into the context length."""
     workload = QUICK if asked.quick else AblationWorkload(seed=config.model.seed)
     if config.device.type != "cuda" and not asked.quick:
         workload = replace(workload, batch_sizes=CPU_BATCH_SIZES)

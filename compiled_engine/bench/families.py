@@ -40,7 +40,7 @@ _OLD_NAMES = {
 @dataclass(frozen=True)
 class Family:
     """A model type of transformers with what differs from TINY; `without`: names that it does not take. `others`: of a
-    multimodal type, the configurations of its other parts beside that of the text model, which has the changes. scale:
+    multimodal type, the configurations of its other parts next to that of the text model, which has the changes. scale:
     of random matrices; the norms of delta nets magnify what larger ones round off."""
 
     name: str

@@ -1,4 +1,4 @@
-"""Measure the quality of a KV cache of 8 bits: the bundled model's held-out text, beside the same with a cache in fp32.
+"""Measure the quality of a KV cache of 8 bits: the bundled model's held-out text, compared with a cache in fp32.
 
 `python -m compiled_engine.bench.kv_cache_loss FILE` writes the figures as JSON. It runs on a CPU, in minutes.
 """

@@ -43,7 +43,7 @@ for command in (
 
 app = typer.Typer(
     cls=OneLineErrors,
-    help="LLM inference whose centre is the compiler.",
+    help="LLM inference built around the compiler.",
     epilog="Each command has --help with examples.",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -45,7 +45,7 @@ def ablation(
     ] = None,
     prompt_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a decode's prompt: 128.")] = None,
     output_len: Annotated[int | None, typer.Option(min=2, help="Tokens to generate for TPOT: 65.")] = None,
-    alone: Annotated[bool, typer.Option(help="Measure also without all passes, and with each pass alone.")] = False,
+    alone: Annotated[bool, typer.Option(help="Also measure without any pass, and with each pass alone.")] = False,
     repeats: Annotated[int | None, typer.Option(min=1, help="Measured rounds: 3, in a quick run 1.")] = None,
     quick: Quick = False,
     output: Output = None,

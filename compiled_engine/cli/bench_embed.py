@@ -36,11 +36,11 @@ def embed(
     ] = None,
     ragged: Annotated[bool, typer.Option("--ragged", help="Texts of 1 to TOKENS tokens.")] = False,
     beside: Annotated[
-        list[str] | None, typer.Option(help=f"Measure beside the engine, in this process: {', '.join(BESIDE)}.")
+        list[str] | None, typer.Option(help=f"Compare with the engine, in this process: {', '.join(BESIDE)}.")
     ] = None,
     address: Annotated[
         list[str] | None,
-        typer.Option(help="OpenAI-compatible server to measure beside the engine, as NAME=URL; may be repeated."),
+        typer.Option(help="OpenAI-compatible server to compare with the engine, as NAME=URL; may be repeated."),
     ] = None,
     repeats: Repeats = 5,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the JSON.")] = None,

@@ -15,18 +15,18 @@ from compiled_engine.cli.errors import bad_input_is_reported, read_text
 
 def loss(
     *,
-    model: Annotated[str | None, typer.Option(help="Checkpoint that is not quantised; without it the bundled.")] = None,
+    model: Annotated[str | None, typer.Option(help="Unquantised checkpoint. Default: the bundled model.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text in UTF-8. Without it the bundled model's held-out text.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Compare the loss on a text: float32, bfloat16, and linears quantised in each scheme.
+    """Compare the loss on text: float32, bfloat16, and linears quantised in each scheme.
 
-    Also how far each distribution is from that of float32 (Kullback-Leibler divergence, in nats), and for how many
-    tokens the most likely one is the same. For texts of some ten thousand tokens: the distributions of float32 are
-    kept in memory.
+    It also shows how far each distribution is from that of float32 (Kullback-Leibler divergence, in nats), and for how
+    many tokens the most likely one is the same. The distributions of float32 are kept in memory, so texts should have
+    no more than some ten thousand tokens.
 
     JSON: benchmark, num_tokens, rows (name, loss, difference, divergence: mean and p99, same_best), date, machine,
     model, options, versions, command.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from compiled_engine.process.progress import Progress
 
 Scheme = Annotated[
-    str, typer.Option(help="fp8: a scale a row. fp8_block: a scale for 128 x 128 weights.", show_default=False)
+    str, typer.Option(help="fp8: one scale per row. fp8_block: one scale per 128 x 128 weights.", show_default=False)
 ]
 
 
@@ -25,7 +25,7 @@ def quantise(
     model: Annotated[
         str, typer.Argument(help="Checkpoint folder, or org/name of the Hugging Face Hub.", show_default=False)
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to write, where nothing is yet.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.", show_default=False)],
     *,
     scheme: Scheme,
     ignore: Annotated[
@@ -36,7 +36,8 @@ def quantise(
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Tell the loss on the text of this file, before and after.", show_default=False)
+        Path | None,
+        typer.Option(help="Compute the loss on the text of this file, before and after.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to compute the loss: auto, cpu, cuda or cuda:N.")] = "auto",
     revision: Annotated[
@@ -50,7 +51,7 @@ def quantise(
     """Write a checkpoint with the weights of its linears in FP8, in the format of compressed-tensors.
 
     The weights are those that the engine's option --quantization makes while it loads. Memory for about one tensor is
-    needed, and no GPU. The folder has its name only once it is complete.
+    needed, and no GPU. The folder appears under its name once it is complete.
 
     JSON: folder, scheme, quantised, kept (module: reason), bytes_before, bytes_after, and with --text num_tokens,
     loss_before and loss_after, in nats per token.
@@ -141,7 +142,7 @@ def _plan(
 
 def _check_out(out: Path) -> None:
     if out.exists() or out.is_symlink():
-        raise ValueError(f"out is {str(out)!r}, which exists already; allowed: a path where nothing is")
+        raise ValueError(f"out is {str(out)!r}, which exists; allowed: a path that does not exist")
     make_room("out", out)
 
 

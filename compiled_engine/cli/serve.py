@@ -33,7 +33,7 @@ def _takes_server_options(command: Command) -> Command:
 def serve(
     *,
     named: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="As --model, which it may stand for.", show_default=False)
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
     ] = None,
     server: dict[str, Any],
     limits: dict[str, Any],
@@ -53,7 +53,7 @@ def serve(
     """Serve a model to OpenAI's clients.
 
     Every option may come from the environment instead: COMPILED_ENGINE_MAX_MODEL_LEN for --max-model-len.
-    SIGTERM lets requests under way end; a second one does not.
+    SIGTERM lets running requests finish; a second one ends them.
 
     Examples:
 

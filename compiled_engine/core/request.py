@@ -36,7 +36,7 @@ class StopRule:
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], room: int) -> StopRule:
-        """`room`: most output tokens within the model's length and the KV cache."""
+        """`room`: most output tokens within the context length and the KV cache."""
         return cls(
             eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),

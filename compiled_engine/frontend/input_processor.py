@@ -162,7 +162,7 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
     return derived(
         params,
         n=1,
-        token_mask=None,  # it is handed over beside the request
+        token_mask=None,  # it is handed over separately from the request
         structured_outputs=None,  # the request has the grammar
         max_tokens=max_tokens,
         # The same 64 bits, and never -1, which is no seed.

@@ -246,7 +246,7 @@ def _texts(name: str, given: Any) -> list[str]:
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be a string or a list of strings, got {given!r}")
     if not texts:
-        raise ValueError(f"{name} must have at least one text, got none")
+        raise ValueError(f"{name} must have at least one input, got none")
     return list(texts)
 
 

@@ -86,7 +86,7 @@ class CallRecorder(Protocol):
 
 
 class CppFunction:
-    """A function of a C++ file that has a packed entry beside it, see cpp_packed.h; it takes float32, not float64.
+    """A function of a C++ file that also has a packed entry, see cpp_packed.h; it takes float32, not float64.
 
     types: of its arguments. Pointers are addresses, or None. Raises CannotCompile, see load_library.
     """

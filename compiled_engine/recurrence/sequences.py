@@ -14,7 +14,7 @@ ROWS = StepTensor("rows_R", ("requests",), torch.int32, padding=-1)
 
 
 def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """The step tensors that the model's own code reads beside those of every forward."""
+    """The step tensors that the model's own code reads in addition to those of every forward."""
     return () if model.recurrences is None else (ROWS,)
 
 

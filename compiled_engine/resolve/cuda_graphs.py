@@ -16,7 +16,7 @@ from compiled_engine.passes.linear import small_batch_linear_cpu
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
 # Modes with graphs in which the number of requests is not fixed.
 _IN_PARTS = (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE, GraphMode.BREAKABLE)
-_RECURRENCES = "the model has recurrences, which full graphs alone capture"
+_RECURRENCES = "the model has recurrences, which only full graphs capture"
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
 # The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
 # launching takes.
@@ -96,10 +96,10 @@ def _mode(
             reasons["graph.mode"] = f"default: attention backend {backend} can be captured for every batch"
             return GraphMode.FULL
         if model.recurrences is not None:
-            reasons["graph.mode"] = f"{_RECURRENCES}, and attention backend {backend} can be captured for decodes alone"
+            reasons["graph.mode"] = f"{_RECURRENCES}, and attention backend {backend} can be captured only for decodes"
             return GraphMode.FULL_DECODE_ONLY
         reasons["graph.mode"] = (
-            f"attention backend {backend} can be captured for {support.value} alone, "
+            f"attention backend {backend} can be captured only for {support.value}, "
             "so it runs between the graphs of other batches"
         )
         return GraphMode.FULL_AND_PIECEWISE
@@ -141,7 +141,7 @@ def _obstacle(
     if mode.captures_decodes and support is GraphSupport.NEVER:
         return f"but attention_backend {backend!r} cannot be captured"
     if mode is GraphMode.FULL and support is not GraphSupport.ALWAYS:
-        return f"but attention_backend {backend!r} can be captured for {support.value} alone"
+        return f"but attention_backend {backend!r} can be captured only for {support.value}"
     return None
 
 
@@ -154,13 +154,13 @@ def recording_obstacle(
 ) -> str | None:
     """Why decodes cannot be recorded calls, or None: their forward on a CPU is calls of C++ kernels."""
     if device.type != "cpu":
-        return "calls are recorded on a CPU alone"
+        return "calls are recorded only on a CPU"
     if not compile_config.enabled:
         return "nothing is compiled"
     if parallel.devices_per_replica > 1:
-        return "calls are recorded in one process alone"
+        return "calls are recorded only in a single process"
     if model.pooling is not None:
-        return "decodes alone are recorded, and a model that pools has none"
+        return "only decodes are recorded, and a model that pools has none"
     if not attention.support.records_decodes:
         return f"attention backend {attention.backend} cannot be recorded"
     if not compile_config.ranges:

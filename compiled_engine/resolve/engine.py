@@ -205,7 +205,7 @@ def _scheduler(
         reasons["scheduler.max_num_batched_tokens"] = f"default on {device.type}"
         if not model.causal and model.max_model_len > max_num_batched_tokens:
             max_num_batched_tokens = model.max_model_len
-            reasons["scheduler.max_num_batched_tokens"] = "an encoder computes a text in one step: max_model_len"
+            reasons["scheduler.max_num_batched_tokens"] = "an encoder computes an input in one step: max_model_len"
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs}), "

@@ -177,7 +177,7 @@ class CapturedSteps:
         if in_parts and by_request:  # their number is not that of the capture
             raise ValueError(
                 f"graph_mode is {graph.mode.value!r}, but step tensor {by_request[0]} has a value for each request: "
-                "full graphs alone have a fixed number of requests; allowed: full, full_decode_only, none"
+                "only full graphs have a fixed number of requests; allowed: full, full_decode_only, none"
             )
         self.counters = GraphCounters(self.dispatcher)
         self.graphs = None

@@ -44,7 +44,7 @@ from compiled_engine.server.tokenization import (
 SCHEMAS = "#/components/schemas/{name}"
 ERRORS = {
     400: "The request cannot be honoured; `param` names the field. What no schema can say: a prompt that has too many "
-    "tokens for the model's length (code `context_length_exceeded`), parameters that together forbid every token "
+    "tokens for the context length (code `context_length_exceeded`), parameters that together forbid every token "
     "(`no_token_allowed`).",
     401: "The API key is missing or wrong.",
     404: "There is no such path, or no such model.",

@@ -98,7 +98,7 @@ class Serving:
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def default_chat_params(self) -> SamplingParams:
-        """Return the checkpoint's sampling; answers may be as long as the model's length unless it sets a limit."""
+        """Return the checkpoint's sampling; answers may be as long as the context length unless it sets a limit."""
         params = self.engine.get_default_sampling_params()
         params.max_tokens = self.max_new_tokens
         return params

@@ -38,7 +38,7 @@ from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
-# Our stages in torch's structured trace (TORCH_TRACE=folder): tlparse shows them beside Dynamo's and Inductor's.
+# Our stages in torch's structured trace (TORCH_TRACE=folder): tlparse shows them next to Dynamo's and Inductor's.
 
 # Lowered graphs, each pass's diff; of each range its graph after the passes, its plan and its forward; output code.
 _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "forward.py", "pieces/*.py")

@@ -76,7 +76,7 @@ def _compressed_tensors(config: JsonFields) -> Quantisation:
         scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
         rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
     if not rules and not config.values.get("kv_cache_scheme"):
-        raise config.error("config_groups", "an object of at least one group, or empty beside kv_cache_scheme")
+        raise config.error("config_groups", "an object of at least one group, or empty together with kv_cache_scheme")
     return Quantisation("compressed-tensors", tuple(rules), tuple(_list(config, "ignore")))
 
 

@@ -231,7 +231,7 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 @contextmanager
 def _complete_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, which gets that name in the end, and is removed after an error or an interrupt."""
+    """A new folder next to `out`, which gets that name in the end, and is removed after an error or an interrupt."""
     folder = out.with_name(f".{out.name}.{os.getpid()}.incomplete")
     folder.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Quantised weights as a checkpoint holds them: codes beside their scales, checked, and placed as their weight is."""
+"""Quantised weights as a checkpoint holds them: codes and their scales, checked, and placed as their weight is."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def read_file(path: Path) -> str:
     """Return the text that write_file has written. Raises ValueError if its digest does not match."""
     digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     if digest != _digest(text):
-        raise ValueError("its digest is another")
+        raise ValueError("its digest does not match")
     return text
 
 

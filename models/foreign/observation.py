@@ -182,7 +182,7 @@ class _Observer(TorchDispatchMode):
         if is_causal is not None and is_causal != causal:
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if sliding_window is not None and sliding_window != window:
-            raise UnsupportedModelError(f"its sliding window is {sliding_window} beside a mask with {window}")
+            raise UnsupportedModelError(f"its sliding window is {sliding_window}, but its mask has {window}")
         self.modules[layer] = module
         self.calls[layer] = LayerAttention(
             query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None, causal

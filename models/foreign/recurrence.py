@@ -26,7 +26,7 @@ ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
 
 class Functions(Protocol):
-    """What modules call instead of transformers' functions; `module` is the one whose forward runs."""
+    """The functions that modules call instead of transformers'; `module` is the one whose forward runs."""
 
     module: Any
 

@@ -1,4 +1,4 @@
-"""Placements of a checkpoint's tensors in a model of transformers, from a file beside its description or computed."""
+"""Placements of a checkpoint's tensors in a model of transformers, from a file next to its description or computed."""
 
 from __future__ import annotations
 

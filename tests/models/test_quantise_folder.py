@@ -230,7 +230,7 @@ def make_infinite(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plain", "plain", "--scheme", "fp8"], "plain', which exists already; allowed: a path where nothing is"),
+        (["plain", "plain", "--scheme", "fp8"], "plain', which exists; allowed: a path that does not exist"),
         (["plain", "plain/config.json/out", "--scheme", "fp8"], "config.json', a file; allowed: a folder"),
         (["plain", "out", "--scheme", "int4"], "scheme is 'int4'; allowed: fp8, fp8_block"),
         (["plain", "out"], "Missing option '--scheme'."),

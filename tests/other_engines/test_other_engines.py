@@ -182,7 +182,7 @@ def test_all_keywords_without_effect_are_in_one_warning() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"nnodes": 2}, "nnodes is 2: this way to use several GPUs is not supported"),
+        ({"nnodes": 2}, "nnodes is 2: this kind of parallelism is not supported"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb is True"),
         ({"enforce_eager": 1}, "enforce_eager is 1; allowed: True, False"),
         ({"tokenizer_mode": "slow"}, "tokenizer_mode is 'slow'; allowed"),

@@ -136,7 +136,10 @@ class Never(GraphPass):
 
 
 def test_strict_mode_names_the_pass_below_its_contract() -> None:
-    with pytest.raises(ContractError, match=r"pass never matched 0 times over 1-8 tokens, its contract is 1; near"):
+    with pytest.raises(
+        ContractError,
+        match=r"pass never matched 0 times over 1-8 tokens, its contract is 1; candidates that did not match: ",
+    ):
         run_all(QWEN3, torch.float32, SMALL, (Never(),))
 
 
@@ -154,9 +157,9 @@ PROFILE = DeviceProfile("a test", {"silu_mul": {1: -9.0, 8: -4.0, 64: 7.0}, "rms
 @pytest.mark.parametrize(
     ("name", "compile_range", "reason"),
     [
-        ("silu_mul", SMALL, "it does not pay on a test: 9.0 microseconds lost a step of 1 tokens"),
+        ("silu_mul", SMALL, "it is slower on a test: 9.0 microseconds in a step of 1 tokens"),
         ("silu_mul", CompileRange(1, 64), None),  # it gains somewhere in the range
-        ("silu_mul", CompileRange(2, 32), "it does not pay on a test: 4.0 microseconds lost a step of 8 tokens"),
+        ("silu_mul", CompileRange(2, 32), "it is slower on a test: 4.0 microseconds in a step of 8 tokens"),
         ("silu_mul", CompileRange(9, 63), None),  # nothing was measured there
         ("rms_norm", SMALL, None),  # less than the noise
         ("merge_linears", SMALL, None),  # never measured

@@ -149,13 +149,18 @@ def test_documents_come_in_the_order_of_their_scores(reranker: RunningServer, pa
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        ("/score", {"queries": "a"}, "documents", "documents must be a text or a list of texts, got None"),
-        ("/score", {"documents": "a"}, "queries", "queries must be a text or a list of texts, got None"),
-        ("/score", {"text_1": "a"}, "text_2", "text_2 must be a text or a list of texts, got None"),
+        ("/score", {"queries": "a"}, "documents", "documents must be a string or a list of strings, got None"),
+        ("/score", {"documents": "a"}, "queries", "queries must be a string or a list of strings, got None"),
+        ("/score", {"text_1": "a"}, "text_2", "text_2 must be a string or a list of strings, got None"),
         ("/score", {"queries": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
         ("/score", {"text_1": ["a"] * 2049, "text_2": ["a"] * 2049}, "text_1", "at most 2048"),
         ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
-        ("/rerank", {"query": "a", "documents": [{"image": "a"}]}, "documents", "must be a text or a list of texts"),
+        (
+            "/rerank",
+            {"query": "a", "documents": [{"image": "a"}]},
+            "documents",
+            "must be a string or a list of strings",
+        ),
     ],
 )
 def test_bad_texts_to_score_are_one_line(

@@ -1,7 +1,7 @@
 """Prefill attention for Hopper, in Gluon: one warp copies keys and values, two groups of four warps compute.
 
 After FlashAttention-3 (Shah et al. 2024): copies by TMA into two stages; products are asynchronous, a tile's scores
-being computed beside the product of the values before them; probabilities stay in registers.
+being computed in parallel with the product of the values before them; probabilities stay in registers.
 
 Copies go by TMA into stages, a box for each block and each 64 columns, all of a tile completing on its stage's barrier.
 """

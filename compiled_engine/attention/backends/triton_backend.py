@@ -164,7 +164,7 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """Serve decodes alone, where it pays, with the usual kind of rotation."""
+        """Serve decodes alone, where it is faster, with the usual kind of rotation."""
         num_kv_heads = kv_cache_N2PKd.shape[3]
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
