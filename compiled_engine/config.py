@@ -272,19 +272,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class SpeculationConfig:
-    """Drafts, up to `num_tokens` a request and step, that are verified together with its newest token; 0: none.
-
-    method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before.
-    """
-
-    method: str = "none"
-    num_tokens: int = 0
-    lookup_max: int = 0
-    lookup_min: int = 0
-
-
-@dataclass(frozen=True)
 class CompileConfig:
     """Options of compilation. `passes` are the enabled FX passes in their fixed order.
 
@@ -345,6 +332,32 @@ class GraphConfig:
     def captures(self) -> bool:
         """Return whether there is anything to capture on CUDA."""
         return bool(self.decode_sizes or self.token_sizes)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A draft model, how it is compiled, and its graphs; all else is the engine's: dtype, cache, ranks, attention."""
+
+    model: ModelConfig
+    compile: CompileConfig
+    graph: GraphConfig
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Drafts, up to `num_tokens` a request and step, that are verified together with its newest token; 0: none.
+
+    method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before, or
+    draft_model, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is the share
+    of drafts whose first i + 1 tokens are. Empty where drafts are compared.
+    """
+
+    method: str = "none"
+    num_tokens: int = 0
+    lookup_max: int = 0
+    lookup_min: int = 0
+    draft: DraftConfig | None = None
+    acceptance_rates: tuple[float, ...] = ()
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -420,6 +433,16 @@ class EngineConfig:
     def local_model(self) -> ModelConfig:
         """The model as one rank computes it."""
         return local_share(self.model, self.parallel.tensor_parallel_size)
+
+    @property
+    def draft(self) -> EngineConfig | None:
+        """The same for the draft model, which speculates on nothing; None without one."""
+        draft = self.speculation.draft
+        if draft is None:
+            return None
+        return replace(
+            self, model=draft.model, compile=draft.compile, graph=draft.graph, speculation=SpeculationConfig()
+        )
 
     @property
     def of_replica(self) -> EngineConfig:

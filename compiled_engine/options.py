@@ -131,8 +131,8 @@ class EngineOptions:
     speculative_config: Mapping[str, Any] | str | None = declare(
         None,
         SPECULATIVE_CONFIG,
-        "[verify drafts of several tokens in a step](speculation.md): a dict with `method`, `num_speculative_tokens`, "
-        "`prompt_lookup_max` and `prompt_lookup_min`, on the command line as JSON",
+        "[verify drafts of several tokens in a step](speculation.md): a dict with `method`, `num_speculative_tokens` "
+        "and more, on the command line as JSON",
         default_is="one token a step",
     )
     seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")

@@ -143,8 +143,9 @@ class Request:
     ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one with a
         constraint, whose masks are made a token at a time, gets one, and so does one whose logits depend on the tokens
-        generated so far."""
-        if constraint is not None or request.sampling_params.edits_by_output:
+        generated so far, or that asks for no drafts."""
+        params = request.sampling_params
+        if constraint is not None or params.edits_by_output or params.disable_spec_decode:
             most, gets_fewer = 1, most_new_tokens > 1
         else:
             most, gets_fewer = most_new_tokens, False

@@ -19,6 +19,7 @@ from compiled_engine.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
     json_value,
     local_share,
 )
@@ -111,7 +112,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     # Kernels for short contexts are reached through the op that this pass makes.
     fused = RopeAttend.name in compile_config.passes
-    return EngineConfig(
+    config = EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
         cache=CacheConfig(
@@ -136,8 +137,9 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         device=device,
         attention_backend=attention.backend,
         reasons=reasons,
-        speculation=resolve_speculation(options, device, model, scheduler, reasons),
+        speculation=SpeculationConfig(),
     )
+    return replace(config, speculation=resolve_speculation(options, config, progress))
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:

@@ -63,7 +63,8 @@ class InputBuffers:
     the host: the sampled tokens of the last steps by request (-1 for none), after the number of the step.
 
     draft_numbers_R: None without drafts. With them, a request has a row for its newest token and one for each draft
-    behind it, see drafts.py: which of them the row is, 0 for the newest token. Written by the host.
+    behind it, see drafts.py: which of them the row is, 0 for the newest token, -1 for the one before. Written by the
+    host.
     """
 
     def __init__(
@@ -197,8 +198,9 @@ def prepare_reference(
     if buffers.draft_numbers_R is not None:
         assert states.drafts_SK is not None
         number_R = buffers.draft_numbers_R.numpy()[:num_rows]
+        known_R = np.maximum(known_R, computed_R + 1)  # the newest token too, see RequestStates
         computed_R += number_R
-        newest_R = np.where(number_R > 0, states.drafts_SK.numpy()[rows_R, number_R - 1], newest_R)
+        newest_R = np.where(number_R > 0, states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)], newest_R)
 
     request_T = np.repeat(np.arange(num_rows), lens_R)
     covered = min(len(request_T), num_tokens)

@@ -27,10 +27,11 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
-from compiled_engine.runner.drafts import NgramProposer, make_drafted_batch
+from compiled_engine.runner.drafts import make_drafted_batch
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
+from compiled_engine.runner.proposers import DraftModelProposer, NgramProposer, Proposer
 from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_pooling import StepPooling
@@ -129,8 +130,16 @@ class Runner:
             speculation.num_tokens,
             has_token_types=config.model.token_types > 0,
         )
-        self._proposer = NgramProposer(speculation, self.states) if speculation.num_tokens else None
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
+        self._draft: DraftModelProposer | None = None
+        if (draft := config.draft) is not None:
+            with timeline.span("draft model"):
+                self._draft = DraftModelProposer(
+                    draft, speculation.num_tokens, self.states, self.sampler, self._group, progress, timeline
+                )
+        self._proposer: Proposer | None = self._draft
+        if speculation.num_tokens and self._draft is None:
+            self._proposer = NgramProposer(speculation, self.states)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
@@ -148,7 +157,7 @@ class Runner:
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling = StepSampling(
-            self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic, self._proposer
+            self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic, speculation
         )
         self._pooling = None
         if (pooling := config.model.pooling) is not None:
@@ -191,6 +200,9 @@ class Runner:
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.least(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
+        if self._draft is not None:
+            self._draft.warm_up()
+            self._draft.allocate(self.num_blocks)
         if graphs:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
@@ -210,6 +222,10 @@ class Runner:
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
+            if self._proposer is not None:
+                self.runs_begun += 1
+                self._proposer.propose(step)
+                self.runs_ended += 1
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
         except BaseException:
@@ -292,17 +308,19 @@ class Runner:
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        counts, graphs = compiled.counts if compiled else None, captured.graphs
-        recordings = self.model.recording_counts()
+        draft, graphs = self._draft, captured.graphs
+        counts = [each.counts for each in (compiled, draft and draft.compiled) if each]
+        recordings = [*self.model.recording_counts(), *(draft.model.recording_counts() if draft else ())]
         return {
-            "traces": counts.traces if counts else 0,
-            "compiles": counts.compiles if counts else 0,
+            "traces": sum(each.traces for each in counts),
+            "compiles": sum(each.compiles for each in counts),
             "captures": graphs.num_captures if graphs else 0,
             "cache": compiled.lookup.status if compiled else "off",
             "cache_why": compiled.lookup.why if compiled else "nothing is compiled",
             "cache_key": compiled.lookup.key if compiled else None,
             "cache_entry": str(compiled.lookup.folder) if compiled else None,
-            "passes": _pass_counts(compiled),
+            "passes": _pass_counts(compiled) | _pass_counts(draft.compiled if draft else None, "draft "),
+            "draft_cache_entry": str(draft.compiled.lookup.folder) if draft and draft.compiled else None,
             **captured.counters.metrics(),
             **cache_size.metrics(graphs.bytes_used if graphs else 0),
             "graph_bytes_predicted": cache_size.graph_bytes,
@@ -324,18 +342,21 @@ class Runner:
             self.captured.graphs.close()
         self._kv_caches.clear()
         self.model.close()
+        if self._draft is not None:
+            self._draft.close()
         self._compiled = None
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
-def _pass_counts(compiled: CompiledModel | None) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and had to, by callable and range (CompiledRange.name), and by pass name."""
+def _pass_counts(compiled: CompiledModel | None, prefix: str = "") -> dict[str, dict[str, dict[str, int]]]:
+    """Return how often each pass matched, and had to, by callable and range (CompiledRange.name, after the prefix), and
+    by pass name."""
     if compiled is None:
         return {}
     return {
-        compiled_range.name: {
+        prefix + compiled_range.name: {
             report.name: {"matches": report.matches, "contract": report.contract}
             for report in compiled_range.passes
             if report.applied

@@ -309,6 +309,9 @@ class SamplingParams:
         tuple_of(tuple_of(TOKEN_ID, may_be_empty=False)),
         "token sequences that must not be generated; the engine adds those of `bad_words`",
     )
+    disable_spec_decode: bool = declare(
+        False, FLAG, "generate one token a step, without [drafts](speculation.md)", "the tokens are the same"
+    )
     extra_args: Mapping[str, Any] | None = declare(
         None, ARGUMENTS, "arguments for logits processors, by name; not used otherwise"
     )

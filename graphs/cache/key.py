@@ -5,6 +5,7 @@ Every config field is in one of the lists below; a field in none is an error, so
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig, flat_fields
@@ -129,6 +130,8 @@ OTHER_FIELDS = (
     "speculation.num_tokens",
     "speculation.lookup_max",
     "speculation.lookup_min",
+    "speculation.draft",  # a draft model has an entry of its own
+    "speculation.acceptance_rates",
 )
 
 
@@ -155,7 +158,7 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
 
     Raises RuntimeError for a field that is in neither list.
     """
-    flat = flat_fields(config)
+    flat = flat_fields(replace(config, speculation=replace(config.speculation, draft=None)))
     optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS)
     declared = {CACHE_FORMAT, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)

@@ -14,6 +14,7 @@ import torch
 from tiny_models import tiny_config
 
 from compiled_engine.config import (
+    DraftConfig,
     EngineConfig,
     ExpertsConfig,
     GraphMode,
@@ -144,11 +145,12 @@ PERTURBED: dict[str, Any] = {
     "speculation.num_tokens": 3,
     "speculation.lookup_max": 5,
     "speculation.lookup_min": 2,
+    "speculation.acceptance_rates": (0.5,),
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
-APART |= {"model.recurrences"}
+APART |= {"model.recurrences", "speculation.draft"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -211,6 +213,15 @@ def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> N
     assert len(set(keys)) == 3
     prompted = with_value(base, "model.pooling", replace(plain, prompts=(("query", "find: "),)))
     assert str(cache_factors(prompted, ENVIRONMENT)) == keys[1]
+
+
+def test_a_draft_model_has_a_key_of_its_own(base: EngineConfig) -> None:
+    draft = DraftConfig(with_value(base, "model.hidden_size", 128).model, base.compile, base.graph)
+    drafted = with_value(base, "speculation.draft", draft)
+    assert cache_factors(drafted, ENVIRONMENT) == cache_factors(base, ENVIRONMENT)
+    assert drafted.draft is not None
+    assert drafted.draft == with_value(base, "model.hidden_size", 128)
+    assert cache_factors(drafted.draft, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
 
 
 def test_a_cache_in_the_dtype_of_the_model_is_no_factor(base: EngineConfig) -> None:
