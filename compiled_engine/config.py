@@ -173,7 +173,7 @@ class ModelConfig:
     `pooling`: None for a model that generates. `recurrences`: None where every layer attends and does nothing else.
     `causal`: False for an encoder, whose tokens see later ones too, so that a text is computed in one step and nothing
     is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
-    they have none.
+    they have none. `merged_adapter`: folder of an adapter that is merged into the weights while they are loaded.
     """
 
     path: Path
@@ -213,6 +213,7 @@ class ModelConfig:
     causal: bool = True
     token_types: int = 0
     recurrences: Recurrences | None = None
+    merged_adapter: Path | None = None
 
     @property
     def num_mlps(self) -> int:

@@ -154,6 +154,12 @@ class EngineOptions:
         "leave these modules as they are: names, or `re:` and a regular expression",
         default_is="`lm_head` and the routers of experts",
     )
+    merge_adapter: str | Path | None = declare(
+        None,
+        CHECKPOINT,
+        "merge this [LoRA adapter](adapters.md) into the weights while they are loaded: a folder, or `org/name` or "
+        "`org/name@revision` of the Hugging Face Hub",
+    )
     model_impl: str = declare(
         "auto",
         one_of("auto", "textbook", "transformers"),

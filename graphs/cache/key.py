@@ -93,6 +93,7 @@ OTHER_FIELDS = (
     "model.max_model_len",
     "model.load_format",
     "model.seed",
+    "model.merged_adapter",
     "model.transformers",  # None, for the textbook's models
     "model.quantisation",  # None, for weights in model.dtype
     "model.pooling",  # None, for models that generate
