@@ -286,6 +286,17 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA adapters of requests. `max_loras`: slots on the device, so as many adapters may be in a step, each of a rank
+    up to `max_lora_rank`. `max_cpu_loras`: copies in host memory of adapters that no request uses are dropped beyond.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
+
+
+@dataclass(frozen=True)
 class CompileConfig:
     """Options of compilation. `passes` are the enabled FX passes in their fixed order.
 
@@ -382,7 +393,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
 class EngineConfig:
     """The whole configuration. `reasons` maps dotted names of chosen fields to the reason of their value.
 
-    `tokenizer`: its folder, None for the model's own.
+    `tokenizer`: its folder, None for the model's own. `adapters`: None if requests have none.
     """
 
     model: ModelConfig
@@ -396,6 +407,7 @@ class EngineConfig:
     attention_backend: str
     reasons: dict[str, str]
     speculation: SpeculationConfig
+    adapters: AdapterConfig | None
 
     @property
     def most_new_tokens(self) -> int:

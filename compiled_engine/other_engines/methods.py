@@ -39,7 +39,6 @@ _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids'
 ARGUMENTS = {
     "prompt_token_ids": _AS_PROMPTS,
     "input_ids": _AS_PROMPTS,
-    "lora_request": "there is no LoRA; merge it into the checkpoint",
     "prompt_adapter_request": "there are no prompt adapters",
     "guided_options_request": "SamplingParams(structured_outputs=...) has what is asked for",
     "mm_processor_kwargs": "models are for text alone",

@@ -30,6 +30,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.pooling import PoolerConfig
 from compiled_engine.process.progress import Progress, SilentProgress
+from compiled_engine.resolve.adapters import resolve_adapters
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
 from compiled_engine.resolve.folders import (
@@ -149,6 +150,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         attention_backend=attention.backend,
         reasons=reasons,
         speculation=resolve_speculation(options, device, model, scheduler, reasons),
+        adapters=resolve_adapters(options, model, parallel, compiled=compiled, reasons=reasons),
     )
 
 

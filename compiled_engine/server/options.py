@@ -78,6 +78,19 @@ class ServerOptions:
         "answers have the first one",
         default_is="the model's own",
     )
+    lora_modules: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "[LoRA adapter](adapters.md#the-server) that requests name as their model: `name=path`, or JSON with `name` "
+        "and `path`",
+        "needs `enable_lora`",
+    )
+    allowed_lora_folder: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "folder from which clients may load LoRA adapters while the server runs",
+        "without this option they cannot; needs `enable_lora` and a single API server",
+    )
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
     tool_call_parser: str = declare(
         "auto",
@@ -146,6 +159,11 @@ class ServerOptions:
             raise ValueError(f"chat_template is {given!r}, which is no Jinja template, and there is no such file")
         if self.prefix_cache_salt_per_key and not self.api_key:
             raise ValueError("prefix_cache_salt_per_key needs an api_key; without one all requests are alike")
+        if self.allowed_lora_folder and self.api_server_count > 1:
+            raise ValueError(
+                f"allowed_lora_folder is given, but api_server_count is {self.api_server_count}, and only one process "
+                "would know the adapter; allowed: 1"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")
 

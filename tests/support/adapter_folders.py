@@ -15,6 +15,22 @@ from torch import nn
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+# Of engines with adapters on a CPU; with the same model they share what is compiled.
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "progress": False,
+    "max_model_len": 64,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 16,
+    "block_size": 16,
+    "num_blocks": 64,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 64,
+    "max_cpu_loras": 3,
+}
+
+
 def make_adapter(
     path: Path,
     model: nn.Module,
