@@ -7,7 +7,7 @@ kernel elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
@@ -389,12 +389,11 @@ def empty_batch(
         buffers.stage_decodes(StagedDecodes.padding(num_rows))
     else:
         buffers.stage_batch(no_rows, starts_R1)
-    none = no_rows[:0]
-    return InputBatch(
-        *([], none, starts_R1[:1], [], none > 0),
-        *(0, key, decodes_only, num_rows, num_tokens, host),
-        adapted=adapted or (key is not None and len(key.extra) > 0),
+    has_adapters = adapted or (key is not None and len(key.extra) > 0)
+    batch = InputBatch(
+        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
+    return replace(batch, adapted=True) if has_adapters else batch
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
