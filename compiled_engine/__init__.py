@@ -14,6 +14,7 @@ from compiled_engine.process.memory import collection_paused
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
+    from compiled_engine.frontend.adapters import LoRARequest
     from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.frontend.pooling import (
         ClassificationRequestOutput,
@@ -38,6 +39,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineDeadError",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "PoolerConfig",
@@ -59,6 +61,7 @@ _MODULES = {
     "CompletionOutput": "compiled_engine.frontend.outputs",
     "EmbeddingRequestOutput": "compiled_engine.frontend.pooling",
     "EngineDeadError": "compiled_engine.processes.core_client",
+    "LoRARequest": "compiled_engine.frontend.adapters",
     "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.frontend.outputs",
     "PoolerConfig": "compiled_engine.pooling",

@@ -173,7 +173,7 @@ class ModelConfig:
     `pooling`: None for a model that generates. `recurrences`: None where every layer attends and does nothing else.
     `causal`: False for an encoder, whose tokens see later ones too, so that a text is computed in one step and nothing
     is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
-    they have none.
+    they have none. `merged_adapter`: folder of an adapter that is merged into the weights while they are loaded.
     """
 
     path: Path
@@ -213,6 +213,7 @@ class ModelConfig:
     causal: bool = True
     token_types: int = 0
     recurrences: Recurrences | None = None
+    merged_adapter: Path | None = None
 
     @property
     def num_mlps(self) -> int:
@@ -269,6 +270,17 @@ class SchedulerConfig:
     policy: str
     async_scheduling: bool = False
     max_prefill_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA adapters of requests. `max_loras`: slots on the device, so as many adapters may be in a step, each of a rank
+    up to `max_lora_rank`. `max_cpu_loras`: copies in host memory of adapters that no request uses are dropped beyond.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
 
 
 @dataclass(frozen=True)
@@ -394,7 +406,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
 class EngineConfig:
     """The whole configuration. `reasons` maps dotted names of chosen fields to the reason of their value.
 
-    `tokenizer`: its folder, None for the model's own.
+    `tokenizer`: its folder, None for the model's own. `adapters`: None if requests have none.
     """
 
     model: ModelConfig
@@ -408,6 +420,7 @@ class EngineConfig:
     attention_backend: str
     reasons: dict[str, str]
     speculation: SpeculationConfig
+    adapters: AdapterConfig | None
 
     @property
     def most_new_tokens(self) -> int:
@@ -441,7 +454,12 @@ class EngineConfig:
         if draft is None:
             return None
         return replace(
-            self, model=draft.model, compile=draft.compile, graph=draft.graph, speculation=SpeculationConfig()
+            self,
+            model=draft.model,
+            compile=draft.compile,
+            graph=draft.graph,
+            speculation=SpeculationConfig(),
+            adapters=None,
         )
 
     @property

@@ -74,7 +74,7 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         core=core,
         loop=EngineLoop(core, OutputProcessor(tokenizer)),
         tokenizer=tokenizer,
-        inputs=InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer)),
+        inputs=InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer), adapters=config.adapters),
         pooling=make_pooling_processor(config.model, tokenizer, limits),
         default_sampling_params=default_sampling_params,
         profiler=Profiler(Path(options.profile_dir), config.device),

@@ -21,12 +21,25 @@ ROOT = bytes(32)
 """The root of requests that depend on their token ids alone."""
 
 
-def prefix_root(*, salt: str | None = None) -> bytes:
+class AdapterRef(NamedTuple):
+    """The LoRA adapter of a request: the digest of its files, which is its name within the engine, and its folder, from
+    which it is read again if the engine has dropped it. name: the user's, for metrics."""
+
+    digest: str
+    path: str
+    name: str = ""
+
+
+def prefix_root(*, salt: str | None = None, adapter: AdapterRef | None = None) -> bytes:
     """Return the root for a request. This is the only place that lists what a prefix depends on besides token ids.
 
-    salt: only requests with the same salt share blocks.
+    salt: only requests with the same salt share blocks. adapter: its content counts, so a folder whose files were
+    replaced shares nothing with what it was before.
     """
-    parts = {"salt": None if salt is None else salt.encode()}
+    parts = {
+        "salt": None if salt is None else salt.encode(),
+        "adapter": None if adapter is None else adapter.digest.encode(),
+    }
     given = [(name.encode(), content) for name, content in parts.items() if content is not None]
     if not given:
         return ROOT
@@ -62,6 +75,7 @@ class EngineRequest:
     next_prompt_logprob: int = 1
     pooling: str = ""
     second_text: int | None = None
+    adapter: AdapterRef | None = None
 
 
 class Vectors(NamedTuple):
@@ -230,7 +244,7 @@ class NewRequest:
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
     with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens. `second_text`: see EngineRequest.
+    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one.
     """
 
     request_id: str
@@ -242,6 +256,7 @@ class NewRequest:
     masked: bool = False
     by_token: bool = False
     second_text: int | None = None
+    adapter_slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -258,6 +273,7 @@ class SchedulerOutput:
     new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
         NewRequest).
     awaits_masks: nothing is sampled before the step's TokenMasks come.
+    placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
     """
 
     step: int
@@ -269,6 +285,7 @@ class SchedulerOutput:
     samples: list[bool]
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     awaits_masks: bool = False
+    placed_adapters: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

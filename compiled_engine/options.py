@@ -154,6 +154,22 @@ class EngineOptions:
         "leave these modules as they are: names, or `re:` and a regular expression",
         default_is="`lm_head` and the routers of experts",
     )
+    enable_lora: bool = declare(False, SWITCH, "let each request have a [LoRA adapter](adapters.md) of its own")
+    max_loras: int = declare(1, integer(most=256), "adapters that a step may have, each in a slot on the device")
+    max_lora_rank: int = declare(16, integer(most=512), "largest rank of an adapter; each slot has memory for it")
+    max_cpu_loras: int | None = declare(
+        None,
+        integer(most=1 << 16),
+        "adapters to keep in host memory",
+        "those that requests use are kept beyond it",
+        default_is="max_loras",
+    )
+    merge_adapter: str | Path | None = declare(
+        None,
+        CHECKPOINT,
+        "merge this [LoRA adapter](adapters.md) into the weights while they are loaded: a folder, or `org/name` or "
+        "`org/name@revision` of the Hugging Face Hub",
+    )
     model_impl: str = declare(
         "auto",
         one_of("auto", "textbook", "transformers"),

@@ -125,7 +125,8 @@ class StepTensor:
     """An argument of a forward. `name` is its path: input_ids_T, attention_inputs.seq_lens_R, kv_caches.3.
 
     dims: numbers, or names of SIZES for sizes that differ from step to step. padding: the value for padding tokens and
-    padding rows. on_host: the tensor is on the CPU.
+    padding rows. on_host: the tensor is on the CPU. of_adapters: only forwards with the
+    requests' adapters read it.
 
     fill: for a pass's tensor, whose first dimension is tokens or requests: computes the values of a padded batch on the
     device. Its values for padding are replaced by `padding`. It may be captured in a CUDA graph, so its launches must
@@ -138,6 +139,7 @@ class StepTensor:
     padding: float = 0
     fill: Fill | None = None
     on_host: bool = False
+    of_adapters: bool = False
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
         """sizes: of each dimension that has a name."""
@@ -157,12 +159,16 @@ STEP_TENSORS = (
 )
 
 
-def _token_types(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
+def request_of_tokens(step: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the request of each token, int64 [T], for `fill` of a step tensor; of a padding token, any."""
     ends_R = step["attention_inputs.query_start_loc_R1"][1:].contiguous()
-    positions_T, rows_R = step["positions_T"], step["rows_R"].clamp(min=0).long()
-    tokens_T = torch.arange(positions_T.shape[0], dtype=torch.int32, device=positions_T.device)
-    request_T = torch.searchsorted(ends_R, tokens_T, right=True).clamp(max=ends_R.shape[0] - 1)
-    return (positions_T >= states.fields[SECOND_TEXT][rows_R][request_T]).long()
+    tokens_T = torch.arange(step["positions_T"].shape[0], dtype=torch.int32, device=ends_R.device)
+    return torch.searchsorted(ends_R, tokens_T, right=True).clamp(max=ends_R.shape[0] - 1)
+
+
+def _token_types(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
+    rows_R = step["rows_R"].clamp(min=0).long()
+    return (step["positions_T"] >= states.fields[SECOND_TEXT][rows_R][request_of_tokens(step)]).long()
 
 
 # The row field with the number of tokens before the second of two texts, and the types of tokens that follow from it.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from compiled_engine.messages import ROOT, EngineRequest, NewRequest
+from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
 from compiled_engine.sampling.token_mask import Constraint
@@ -83,7 +83,7 @@ class Request:
     ending_ids: the tokens that may end it sooner, and the error codes.
     constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
     failure: error of its constraint; the request ends with the next processed step.
-    prefix_root, pooling, second_text: see EngineRequest.
+    prefix_root, pooling, second_text, adapter: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
@@ -116,6 +116,7 @@ class Request:
     prefix_root: bytes = ROOT
     pooling: str = ""
     second_text: int | None = None
+    adapter: AdapterRef | None = None
     most_new_tokens: int = 1
     gets_fewer: bool = False
     status: RequestStatus = RequestStatus.WAITING
@@ -169,6 +170,7 @@ class Request:
             prefix_root=request.prefix_root,
             pooling=request.pooling,
             second_text=request.second_text,
+            adapter=request.adapter,
             next_prompt_logprob=request.next_prompt_logprob,
         )
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
@@ -246,7 +248,7 @@ class Request:
         self.next_prompt_logprob += fresh
         return position, rows.select(slice(position - first, None))
 
-    def as_new(self, block_ids: tuple[tuple[int, ...], ...]) -> NewRequest:
+    def as_new(self, block_ids: tuple[tuple[int, ...], ...], adapter_slot: int = -1) -> NewRequest:
         """The request as the runner gets it. block_ids: its block table in each KV group."""
         return NewRequest(
             request_id=self.request_id,
@@ -258,6 +260,7 @@ class Request:
             masked=self.constraint is not None,
             by_token=self.pooling == "token",
             second_text=self.second_text,
+            adapter_slot=adapter_slot,
         )
 
 

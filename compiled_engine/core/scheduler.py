@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
+from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.constraints import MaskMaker
@@ -148,19 +149,21 @@ class Scheduler:
         pools: bool = False,
         *,
         whole: bool = False,
+        adapters: AdapterConfig | None = None,
     ) -> None:
         self._config, self._whole = scheduler, whole
         self._most_new_tokens = most_new_tokens
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
+        self.adapters = AdapterTable(adapters)
         self._kv_cache = KVCacheManager(
             [] if whole else [BlockGroup(num_blocks, cache.block_size)],
-            [RequestRows(most * num_lanes)],
+            [RequestRows(most * num_lanes), self.adapters],
             enable_prefix_caching=cache.enable_prefix_caching,
         )
         longest = scheduler.max_num_batched_tokens if whole else None
         slots = self._kv_cache.num_slots
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
-        self._requests = RequestTable(self._kv_cache)
+        self._requests = RequestTable(self._kv_cache, self.adapters)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
@@ -223,7 +226,8 @@ class Scheduler:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        step = StepInFlight.of(number, draft, removed, registered, constraints=self._requests.num_constrained > 0)
+        placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
+        step = StepInFlight.of(number, draft, removed, registered, placed, constraints=constraints)
         self._in_flight.append(step)
         return step.output
 
@@ -294,7 +298,7 @@ class Scheduler:
             self._requests.start_next()
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)
             budget -= num_tokens
-            draft.new.append(request.as_new(self._kv_cache.block_ids(request)))
+            draft.new.append(request.as_new(self._kv_cache.block_ids(request), self.adapters.slot_of(request)))
             self._schedule_tokens(draft, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
@@ -438,16 +442,17 @@ class Scheduler:
                 self._counts.aborted += 1
         self._requests.sweep()
         self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
+        self.adapters.forget_slots()
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics and DraftCounts.metrics."""
+        """See SchedulerCounts.metrics, DraftCounts.metrics and AdapterTable.metrics."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
-        return counts | self._drafts.metrics()
+        return counts | self._drafts.metrics() | self.adapters.metrics()
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

@@ -133,7 +133,7 @@ HONOURED: Rows = {
         "model tokenizer revision tokenizer_revision download_dir skip_tokenizer_init device seed load_format "
         "max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching "
         "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
-        "data_parallel_size runner convert pooler_config"
+        "data_parallel_size runner convert pooler_config enable_lora max_loras max_lora_rank max_cpu_loras"
     ),
     "speculative_config": Honoured("`speculative_config`; refused on GPUs", "speculative_config", nothing=({},)),
     "dtype": Honoured(
@@ -243,7 +243,6 @@ NOT_SUPPORTED: Rows = {
     **only("a quantisation configuration as a keyword", "give quantization", quantization_config=({},)),
     **only("calibrating scales of the KV cache", "give kv_cache_dtype='int8'", calculate_kv_scales=False),
     **only("a KV cache size in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
-    **only("LoRA", "merge the adapter into the checkpoint", enable_lora=False),
     **only(
         "separate options for speculative decoding",
         "give speculative_config",
@@ -353,10 +352,9 @@ WITHOUT_EFFECT: Rows = {
             disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache mm_hasher_algorithm
             video_pruning_method mm_processor_device mm_device_do_normalize ec_manager_config
         """,
-        "there are no LoRA adapters": """
-            max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
-            enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
-            max_lora_cls_labels
+        "adapters have the model's dtype, change any linear of its layers, and are divided as these are": """
+            default_mm_loras fully_sharded_loras lora_dtype lora_target_modules enable_tower_connector_lora
+            specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
         """,
         "kv_cache_dtype applies to all layers": "kv_cache_dtype_skip_layers",
         "no supported format is deprecated": "allow_deprecated_quantization",

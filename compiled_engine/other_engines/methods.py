@@ -39,7 +39,6 @@ _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids'
 ARGUMENTS = {
     "prompt_token_ids": _AS_PROMPTS,
     "input_ids": _AS_PROMPTS,
-    "lora_request": "LoRA is not supported; merge it into the checkpoint",
     "prompt_adapter_request": "there are no prompt adapters",
     "guided_options_request": "use SamplingParams(structured_outputs=...)",
     "mm_processor_kwargs": "models take only text",

@@ -24,15 +24,22 @@ from compiled_engine.config import (
     local_share,
 )
 from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
+from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.pooling import PoolerConfig
 from compiled_engine.process.progress import Progress, SilentProgress
+from compiled_engine.resolve.adapters import resolve_adapters
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
-from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder, resolve_tokenizer_folder
+from compiled_engine.resolve.folders import (
+    resolve_adapter_folder,
+    resolve_cache_dir,
+    resolve_model_folder,
+    resolve_tokenizer_folder,
+)
 from compiled_engine.resolve.parallel import check_stages, resolve_parallel
 from compiled_engine.resolve.speculation import resolve_speculation
 from compiled_engine.sampling.logits_processor import resolve_logits_processors
@@ -68,6 +75,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         pooling=PoolingOptions(options.runner, options.convert, PoolerConfig.of(options.pooler_config or {})),
     )
     reasons |= model_reasons
+    if options.merge_adapter is not None:
+        if options.load_format == "dummy":
+            raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
+        found = resolve_adapter_folder("merge_adapter", options.merge_adapter, options.download_dir, progress)
+        read_adapter(found)  # errors are raised before work starts
+        model = replace(model, merged_adapter=found)
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)
@@ -138,6 +151,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         attention_backend=attention.backend,
         reasons=reasons,
         speculation=SpeculationConfig(),
+        adapters=resolve_adapters(options, model, parallel, compiled=compiled, reasons=reasons),
     )
     return replace(config, speculation=resolve_speculation(options, config, progress))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
+from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.drafts import make_drafted_batch
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
@@ -129,7 +131,13 @@ class Runner:
             in_flight,
             speculation.num_tokens,
             has_token_types=config.model.token_types > 0,
+            has_adapters=config.adapters is not None,
         )
+        self._adapters: AdapterSlots | None = None
+        if config.adapters is not None:
+            assert self._compiled is not None
+            parameters, num_ranks = self._compiled.parameters, config.parallel.tensor_parallel_size
+            self._adapters = AdapterSlots(config.adapters, parameters, named, self._group.rank, num_ranks)
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._draft: DraftModelProposer | None = None
         if (draft := config.draft) is not None:
@@ -219,6 +227,8 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
+            for slot, digest in step.placed_adapters.items():
+                self._own_adapters.place(slot, digest)
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
@@ -252,11 +262,14 @@ class Runner:
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
-        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted)
+        adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
+        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted, adapted=adapted)
         if self._proposer is None:
             batch = make_batch(step, self.states, self.buffers, key)
         else:
             batch = make_drafted_batch(step, self.states, self.buffers)
+        if adapted:
+            batch = replace(batch, adapted=True)
         self._clock.lap("prepare")
         self._clock.device_begins()
         pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks)
@@ -304,6 +317,20 @@ class Runner:
         self.pending.launched()
         self.runs_ended += 1
         return self.pending.step(batch, None, {}, pooled)
+
+    def load_adapter(self, path: str, digest: str) -> None:
+        """Read an adapter into host memory. Raises ValueError, see AdapterSlots.load."""
+        self._own_adapters.load(path, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forget an adapter that no request uses."""
+        self._own_adapters.drop(digest)
+
+    @property
+    def _own_adapters(self) -> AdapterSlots:
+        if self._adapters is None:
+            raise ValueError("enable_lora is False, so there are no adapters; allowed: True")
+        return self._adapters
 
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""

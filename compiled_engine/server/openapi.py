@@ -227,7 +227,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
                 branch["propertyNames"] = {"pattern": f"^({up_to(last_token)})$"}
                 branch["maxProperties"] = limits.max_token_list
         if "model" in fields:
-            fields["model"] = {"enum": [*serving.names, None]}
+            fields["model"] = {"enum": [*serving.names, *serving.adapters, None]}
         if "tool_choice" in fields:
             fields["tool_choice"] = tool_choices(has_tools=serving.chat is not None and serving.chat.tools is not None)
         bound_forms(schemas[name])

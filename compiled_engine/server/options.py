@@ -78,6 +78,19 @@ class ServerOptions:
         "answers have the first one",
         default_is="the model's own",
     )
+    lora_modules: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "[LoRA adapter](adapters.md#the-server) that requests name as their model: `name=path`, or JSON with `name` "
+        "and `path`",
+        "needs `enable_lora`",
+    )
+    allowed_lora_folder: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "folder from which clients may load LoRA adapters while the server runs",
+        "without this option they cannot; needs `enable_lora` and a single API server",
+    )
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
     tool_call_parser: str = declare(
         "auto",
@@ -147,6 +160,11 @@ class ServerOptions:
         if self.prefix_cache_salt_per_key and not self.api_key:
             raise ValueError(
                 "prefix_cache_salt_per_key needs api_key: without keys all requests would have the same salt"
+            )
+        if self.allowed_lora_folder and self.api_server_count > 1:
+            raise ValueError(
+                f"allowed_lora_folder is given, but api_server_count is {self.api_server_count}, and only one process "
+                "would know the adapter; allowed: 1"
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")

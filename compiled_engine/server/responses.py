@@ -168,7 +168,7 @@ async def responses(request: Request) -> Reply:
     events = ResponseEvents(_begun(serving, fields, model, prompt), prompt.make_call_id)
     # Always in parts: how many tokens are reasoning shows only while they come.
     salt = cache_salt(request, fields)
-    outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input", salt)
+    outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input", salt, model)
     hidden = serving.chat_format().guard.is_special if prompt.params.skip_special_tokens else None
     logprobs = TextLogprobs(prompt.make_parser(), chat.top_logprobs or 0, hidden)
     if fields.streams:

@@ -63,6 +63,9 @@ OTHER_POOLING_FIELDS = tuple(
 )
 # Fields of a model with recurrences.
 RECURRENCE_FIELDS = ("model.recurrences.states", "model.recurrences.num_rows")
+# Fields of an engine with adapters: the shapes of their slots.
+ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
+OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
 # A cache of 8 bits has other shapes, and scales. In the dtype of the model it is no factor.
 CACHE_FORMAT = "cache.kv_dtype"
 # These only count through model.rope.angle_scale, a constant of the graph.
@@ -94,6 +97,7 @@ OTHER_FIELDS = (
     "model.max_model_len",
     "model.load_format",
     "model.seed",
+    "model.merged_adapter",
     "model.transformers",  # None, for the textbook's models
     "model.quantisation",  # None, for weights in model.dtype
     "model.pooling",  # None, for models that generate
@@ -132,6 +136,7 @@ OTHER_FIELDS = (
     "speculation.lookup_min",
     "speculation.draft",  # a draft model has an entry of its own
     "speculation.acceptance_rates",
+    "adapters",  # None, for an engine without them
 )
 
 
@@ -159,7 +164,10 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     Raises RuntimeError for a field that is in neither list.
     """
     flat = flat_fields(replace(config, speculation=replace(config.speculation, draft=None)))
-    optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS)
+    optional = (
+        *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
+        *(*ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS),
+    )
     declared = {CACHE_FORMAT, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
@@ -167,5 +175,5 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
     if flat[CACHE_FORMAT] != AUTO:
         factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
-    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS)
+    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS, *ADAPTER_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

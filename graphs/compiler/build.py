@@ -29,6 +29,9 @@ from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
 from compiled_engine.passes.linear import small_batch_linear_cpu
+from compiled_engine.passes.linear.adapters import Adapters
+from compiled_engine.passes.linear.gated_linear import GatedLinear
+from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
@@ -193,11 +196,12 @@ def apply_passes(
     """
     module, direct = traced.for_range(compile_range), traced.signature.direct
     structure = structure_passes(config, module.graph, compile_range, whole)
+    others, enabled = fusion_passes(config, traced.signature)
     with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
         reports = run_passes(
             module.graph,
-            (*structure, *(() if direct else registered_passes())),
-            (*(graph_pass.name for graph_pass in structure), *config.compile.passes),
+            (*structure, *others),
+            (*(graph_pass.name for graph_pass in structure), *enabled),
             compile_range,
             config.device,
             profile=profile_of(config.device),
@@ -210,6 +214,23 @@ def apply_passes(
     if expands and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
         module = expand_references(module)
     return module, reports
+
+
+def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
+    """The passes after those that structure_passes returns, in their order, and the names of the enabled ones.
+
+    With adapters, theirs is right behind merge_linears and always enabled. A linear and its activation then have the
+    adapters between them, so no pass puts both into one op.
+    """
+    if signature.direct:
+        return (), config.compile.passes
+    passes, enabled = registered_passes(), config.compile.passes
+    if not signature.adapted or config.adapters is None:
+        return passes, enabled
+    adapters = Adapters(config.adapters)
+    place = next(index for index, each in enumerate(passes, 1) if each.name == MergeLinears.name)
+    names = (*(name for name in enabled if name != GatedLinear.name), adapters.name)
+    return (*passes[:place], adapters, *passes[place:]), names
 
 
 def structure_passes(

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scales_of
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
+from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
@@ -82,6 +84,8 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
+    if config.merged_adapter is not None:
+        tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
         tensors = pooling_tensors(tensors, dict(model.named_parameters(remove_duplicate=False)), config)
     matched = match_tensors(tensors, model, config, cache_dir)

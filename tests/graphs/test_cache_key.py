@@ -14,6 +14,7 @@ import torch
 from tiny_models import tiny_config
 
 from compiled_engine.config import (
+    AdapterConfig,
     DraftConfig,
     EngineConfig,
     ExpertsConfig,
@@ -66,6 +67,7 @@ def base_config() -> EngineConfig:
 PERTURBED: dict[str, Any] = {
     "model.path": Path("/elsewhere"),
     "model.hub_name": "org/name",
+    "model.merged_adapter": Path("/an/adapter"),
     "model.wrapper": "LlavaForConditionalGeneration",
     "model.revision": "0" * 40,
     "model.architecture": "LlamaForCausalLM",
@@ -150,7 +152,7 @@ PERTURBED: dict[str, Any] = {
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
-APART |= {"model.recurrences", "speculation.draft"}
+APART |= {"model.recurrences", "speculation.draft", "adapters"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -222,6 +224,15 @@ def test_a_draft_model_has_a_key_of_its_own(base: EngineConfig) -> None:
     assert drafted.draft is not None
     assert drafted.draft == with_value(base, "model.hidden_size", 128)
     assert cache_factors(drafted.draft, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
+
+
+def test_the_slots_of_adapters_change_the_key(base: EngineConfig) -> None:
+    few = AdapterConfig(max_loras=2, max_lora_rank=16, max_cpu_loras=2)
+    variants = (None, few, replace(few, max_loras=3), replace(few, max_lora_rank=8))
+    keys = [str(cache_factors(with_value(base, "adapters", each), ENVIRONMENT)) for each in variants]
+    assert len(set(keys)) == len(variants)
+    more = with_value(base, "adapters", replace(few, max_cpu_loras=9))
+    assert str(cache_factors(more, ENVIRONMENT)) == keys[1]
 
 
 def test_a_cache_in_the_dtype_of_the_model_is_no_factor(base: EngineConfig) -> None:

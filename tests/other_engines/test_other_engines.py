@@ -54,6 +54,10 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("runner", "pooling", {"runner": "pooling"}),
     ("convert", "embed", {"convert": "embed"}),
     ("pooler_config", {"normalize": False}, {"pooler_config": {"normalize": False}}),
+    ("enable_lora", True, {"enable_lora": True}),
+    ("max_loras", 4, {"max_loras": 4}),
+    ("max_lora_rank", 32, {"max_lora_rank": 32}),
+    ("max_cpu_loras", 8, {"max_cpu_loras": 8}),
     ("model_impl", "vllm", {}),
     ("model_impl", "transformers", {"model_impl": "transformers"}),
     ("quantization", "fp8", {"quantization": "fp8"}),
@@ -174,8 +178,8 @@ def test_what_has_no_effect_is_accepted_with_a_warning(name: str, row: WithoutEf
 
 
 def test_all_keywords_without_effect_are_in_one_warning() -> None:
-    with pytest.warns(UserWarning, match="swap_space.*max_loras") as caught:
-        translate({"swap_space": 4, "seed": 1, "max_loras": 4}, on_gpu=True)
+    with pytest.warns(UserWarning, match="swap_space.*lora_dtype") as caught:
+        translate({"swap_space": 4, "seed": 1, "lora_dtype": "bfloat16"}, on_gpu=True)
     assert len(caught) == 1
 
 
