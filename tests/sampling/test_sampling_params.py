@@ -45,6 +45,7 @@ def test_defaults() -> None:
         "bad_words": [],
         "truncate_prompt_tokens": None,
         "bad_words_token_ids": (),
+        "disable_spec_decode": False,
         "extra_args": None,
         "token_mask": None,
         "structured_outputs": None,
