@@ -97,7 +97,7 @@ async def load_adapter(request: Request) -> Response:
         allowed = ", ".join(serving.options.allowed_lora_folder)
         raise bad_request("lora_path", f"lora_path must be a folder within {allowed}, got {shown(fields.lora_path)}")
     try:
-        await serving.adapters.load(serving.engine, name, path)
+        await serving.adapters.load(serving.engine, name, path.resolve())  # absolute, so never a name on the hub
     except (TypeError, ValueError, OSError) as error:
         raise bad_request("lora_path", str(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

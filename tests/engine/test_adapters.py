@@ -158,18 +158,6 @@ def test_preempted_requests_keep_their_adapters(adapted: Adapted) -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [e.outputs[0].token_ids for e in expected]
 
 
-def test_drafts_change_no_token(adapted: Adapted) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    prompts = [{"prompt_token_ids": PROMPTS[index] * 2} for index in (0, 3, 4)]
-    requests = [adapted.request(name) for name in ("rank 1", None, "patterns")]
-    expected = adapted.llm.generate(prompts, params, lora_request=requests)
-    with LLM(adapted.base, speculative_config=drafts, **OPTIONS) as llm:
-        found = llm.generate(prompts, params, lora_request=requests)
-        assert llm.metrics()["drafted_requests"] > 0
-    assert [o.outputs[0].token_ids for o in found] == [e.outputs[0].token_ids for e in expected]
-
-
 OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "two ranks": ("qwen2", {"tensor_parallel_size": 2}, {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "code of transformers": ("mistral", {"model_impl": "transformers"}, {}),
