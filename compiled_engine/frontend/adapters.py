@@ -10,12 +10,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from compiled_engine.config import AdapterConfig
 from compiled_engine.messages import AdapterRef
-from compiled_engine.models.checkpoint.adapter_folder import read_adapter, stamp
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.folders import resolve_adapter_folder
+
+if TYPE_CHECKING:
+    from compiled_engine.config import AdapterConfig
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class AdapterFinder:
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, or a list with one or None a prompt, got {request!r}")
+        from compiled_engine.models.checkpoint.adapter_folder import stamp  # imports torch
+
         if self._config is None:
             raise ValueError(f"lora_request is {request.lora_name!r}, but enable_lora is False; allowed: None")
         with self._lock:
@@ -78,6 +82,8 @@ class AdapterFinder:
 
     def has_read(self, request: LoRARequest) -> bool:
         """Return whether `find` need not read files for the request."""
+        from compiled_engine.models.checkpoint.adapter_folder import stamp  # imports torch
+
         folder = self._folders.get(str(getattr(request, "lora_path", "")))
         try:
             return folder is not None and self._digests[folder][0] == stamp(folder)
@@ -97,6 +103,8 @@ class AdapterFinder:
         return [None if each is None else self.find(each) for each in given]
 
     def _read(self, folder: Path) -> str:
+        from compiled_engine.models.checkpoint.adapter_folder import read_adapter  # imports torch
+
         assert self._config is not None
         adapter = read_adapter(folder)
         if (reason := adapter.merged_only()) is not None:

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from compiled_engine.config import AdapterConfig
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.pooling import PoolingTask
 from compiled_engine.frontend.prompts import Prompt
@@ -17,6 +17,9 @@ from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import AdapterRef, EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
+
+if TYPE_CHECKING:
+    from compiled_engine.config import AdapterConfig
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def slots_off_by_one(graph: fx.Graph) -> None:
 def unrotated_k(graph: fx.Graph) -> None:
     """k is turned back first, so that the op writes it as it was."""
     node = calls(graph, ROPE)[0]
-    k, cos, sin = node.args[1], node.args[8], node.args[9]
+    k, cos, sin = (node.args[_place(ROPE, name)] for name in ("k_TKd", "cos_T1d", "sin_T1d"))
     with graph.inserting_before(node):
         back = graph.call_function(aten.neg.default, (sin,))
         both = graph.call_function(rope_kv_write.reference, (k, k, None, None, 0.0, cos, back))
