@@ -1,4 +1,4 @@
-"""compiled_engine: an LLM inference engine whose centre is the compiler.
+"""compiled_engine: an LLM inference engine built around the compiler.
 
 Names are imported on first use, so that importing the package costs nothing. Most of them import PyTorch; garbage
 collection is paused meanwhile, since the import creates very many objects and no garbage.
@@ -14,6 +14,7 @@ from compiled_engine.process.memory import collection_paused
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
+    from compiled_engine.frontend.adapters import LoRARequest
     from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.frontend.pooling import (
         ClassificationRequestOutput,
@@ -38,6 +39,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineDeadError",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "PoolerConfig",
@@ -59,6 +61,7 @@ _MODULES = {
     "CompletionOutput": "compiled_engine.frontend.outputs",
     "EmbeddingRequestOutput": "compiled_engine.frontend.pooling",
     "EngineDeadError": "compiled_engine.processes.core_client",
+    "LoRARequest": "compiled_engine.frontend.adapters",
     "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.frontend.outputs",
     "PoolerConfig": "compiled_engine.pooling",

@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import ControlError
+from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
@@ -41,7 +43,7 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters,
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind, RequestStreams, connect, end, leave
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT, QUICK_TEXT
-from compiled_engine.messages import RequestLimits
+from compiled_engine.messages import AdapterRef, RequestLimits
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.smallest_first import SmallestFirst
@@ -107,6 +109,7 @@ class AsyncLLM:
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
         self._draining = False
         self._has_vocabulary = False  # the core, of the tokenizer
+        self._loaded_adapters: set[str] = set()  # that the core has taken, by digest
 
     def generate(
         self,
@@ -116,10 +119,11 @@ class AsyncLLM:
         *,
         output: OutputKind = "cumulative",
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, given as for `LLM.generate`; the last output has `finished`.
 
-        request_id: the outputs' request_id; None for a new one.
+        request_id: the outputs' request_id; None for a new one. lora_request: its adapter, where enable_lora is True.
         output: "cumulative": all so far, whenever it has grown; "delta": what is new since the output before, of those
             completions that have grown (cumulative_logprob stays cumulative); "final": only the end.
 
@@ -134,7 +138,8 @@ class AsyncLLM:
                 raise ValueError(f"prompt must be a single prompt, got {len(prompts)}")
             return prompts[0]
 
-        return self._run(parse, num_characters(prompt), sampling_params, request_id, output, priority)
+        size = num_characters(prompt)
+        return self._run(parse, size, sampling_params, request_id, output, priority, lora_request)
 
     def chat(
         self,
@@ -149,6 +154,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         output: OutputKind = "cumulative",
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one conversation, given as for `LLM.chat`; otherwise as `generate`."""
 
@@ -164,7 +170,8 @@ class AsyncLLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
 
-        return self._run(render, num_characters(messages), sampling_params, request_id, output, priority)
+        size = num_characters(messages)
+        return self._run(render, size, sampling_params, request_id, output, priority, lora_request)
 
     async def encode(
         self,
@@ -225,6 +232,32 @@ class AsyncLLM:
             if not self._has_vocabulary:
                 self._has_vocabulary = True
                 self._client.set_vocabulary(vocabulary)
+
+    async def load_adapter(self, lora_request: LoRARequest) -> str:
+        """Have the core read an adapter into host memory, as its first request would; returns its digest.
+
+        Raises TypeError, ValueError or OSError for what is no adapter, or does not fit the model.
+        """
+        self._attach()
+        adapter = await asyncio.to_thread(self._parts.inputs.adapters.find, lora_request)
+        await self._load_adapter(adapter)
+        return adapter.digest
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Drop an adapter from host memory, once no request uses it any more."""
+        self._attach()
+        self._loaded_adapters.discard(digest)
+        await self._client.call("unload_adapter", digest=digest)
+
+    async def _load_adapter(self, adapter: AdapterRef) -> None:
+        """An error of a request that was sent would come as its output. Later requests load it again by themselves."""
+        if adapter.digest in self._loaded_adapters:
+            return
+        try:
+            await self._client.call("load_adapter", path=adapter.path, digest=adapter.digest)
+        except ControlError as error:
+            raise ValueError(f"lora_request {adapter.name!r}: {error}") from error
+        self._loaded_adapters.add(adapter.digest)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator gives a last output with finish_reason "abort". Nothing if it is not known."""
@@ -316,6 +349,7 @@ class AsyncLLM:
         request_id: str | None,
         output: OutputKind,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self._attach()
         self._require_open()
@@ -325,14 +359,17 @@ class AsyncLLM:
 
         def prepare() -> PreparedRequest:
             params = self._parts.default_sampling_params if sampling_params is None else sampling_params
-            (prepared,) = self._parts.inputs.process([make_prompt()], params, priority)
+            (prepared,) = self._parts.inputs.process([make_prompt()], params, priority, lora_request)
             if prepared.sampling_params.token_mask is not None and self._parts.token_masks is None:
                 raise ValueError("sampling_params.token_mask must be None unless core is 'in_process'")
             return prepared
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        prepared = await self._prepared(size, prepare, apart=structured)
+        reads = lora_request is not None and not self._parts.inputs.adapters.has_read(lora_request)
+        prepared = await self._prepared(size, prepare, apart=structured or reads)
+        if (adapter := prepared.engine_requests[0].adapter) is not None:
+            await self._load_adapter(adapter)
         if structured:
             await self.prepare_structured_outputs()
         prepared = replace(prepared, request_id=self._new_id() if request_id is None else request_id)
@@ -485,7 +522,7 @@ def _assemble(
         config=started.config,
         limits=started.limits,
         tokenizer=tokenizer,
-        inputs=InputProcessor(tokenizer, started.limits, eos_token_ids, f"{started.client}:"),
+        inputs=InputProcessor(tokenizer, started.limits, eos_token_ids, f"{started.client}:", started.config.adapters),
         pooling=make_pooling_processor(started.config.model, tokenizer, started.limits, f"{started.client}:"),
         default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
         token_masks=token_masks,

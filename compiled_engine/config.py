@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compiled_engine.kv_format import AUTO, cache_dtype, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
 
@@ -105,6 +106,34 @@ class TransformersModel:
 
 
 @dataclass(frozen=True)
+class RowState:
+    """A state of a layer's recurrence, of which each running request has one; `name`, `dtype`: of the tensor of all, a
+    buffer of the model; `shape`: of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    """The states of a model's recurrences, and the rows that they have: as many as requests may run."""
+
+    states: tuple[RowState, ...]
+    num_rows: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all states of a request."""
+        return sum(state.row_bytes for state in self.states)
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """Mixture of experts in the place of an MLP: each token goes to `per_token` of `count` experts, gated MLPs of
     `intermediate_size`. renormalise: the weights of the chosen ones add up to 1. `dense_layers` have an MLP instead.
@@ -120,7 +149,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Query heads and K/V heads of a layer, and the elements of each."""
+    """Query heads and K/V heads of a layer, and the elements of each; all 0 in a layer without attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -129,7 +158,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer as its checkpoint states it, and how it is run.
+    """The shape of a transformer as its checkpoint states it, and how it is run.
 
     `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
@@ -141,7 +170,10 @@ class ModelConfig:
     `quantisation`: None where weights are in dtype.
     `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
     `wrapper`: the multimodal architecture whose checkpoint the text model is part of; None for a checkpoint of its own.
-    `pooling`: None for a model that generates.
+    `pooling`: None for a model that generates. `recurrences`: None where every layer attends and does nothing else.
+    `causal`: False for an encoder, whose tokens see later ones too, so that a text is computed in one step and nothing
+    is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
+    they have none. `merged_adapter`: folder of an adapter that is merged into the weights while they are loaded.
     """
 
     path: Path
@@ -178,6 +210,10 @@ class ModelConfig:
     quantisation: Quantisation | None = None
     wrapper: str | None = None
     pooling: Pooling | None = None
+    causal: bool = True
+    token_types: int = 0
+    recurrences: Recurrences | None = None
+    merged_adapter: Path | None = None
 
     @property
     def num_mlps(self) -> int:
@@ -190,10 +226,15 @@ class ModelConfig:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
-    def kv_shapes(self, num_blocks: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
-        """The shape of each layer's KV cache."""
+    def kv_shapes(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> list[tuple[int, int, int, int, int]]:
+        """The shape of each layer's KV cache; an encoder has none. dtype: of its tensors, None for the model's."""
+        if not self.causal:
+            return []
         heads = map(self.heads_of, range(self.num_layers))
-        return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
+        dtype = dtype or self.dtype
+        return [(num_blocks, 2, block_size, layer.num_kv_heads, head_width(dtype, layer.head_dim)) for layer in heads]
 
     @property
     def implementation(self) -> str:
@@ -203,12 +244,16 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. `num_blocks` None means: as many as the memory budget holds."""
+    """The paged KV cache. `num_blocks` None means: as many as the memory budget holds.
+
+    kv_dtype: auto for the dtype of the model, or the name of a format of 8 bits, see kv_format.
+    """
 
     block_size: int
     num_blocks: int | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool
+    kv_dtype: str = AUTO
 
 
 @dataclass(frozen=True)
@@ -228,16 +273,14 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class SpeculationConfig:
-    """Drafts, up to `num_tokens` a request and step, that are verified together with its newest token; 0: none.
-
-    method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before.
+class AdapterConfig:
+    """LoRA adapters of requests. `max_loras`: slots on the device, so as many adapters may be in a step, each of a rank
+    up to `max_lora_rank`. `max_cpu_loras`: copies in host memory of adapters that no request uses are dropped beyond.
     """
 
-    method: str = "none"
-    num_tokens: int = 0
-    lookup_max: int = 0
-    lookup_min: int = 0
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
 
 
 @dataclass(frozen=True)
@@ -303,6 +346,32 @@ class GraphConfig:
         return bool(self.decode_sizes or self.token_sizes)
 
 
+@dataclass(frozen=True)
+class DraftConfig:
+    """A draft model, how it is compiled, and its graphs; all else is the engine's: dtype, cache, ranks, attention."""
+
+    model: ModelConfig
+    compile: CompileConfig
+    graph: GraphConfig
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Drafts, up to `num_tokens` a request and step, that are verified together with its newest token; 0: none.
+
+    method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before, or
+    draft_model, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is the share
+    of drafts whose first i + 1 tokens are. Empty where drafts are compared.
+    """
+
+    method: str = "none"
+    num_tokens: int = 0
+    lookup_max: int = 0
+    lookup_min: int = 0
+    draft: DraftConfig | None = None
+    acceptance_rates: tuple[float, ...] = ()
+
+
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
     """The shape that each of num_ranks ranks computes: its heads, and its parts of the MLP and of the vocabulary.
 
@@ -337,7 +406,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
 class EngineConfig:
     """The whole configuration. `reasons` maps dotted names of chosen fields to the reason of their value.
 
-    `tokenizer`: its folder, None for the model's own.
+    `tokenizer`: its folder, None for the model's own. `adapters`: None if requests have none.
     """
 
     model: ModelConfig
@@ -351,11 +420,17 @@ class EngineConfig:
     attention_backend: str
     reasons: dict[str, str]
     speculation: SpeculationConfig
+    adapters: AdapterConfig | None
 
     @property
     def most_new_tokens(self) -> int:
         """Most tokens that a step yields for a request."""
         return 1 + self.speculation.num_tokens
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of the KV cache's tensors."""
+        return cache_dtype(self.cache.kv_dtype, self.model.dtype)
 
     @property
     def max_running(self) -> int:
@@ -371,6 +446,21 @@ class EngineConfig:
     def local_model(self) -> ModelConfig:
         """The model as one rank computes it."""
         return local_share(self.model, self.parallel.tensor_parallel_size)
+
+    @property
+    def draft(self) -> EngineConfig | None:
+        """The same for the draft model, which speculates on nothing; None without one."""
+        draft = self.speculation.draft
+        if draft is None:
+            return None
+        return replace(
+            self,
+            model=draft.model,
+            compile=draft.compile,
+            graph=draft.graph,
+            speculation=SpeculationConfig(),
+            adapters=None,
+        )
 
     @property
     def of_replica(self) -> EngineConfig:

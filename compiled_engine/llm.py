@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from compiled_engine.core.control import ControlError
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
@@ -17,7 +18,7 @@ from compiled_engine.frontend.pooling import classifications, embeddings
 from compiled_engine.frontend.pooling_processor import require_generating, require_pooling
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import ControlCall
+from compiled_engine.messages import AdapterRef, ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 from compiled_engine.process.bytecode import bytecode_kept
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from compiled_engine.config import EngineConfig
     from compiled_engine.core.engine_core import EngineCore
+    from compiled_engine.frontend.adapters import LoRARequest
     from compiled_engine.frontend.pooling import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
@@ -74,6 +76,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; the outputs are in the order of the prompts.
@@ -83,14 +86,21 @@ class LLM:
         sampling_params: for all prompts, or one for each; None for the checkpoint's defaults.
         use_tqdm: show progress.
         priority: lower is served first, where scheduling_policy is "priority"; for all, or one for each. Elsewhere 0.
+        lora_request: an adapter for all prompts, or one or None for each, where enable_lora is True.
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
         refuse_arguments("generate", others)
         self._require_generating()
-        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority)
+        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority, lora_request)
 
-    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields its output, with all text so far, whenever it has grown.
 
         Closing the iterator aborts the request. Bad input raises as in `generate`, before the first output.
@@ -99,7 +109,7 @@ class LLM:
         parsed = parse_prompts(prompt)
         if len(parsed) != 1:
             raise ValueError(f"prompt must be a single prompt, got {len(parsed)}")
-        return self._loop.run(self._prepare(parsed, sampling_params), partial=True)
+        return self._loop.run(self._prepare(parsed, sampling_params, lora_request=lora_request), partial=True)
 
     def chat(
         self,
@@ -113,6 +123,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
@@ -139,7 +150,7 @@ class LLM:
             )
             for name, conversation in split_conversations(messages)
         ]
-        return self._generate(prompts, sampling_params, use_tqdm, priority)
+        return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def encode(
         self,
@@ -285,9 +296,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: int | Sequence[int] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         with no_full_gc():
-            return self._finished("generate", self._prepare(prompts, sampling_params, priority), use_tqdm)
+            requests = self._prepare(prompts, sampling_params, priority, lora_request)
+            return self._finished("generate", requests, use_tqdm)
 
     def _finished(self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[Any]:
         """Run requests; their outputs, in their order."""
@@ -322,14 +335,25 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
         params = self._default_sampling_params if sampling_params is None else sampling_params
-        requests = self._inputs.process(prompts, params, priority)
+        requests = self._inputs.process(prompts, params, priority, lora_request)
+        for adapter in dict.fromkeys(each.adapter for request in requests for each in request.engine_requests):
+            if adapter is not None:
+                self._load_adapter(adapter)
         if self._config.parallel.has_replicas and any(each.sampling_params.token_mask for each in requests):
             raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
         if any(each.sampling_params.structured_outputs for each in requests):
             self._require_open().set_vocabulary(self._inputs.vocabulary)
         return requests
+
+    def _load_adapter(self, adapter: AdapterRef) -> None:
+        arguments = {"path": adapter.path, "digest": adapter.digest}
+        try:
+            self._require_open().call(ControlCall("load_adapter", arguments))
+        except ControlError as error:
+            raise ValueError(f"lora_request {adapter.name!r}: {error}") from error
 
     def _require_open(self) -> EngineCore | Replicas:
         if self._core is None:

@@ -67,13 +67,14 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         num_slots=core.num_slots,
         has_priorities=config.scheduler.policy == "priority",
         pools=config.model.pooling is not None,
+        max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
     )
     return LLMParts(
         config=config,
         core=core,
         loop=EngineLoop(core, OutputProcessor(tokenizer)),
         tokenizer=tokenizer,
-        inputs=InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer)),
+        inputs=InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer), adapters=config.adapters),
         pooling=make_pooling_processor(config.model, tokenizer, limits),
         default_sampling_params=default_sampling_params,
         profiler=Profiler(Path(options.profile_dir), config.device),

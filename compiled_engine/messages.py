@@ -1,7 +1,7 @@
 """The messages that cross the engine core's borders: API to core, and scheduler to runner.
 
 They may cross process borders, so each is plain typed data that msgspec encodes and decodes without pickle. What is
-not data, such as a token mask object, is handed over beside its message and stays in its process.
+not data, such as a token mask object, is handed over separately from its message and stays in its process.
 """
 
 from __future__ import annotations
@@ -15,16 +15,31 @@ from typing import Any, NamedTuple
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
+NO_CACHE = 1 << 40
+"""Slots of a model without a KV cache, an encoder: more than any request needs."""
 ROOT = bytes(32)
 """The root of requests that depend on their token ids alone."""
 
 
-def prefix_root(*, salt: str | None = None) -> bytes:
+class AdapterRef(NamedTuple):
+    """The LoRA adapter of a request: the digest of its files, which is its name within the engine, and its folder, from
+    which it is read again if the engine has dropped it. name: the user's, for metrics."""
+
+    digest: str
+    path: str
+    name: str = ""
+
+
+def prefix_root(*, salt: str | None = None, adapter: AdapterRef | None = None) -> bytes:
     """Return the root for a request. This is the only place that lists what a prefix depends on besides token ids.
 
-    salt: only requests with the same salt share blocks.
+    salt: only requests with the same salt share blocks. adapter: its content counts, so a folder whose files were
+    replaced shares nothing with what it was before.
     """
-    parts = {"salt": None if salt is None else salt.encode()}
+    parts = {
+        "salt": None if salt is None else salt.encode(),
+        "adapter": None if adapter is None else adapter.digest.encode(),
+    }
     given = [(name.encode(), content) for name, content in parts.items() if content is not None]
     if not given:
         return ROOT
@@ -43,6 +58,7 @@ class EngineRequest:
     which a prefix in the KV cache depends: only requests with the same root share blocks.
 
     `pooling`: what it gets instead of tokens: "sequence", one vector, or "token", one for each token; empty: tokens.
+    `second_text`: how many tokens are before the second of two texts; None for one.
 
     Set when resuming a request from another replica: `output_token_ids` are the tokens generated so far, and
     `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
@@ -58,6 +74,8 @@ class EngineRequest:
     output_token_ids: tuple[int, ...] = ()
     next_prompt_logprob: int = 1
     pooling: str = ""
+    second_text: int | None = None
+    adapter: AdapterRef | None = None
 
 
 class Vectors(NamedTuple):
@@ -87,6 +105,7 @@ class RequestLimits:
 
     Token ids are below `vocab_size`. A request has at most `max_model_len` tokens of prompt and output, of which all
     but the last, which is never computed, need one of `num_slots` in the KV cache. pools: requests have no output.
+    max_step_tokens: tokens of a step, which must hold all of a prompt; None for a model whose prompts may be divided.
     """
 
     vocab_size: int
@@ -94,6 +113,7 @@ class RequestLimits:
     num_slots: int
     has_priorities: bool = False
     pools: bool = False
+    max_step_tokens: int | None = None
 
     @property
     def max_total_tokens(self) -> int:
@@ -102,8 +122,9 @@ class RequestLimits:
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of a prompt, as far as the model limits it."""
-        return self.max_model_len - (not self.pools)
+        """Most tokens of a prompt, as far as the model and a step limit it."""
+        longest = self.max_model_len - (not self.pools)
+        return longest if self.max_step_tokens is None else min(longest, self.max_step_tokens)
 
     def check_length(self, name: str, num_tokens: int, min_tokens: int = 0, *, at_least: bool = False) -> None:
         """Raise ValueError unless a prompt of num_tokens leaves room for min_tokens of output, and for one. at_least:
@@ -112,6 +133,11 @@ class RequestLimits:
         longest, of_params = self.longest_prompt, "PoolingParams" if self.pools else "SamplingParams"
         if num_tokens == 0:
             raise ValueError(f"{name} must have at least one token")
+        if num_tokens > longest == self.max_step_tokens:
+            raise ValueError(
+                f"{name} must have at most {longest} tokens (max_num_batched_tokens {longest}: an encoder computes a"
+                f" text in one step), got {got}; a larger max_num_batched_tokens holds more"
+            )
         if num_tokens > longest:
             raise ValueError(
                 f"{name} must have at most {longest} tokens (max_model_len {self.max_model_len}"
@@ -218,7 +244,7 @@ class NewRequest:
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
     with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens.
+    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one.
     """
 
     request_id: str
@@ -229,6 +255,8 @@ class NewRequest:
     block_ids: tuple[tuple[int, ...], ...]
     masked: bool = False
     by_token: bool = False
+    second_text: int | None = None
+    adapter_slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -245,6 +273,7 @@ class SchedulerOutput:
     new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
         NewRequest).
     awaits_masks: nothing is sampled before the step's TokenMasks come.
+    placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
     """
 
     step: int
@@ -256,6 +285,7 @@ class SchedulerOutput:
     samples: list[bool]
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     awaits_masks: bool = False
+    placed_adapters: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -94,12 +94,19 @@ class EngineOptions:
         None,
         integer(most=1 << 20),
         "most prompt tokens in a step that also generates for other requests",
-        "a smaller bound delays running requests less and new prompts more; from eight waiting requests "
-        "on it is multiplied by a quarter of their number",
+        "a lower bound favours running requests over new prompts; with eight or more waiting it is scaled by a quarter "
+        "of their number",
         default_is="as many as the step has room for",
     )
     block_size: int | str = declare(
         "auto", BLOCK_SIZE, "tokens in a KV cache block", "at most 65,536", default_is="the attention backend's own"
+    )
+    kv_cache_dtype: str = declare(
+        "auto",
+        one_of("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3"),
+        "[store keys and values in 8 bits](quantisation.md#the-kv-cache): `int8` or `int8_per_token_head`, "
+        "`fp8` or `fp8_e4m3`",
+        default_is="the model's dtype",
     )
     num_blocks: int | None = declare(
         None, integer(most=2**31 - 1), "size of the KV cache in blocks", default_is="as many as fit into memory"
@@ -124,8 +131,8 @@ class EngineOptions:
     speculative_config: Mapping[str, Any] | str | None = declare(
         None,
         SPECULATIVE_CONFIG,
-        "[verify drafts of several tokens in a step](speculation.md): a dict with `method`, `num_speculative_tokens`, "
-        "`prompt_lookup_max` and `prompt_lookup_min`, on the command line as JSON",
+        "[verify drafts of several tokens in a step](speculation.md): a dict with `method`, `num_speculative_tokens` "
+        "and more, on the command line as JSON",
         default_is="one token a step",
     )
     seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")
@@ -147,6 +154,22 @@ class EngineOptions:
         "leave these modules as they are: names, or `re:` and a regular expression",
         default_is="`lm_head` and the routers of experts",
     )
+    enable_lora: bool = declare(False, SWITCH, "let each request have a [LoRA adapter](adapters.md) of its own")
+    max_loras: int = declare(1, integer(most=256), "adapters that a step may have, each in a slot on the device")
+    max_lora_rank: int = declare(16, integer(most=512), "largest rank of an adapter; each slot has memory for it")
+    max_cpu_loras: int | None = declare(
+        None,
+        integer(most=1 << 16),
+        "adapters to keep in host memory",
+        "those that requests use are kept beyond it",
+        default_is="max_loras",
+    )
+    merge_adapter: str | Path | None = declare(
+        None,
+        CHECKPOINT,
+        "merge this [LoRA adapter](adapters.md) into the weights while they are loaded: a folder, or `org/name` or "
+        "`org/name@revision` of the Hugging Face Hub",
+    )
     model_impl: str = declare(
         "auto",
         one_of("auto", "textbook", "transformers"),
@@ -162,7 +185,7 @@ class EngineOptions:
     convert: str = declare(
         "auto",
         one_of("auto", "none", "embed", "classify"),
-        "use of a model that pools: `embed`, `classify`, or `none`, which is auto",
+        "how to use a pooling model: `embed`, `classify`, or `none`, which is auto",
         default_is="classify for a classifier, and a reranker that says so",
     )
     pooler_config: str | Mapping[str, Any] | PoolerConfig | None = declare(
@@ -185,7 +208,7 @@ class EngineOptions:
     plugins: tuple[str, ...] = declare(
         (),
         TEXTS,
-        "import these modules in each process of the engine, so that what they register is there",
+        "import these modules in each process of the engine, so that their registrations take effect",
         "[passes](passes.md) of the user's own",
         flag="--plugin",
     )
@@ -196,10 +219,10 @@ class EngineOptions:
     compile_ranges: tuple[int, ...] | None = declare(
         None,
         sizes(),
-        "compile separately for batches of up to this many tokens",
+        "compile a separate version for batches of up to this many tokens",
         flag="--compile-range",
-        default_is="64, but on a CPU none for other dtypes than fp32, experts, code of transformers, and "
-        "`tensor_parallel_size` above 1",
+        default_is="64; on a CPU only for textbook models in fp32, without experts or quantised linears, with "
+        "`tensor_parallel_size` 1",
     )
     compile_workers: int | None = declare(
         None,
@@ -264,7 +287,7 @@ class EngineOptions:
     collectives: str = declare(
         "auto",
         one_of("auto", "nccl"),
-        "transport of sums between GPUs: `auto` or `nccl`",
+        "how all-reduces between GPUs are carried out: `auto` or `nccl`",
         default_is="symmetric memory if GPUs can access each other's",
     )
     distributed_executor: str = declare(

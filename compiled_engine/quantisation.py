@@ -122,7 +122,7 @@ class Quantisation:
         where = "quantization_ignore" if self.is_online else "quantization_config"
         for target in (*self.ignore, *(target for rule in self.rules for target in rule.targets)):
             try:
-                _matches(target, "")
+                matches(target, "")
             except re.error as error:
                 raise ValueError(
                     f"{where} has {target!r}: {error}; allowed: names, or re: and a regular expression"
@@ -139,7 +139,7 @@ class Quantisation:
         targets = [(target, rule.scheme) for rule in self.rules for target in rule.targets]
         for is_kind in (_is_exact, _is_expression, _is_class):
             for target, scheme in targets:
-                if is_kind(target) and _matches(target, module):
+                if is_kind(target) and matches(target, module):
                     return LinearScheme.parse(scheme)
         return None
 
@@ -149,7 +149,7 @@ class Quantisation:
         return "no rule names it" if ignoring is None else f"{ignoring} is to be ignored"
 
     def _ignoring(self, module: str) -> str | None:
-        return next((target for target in self.ignore if _matches(target, module)), None)
+        return next((target for target in self.ignore if matches(target, module)), None)
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
@@ -157,7 +157,8 @@ def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
     return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
 
 
-def _matches(target: str, module: str) -> bool:
+def matches(target: str, module: str) -> bool:
+    """Return whether a target (see Rule) names a module, which is a linear."""
     if _is_expression(target):
         return re.match(target.removeprefix("re:"), module) is not None
     return _is_class(target) or target == module

@@ -44,7 +44,7 @@ def families(result: Result, compiled: Result) -> str:
 
 def families_on_a_gpu(result: Result) -> str:
     """Families in CUDA graphs. In fp32 the largest differences: from transformers in fp32, from it in float64, and
-    between the two; in bf16 the mean one beside that of transformers."""
+    between the two; in bf16 the mean one and that of transformers."""
     found = {(record["family"], record["dtype"]): record["graphed"] for record in result["results"]}
     rows = []
     for name in dict.fromkeys(record["family"] for record in result["results"]):

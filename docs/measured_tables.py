@@ -41,7 +41,7 @@ def ablation(result: Result) -> str:
 
 
 def quantised_linears(result: Result) -> str:
-    """Microseconds of each linear in 16 bits and with the schemes of FP8, beside the time to read the codes."""
+    """Microseconds of each linear in 16 bits and with the schemes of FP8, and the time to read the codes."""
     headings = ["tokens", "linear", "bf16, us", "fp8, us", "fp8_block, us", "bound of fp8, us"]
     figures = ("bf16", "fp8", "fp8_block", "bound")
     rows = [[f"{r['tokens']}", f"`{r['linear']}`", *(f"{r[name]:.1f}" for name in figures)] for r in result["rows"]]
@@ -185,7 +185,7 @@ def through_http(result: Result) -> str:
 
 
 def performance(result: Result, peers: Result) -> str:
-    """The rows of the table beside a peer's, this engine's before, their bounds, and what was aimed at."""
+    """The rows of the table compared with a peer's, this engine's before, their bounds, and what was aimed at."""
     known = {row["id"]: row for row in peers["rows"]}
     headings = [peers["engines"]["vllm"], "before", "now", "spread", "n", "bound", "share of bound", "aim"]
     rows = []
@@ -230,6 +230,25 @@ def _range(row: Result, value: float | Sequence[float] | None) -> str:
     return " to ".join(_figure(row, number) for number in values)
 
 
+def losses(result: Result) -> str:
+    """Rows of `bench loss`, and the same formulas in plain PyTorch."""
+    headings = ["", "loss", "difference", "divergence", "99th percentile", "same best token"]
+    headings += ["plain PyTorch: difference", "divergence", "same best token"]
+    rows = []
+    for row in result["rows"]:
+        cells = [row["name"], f"{row['loss']:.4f}"]
+        plain = result["plain_pytorch"].get(row["name"])
+        cells += _loss_cells(row, ("mean", "p99")) if "divergence" in row else [""] * 4
+        cells += _loss_cells(plain, ("mean",)) if plain else [""] * 3
+        rows.append(cells)
+    return below(markdown(headings, rows), result)
+
+
+def _loss_cells(row: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+    divergences = [f"{row['divergence'][kind]:.1e}" for kind in kinds]
+    return [f"{row['difference']:+.4f}", *divergences, f"{row['same_best']:.3f}"]
+
+
 def peers(result: Result) -> str:
     """Each engine's figures, and the bound, of the rows that other engines have too."""
     rows = [row for row in result["rows"] if len(row.keys() & result["engines"].keys()) > 1]
@@ -237,7 +256,7 @@ def peers(result: Result) -> str:
 
 
 def highlights(result: Result, starts: Result, peers: Result) -> str:
-    """A few rows of the table and of starts, beside a peer's."""
+    """A few rows of the table and of starts, compared with a peer's."""
     known = {row["id"]: row for row in peers["rows"]}
     measured = {row["id"]: row for row in (*result["rows"], *starts["rows"]) if "measured" in row}
     rows = [
@@ -262,3 +281,18 @@ def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mappin
 
     table = [[f"{row['what']}, {row['unit']}", *(cell(row, name) for name in columns)] for row in rows]
     return below(markdown(["", *columns.values()], table), result)
+
+
+def kv_cache_loss(result: Result) -> str:
+    """A row for each format of the KV cache."""
+    headings = ["cache", "loss added", "KL", "KL at position 100", "KL at 1,500 to 2,000", "same token"]
+    rows = [
+        [
+            f"`{name}`",
+            f"{figures['loss_added']:+.5f}",
+            *(f"{figures[key]:.1e}" for key in ("kl", "kl_early", "kl_late")),
+            f"{figures['greedy_same']:.1%}",
+        ]
+        for name, figures in result["formats"].items()
+    ]
+    return below(f"Over {result['tokens']:,} tokens:\n\n{markdown(headings, rows)}", result)

@@ -40,7 +40,7 @@ def transformers_parameters() -> str:
 
 
 def server_options() -> str:
-    """The options of `serve` beside the engine's, as the command line writes them."""
+    """The options of `serve` in addition to the engine's, as the command line writes them."""
     return written_options(ServerOptions)
 
 

@@ -17,7 +17,7 @@ def _linear(result: Result, kind: str) -> tuple[list[Result], float, float]:
 
 
 def collectives(result: Result) -> str:
-    """Each kind at each size, beside what the line through the ends of the kind says."""
+    """Each kind at each size, compared with what the line through the ends of the kind says."""
     rows = []
     for kind in dict.fromkeys(entry["kind"] for entry in result["collectives"]):
         found, latency_s, rate = _linear(result, kind)
@@ -45,7 +45,7 @@ def tensor_parallel_steps(result: Result) -> str:
 
 
 def tensor_parallel(result: Result) -> str:
-    """What two ranks reach, beside vLLM with as many and the bound."""
+    """Two ranks, compared with vLLM on as many and with the bound."""
     rows = []
     for entry in result["rows"]:
         shown = [entry[name] for name in ("median", "vllm", "bound")]
@@ -55,7 +55,7 @@ def tensor_parallel(result: Result) -> str:
 
 
 def data_parallel(result: Result) -> str:
-    """What two replicas reach beside one engine on one GPU."""
+    """Two replicas, compared with one engine on one GPU."""
     rows = []
     for row in result["rows"]:
         one, two = row["one"]["median"], row["two"]["median"]
@@ -89,7 +89,7 @@ def layouts(result: Result) -> str:
 
 
 def pipeline_parallel(result: Result) -> str:
-    """What two stages reach beside one GPU."""
+    """Two stages, compared with one GPU."""
     rows = []
     for row in result["rows"]:
         one, two = row["one"]["median"], row["two"]["median"]

@@ -17,7 +17,7 @@ from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.plan import distinct_calls
-from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS
+from compiled_engine.graphs.compiler.signature import ADAPTED, FORWARD, LOGITS
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.parallel.stages import Stage
@@ -93,6 +93,15 @@ class CompiledModel:
         """The ranges of a callable."""
         return tuple(r for r in self.ranges if r.callable == name)
 
+    def of_others(self) -> tuple[CompiledRange, ...]:
+        """The ranges of all callables that are no forward."""
+        return tuple(r for r in self.ranges if r.callable not in (FORWARD, ADAPTED))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether there is a forward with the requests' adapters."""
+        return len(self.of(ADAPTED)) > 0
+
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """All that the callables take."""
@@ -116,18 +125,20 @@ class CompiledModel:
         received: torch.Tensor | None = None,
         *,
         distinct: bool = False,
+        adapted: bool = False,
     ) -> Forwards:
         """The callables on these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`.
+        received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`. adapted: the forwards
+        with the requests' adapters.
         """
         bound: list[tuple[CompileRange, Forward]] = []
-        for r in self.of(FORWARD):
+        for r in self.of(ADAPTED if adapted else FORWARD):
             plan = distinct_calls(r.bound_plan) if distinct else r.bound_plan
             forward = stitch(plan, self.pieces, parameters, on_attention)
             bound.append((r.compile_range, StageForward(forward, r.staged, received) if r.staged else forward))
         *small, (_, hidden) = bound
-        others = {r.callable: stitch(r.plan, self.pieces, parameters) for r in self.ranges if r.callable != FORWARD}
+        others = {r.callable: stitch(r.plan, self.pieces, parameters) for r in self.of_others()}
         return Forwards(hidden, small=tuple(small), pools=self.pools, **others)
 
 

@@ -25,6 +25,7 @@ from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.passes.rope.rope_kv_write import RopeKVWrite
+from compiled_engine.recurrence.op import RECURRENCE_OPS
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
     NoOpElimination(),
@@ -90,6 +91,7 @@ def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:
 def splitting_ops() -> dict[str, SplittingOp]:
     """The ops that graphs are split at, by name: those of the models, then those of the passes."""
     of_models = [SplittingOp(name, function, attends=True) for name, function in ATTENTION_OPS.items()]
+    of_models += [SplittingOp(name, function) for name, function in RECURRENCE_OPS.items()]
     of_passes = [op for graph_pass in _registered for op in graph_pass.splitting_ops]
     return {op.name: op for op in (*of_models, *of_passes)}
 

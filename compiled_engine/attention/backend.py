@@ -48,8 +48,12 @@ class AttentionBackend(Protocol):
         v_TKd: torch.Tensor,
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
+        kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        """Store K (index 0 of dim 1) and V (index 1) at each token's slot; slot -1 stores nothing."""
+        """Store K (index 0 of dim 1) and V (index 1) at each token's slot; slot -1 stores nothing.
+
+        A cache of 8 bits stores them rounded, see kv_codes.encode. kv_scales_2K: see Scoring.
+        """
         ...
 
     def attend(
@@ -65,6 +69,22 @@ class AttentionBackend(Protocol):
         There may be more tokens in q and out than the requests have: padding, whose output is not read.
         """
         ...
+
+    def attend_packed(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> None:
+        """Attention in both directions among the tokens of each request into `out_THd`; see `op.packed_attention`.
+
+        Only of the inputs' query_start_loc_R1, seq_lens_R and host_3 is anything read. A row with seq_len 0 is padding,
+        whose output is zeros. Backends whose `accept` refuses cases without a cache have no such kernel.
+        """
+        raise Refused(f"attention backend is {self.name}; allowed for attention without a cache: others")
 
     def attend_unrotated(
         self,

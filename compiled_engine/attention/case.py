@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kv_format import AUTO, CODED, cache_dtype
 
 
 class Refused(ValueError):
@@ -28,7 +29,7 @@ def names_of(values: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Storage of keys and values: dtype, and tokens in a block."""
+    """Storage of keys and values: dtype, that of queries or one of kv_format.CODED, and tokens in a block."""
 
     dtype: torch.dtype
     block_size: int
@@ -65,10 +66,23 @@ class AttentionCase:
         """Return the same case over a cache of other blocks."""
         return self if self.cache is None else replace(self, cache=replace(self.cache, block_size=block_size))
 
+    @property
+    def packed(self) -> bool:
+        """Return whether tokens attend in both directions to those of their request in the step, without a cache."""
+        return self.cache is None and not self.causal
+
+    def require_packed(self) -> None:
+        """Require what backends without a cache do: whole groups of query heads, all sizes equal."""
+        whole = self.num_heads % self.num_kv_heads == 0
+        require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
+        same = self.value_dim in (None, self.head_dim)
+        require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
+
     def require_paged(self) -> KVFormat:
         """Require what all backends do, and return the format of the cache.
 
-        That is whole groups of query heads, and causal attention over a paged cache in the dtype of the queries.
+        That is whole groups of query heads, and causal attention over a paged cache in the dtype of the queries or in
+        8 bits.
         """
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
@@ -77,12 +91,17 @@ class AttentionCase:
         require(self.causal, "causal", self.causal, "True")
         if self.cache is None:
             raise Refused("cache is None; allowed: a paged cache")
-        require(self.cache.dtype == self.dtype, "kv_cache_dtype", self.cache.dtype, f"that of queries, {self.dtype}")
+        dtypes = (self.dtype, *(elements.dtype for elements in CODED))
+        require(self.cache.dtype in dtypes, "kv_cache_dtype", self.cache.dtype, names_of(dtypes))
         return self.cache
 
 
-def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple[AttentionCase, ...]:
-    """Return the different cases of a model's layers, in the order of the layers."""
+def cases_of(
+    model: ModelConfig, block_size: int, device: torch.device, kv_dtype: str = AUTO
+) -> tuple[AttentionCase, ...]:
+    """Return the different cases of a model's layers that attend, in the order of the layers. kv_dtype: see
+    CacheConfig."""
+    storage = KVFormat(cache_dtype(kv_dtype, model.dtype), block_size)
     layers = ((model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
     cases = (
         AttentionCase(
@@ -91,12 +110,14 @@ def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
-            KVFormat(model.dtype, block_size),
+            storage if model.causal else None,
             window or 0,
             model.attention_soft_cap,
             model.attention_sinks,
+            causal=model.causal,
         )
         for heads, window in layers
+        if heads.num_heads
     )
     return tuple(dict.fromkeys(cases))
 

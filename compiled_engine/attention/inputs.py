@@ -74,13 +74,15 @@ class Scoring(NamedTuple):
 
     scale: of the products. sliding_window: number of keys visible to a query, itself included; 0 means all. soft_cap:
     scores are soft_cap * tanh(score / soft_cap) (Gemma 2); 0 means none. sinks_H: for each query head the score of a
-    further key without a value (GPT-OSS), any float dtype.
+    further key without a value (GPT-OSS), any float dtype. kv_scales_2K: the factors of the codes of keys and of values
+    in an FP8 cache, fp32; None: 1.
     """
 
     scale: float
     sliding_window: int = 0
     soft_cap: float = 0.0
     sinks_H: torch.Tensor | None = None
+    kv_scales_2K: torch.Tensor | None = None
 
 
 class Rotation(NamedTuple):
@@ -123,7 +125,8 @@ class StepTensor:
     """An argument of a forward. `name` is its path: input_ids_T, attention_inputs.seq_lens_R, kv_caches.3.
 
     dims: numbers, or names of SIZES for sizes that differ from step to step. padding: the value for padding tokens and
-    padding rows. on_host: the tensor is on the CPU.
+    padding rows. on_host: the tensor is on the CPU. of_adapters: only forwards with the
+    requests' adapters read it.
 
     fill: for a pass's tensor, whose first dimension is tokens or requests: computes the values of a padded batch on the
     device. Its values for padding are replaced by `padding`. It may be captured in a CUDA graph, so its launches must
@@ -136,6 +139,7 @@ class StepTensor:
     padding: float = 0
     fill: Fill | None = None
     on_host: bool = False
+    of_adapters: bool = False
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
         """sizes: of each dimension that has a name."""
@@ -154,9 +158,30 @@ STEP_TENSORS = (
     StepTensor("attention_inputs.host_3", (3,), torch.int32, on_host=True),
 )
 
+
+def request_of_tokens(step: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the request of each token, int64 [T], for `fill` of a step tensor; of a padding token, any."""
+    ends_R = step["attention_inputs.query_start_loc_R1"][1:].contiguous()
+    tokens_T = torch.arange(step["positions_T"].shape[0], dtype=torch.int32, device=ends_R.device)
+    return torch.searchsorted(ends_R, tokens_T, right=True).clamp(max=ends_R.shape[0] - 1)
+
+
+def _token_types(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
+    rows_R = step["rows_R"].clamp(min=0).long()
+    return (step["positions_T"] >= states.fields[SECOND_TEXT][rows_R][request_of_tokens(step)]).long()
+
+
+# The row field with the number of tokens before the second of two texts, and the types of tokens that follow from it.
+SECOND_TEXT, NO_SECOND_TEXT = "second_text", (1 << 31) - 1
+TOKEN_TYPES = StepTensor("token_types_T", ("tokens",), torch.int64, fill=_token_types)
 _NAMES = frozenset(t.name for t in STEP_TENSORS)
 _FIELDS = [(t.name.partition(".")[2], t.name) for t in STEP_TENSORS if "." in t.name]
 _FIELDS_ON_DEVICE = [t.name.partition(".")[2] for t in STEP_TENSORS if "." in t.name and not t.on_host]
+
+
+def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
+    """Return what an encoder reads of a step besides: the tokens' types, if it has any."""
+    return (TOKEN_TYPES,) if token_types else ()
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
@@ -195,7 +220,7 @@ def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
         if isinstance(argument, AttentionInputs):
             found += [getattr(argument, field) for field in _FIELDS_ON_DEVICE]
         else:
-            found += [argument] if isinstance(argument, torch.Tensor) else [argument[0], argument[-1]]
+            found += [argument] if isinstance(argument, torch.Tensor) else [*argument[:1], *argument[-1:]]
     return tuple([tensor.data_ptr() for tensor in found])
 
 
@@ -205,8 +230,12 @@ def step_of(
     blocks: Sequence[Sequence[int]],
     block_size: int,
     device: torch.device,
+    others: Iterable[StepTensor] = (),
 ) -> dict[str, torch.Tensor]:
-    """The step tensors of requests, decodes first, that compute the positions in `spans` and own these blocks."""
+    """The step tensors of requests, decodes first, that compute the positions in `spans` and own these blocks.
+
+    others: further tensors, which hold padding.
+    """
     slots_T = [
         owned[position // block_size] * block_size + position % block_size
         for span, owned in zip(spans, blocks, strict=True)
@@ -223,6 +252,7 @@ def step_of(
         "attention_inputs.query_start_loc_R1": list(accumulate(lens_R, initial=0)),
         "attention_inputs.host_3": [lens_R.count(1), max(lens_R), max(seq_lens_R)],
     }
-    return {
+    step = {
         t.name: torch.tensor(values[t.name], dtype=t.dtype, device="cpu" if t.on_host else device) for t in STEP_TENSORS
     }
+    return step | padding_of(others, {"tokens": len(ids_T), "requests": len(spans)}, device)

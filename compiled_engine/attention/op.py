@@ -1,13 +1,15 @@
-"""The custom ops of attention: write K and V to the paged cache, then attend; its second half; and its value.
+"""The custom ops of attention: write K and V to the paged cache, then attend; its second half; attention among the
+tokens of each text, without a cache; and the values of the first and the third.
 
-The first two mutate what they are given, so the graph is split around them (see compiled_engine.graphs.compiler.plan).
+The first three mutate what they are given, so the graph is split around them (compiled_engine.graphs.compiler.plan).
 
 Foreign code may change tensors in place, and no tracer makes that functional around an op that mutates its arguments.
-So its trace holds the third op, which pretends to write nothing, and `passes.foreign_attention` puts `attention` back.
+So its trace holds the values, which pretend to write nothing, and `passes.layout.lowering` puts the ops back.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn, get_type_hints
@@ -18,8 +20,9 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
 # The last arguments of both ops: the fields of Scoring, then those of AttentionInputs.
-SCORING_AND_INPUTS = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
-    f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
+SCORING_AND_INPUTS = (
+    "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, Tensor? kv_scales_2K, "
+    + ", ".join(f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs))
 )
 _TYPES: dict[Any, str] = {
     torch.Tensor | None: "Tensor?",
@@ -32,8 +35,8 @@ _TYPES: dict[Any, str] = {
 ROTATION = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Rotation).items())
 # Called in place of an attention op, with its function and its arguments.
 OnAttention = Callable[[Callable[..., None], tuple[Any, ...]], None]
-# The argument that the third op lacks.
-_OUT = "Tensor(b!) out_THd, "
+# The argument that the values lack.
+_OUT = re.compile(r"Tensor\(\w!\) out_THd, ")
 
 
 def write_kv(
@@ -41,10 +44,11 @@ def write_kv(
     v_TKd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None,
     backend: str,
 ) -> None:
     """Store K and V at each token's slot; slot -1 stores nothing. All backends share the layout of the cache."""
-    get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T)
+    get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
 
 def attend(
@@ -55,11 +59,12 @@ def attend(
     sliding_window: int,
     soft_cap: float,
     sinks_H: torch.Tensor | None,
+    kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
     """Attention into `out_THd` over a cache that holds this step's K and V already."""
     inputs = AttentionInputs(*fields_of_inputs)
-    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
 
 
@@ -73,13 +78,32 @@ def write_and_attend(
     sliding_window: int,
     soft_cap: float,
     sinks_H: torch.Tensor | None,
+    kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
     """Do what the models' op does."""
     inputs = AttentionInputs(*fields_of_inputs)
-    write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, inputs.backend)
-    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
+    write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, kv_scales_2K, inputs.backend)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
+
+
+def attend_packed(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    sinks_H: torch.Tensor | None,
+    kv_scales_2K: torch.Tensor | None,
+    *fields_of_inputs: Any,
+) -> None:
+    """Attention in both directions into `out_THd`, among the tokens of each request."""
+    inputs = AttentionInputs(*fields_of_inputs)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
+    get_backend(inputs.backend).attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)
 
 
 def _returns_nothing(*args: object) -> None:
@@ -101,11 +125,19 @@ attention_op = torch.library.custom_op(
     f"{SCORING_AND_INPUTS}) -> ()",
 )
 attention_op.register_fake(_returns_nothing)
+packed_op = torch.library.custom_op(
+    "compiled_engine::attend_packed",
+    attend_packed,
+    mutates_args=("out_THd",),
+    schema=f"(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) out_THd, {SCORING_AND_INPUTS}) -> ()",
+)
+packed_op.register_fake(_returns_nothing)
 
 # The ops by name, and what the compiled forward calls in their place, without torch's dispatcher.
 ATTENTION_OPS: dict[str, Callable[..., None]] = {
     "compiled_engine::attention": write_and_attend,
     "compiled_engine::attend": attend,
+    "compiled_engine::attend_packed": attend_packed,
 }
 
 
@@ -126,33 +158,61 @@ def attention(
     max(0, p - sliding_window + 1) .. p. soft_cap and sinks_H: see Scoring. Returns [T, H, d] in the dtype of q.
     """
     out_THd = torch.empty_like(q_THd)
-    scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+    scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
     torch.ops.compiled_engine.attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd
 
 
+def packed_attention(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    inputs: AttentionInputs,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each token to all tokens of its request, which are all in this step.
+
+    A query at position p sees keys at positions between p - sliding_window and p + sliding_window, both excluded.
+    Returns [T, H, d] in the dtype of q.
+    """
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+    scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
+    torch.ops.compiled_engine.attend_packed(q_THd, k_TKd, v_TKd, out_THd, *scoring, *inputs.flat())
+    return out_THd
+
+
 def _never_executed(*arguments: object) -> NoReturn:
-    raise RuntimeError("compiled_engine::attention_value exists only in traces and cannot be executed")
+    raise RuntimeError("the value of an attention op exists only in traces and cannot be executed")
 
 
 def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(q_THd, memory_format=torch.contiguous_format)
 
 
-def _schema() -> str:
-    """Return the schema of the op that it stands for, without the buffer for the result and without writes."""
-    arguments = str(attention_op._opoverload._schema).partition("(")[2].rpartition(" -> ")[0]
-    assert _OUT in arguments
-    return f"({arguments.replace(_OUT, '').replace('(a!)', '')} -> Tensor"
+def _define_value(op: torch.library.CustomOpDef) -> None:
+    """Define the op `NAME_value`, whose arguments are those of `op` without the buffer for the result and writes."""
+    schema = op._opoverload._schema
+    arguments, replaced = _OUT.subn("", str(schema).partition("(")[2].rpartition(" -> ")[0])
+    assert replaced == 1
+    value = torch.library.custom_op(
+        f"{schema.name}_value",
+        _never_executed,
+        mutates_args=(),
+        schema=f"({arguments.replace('(a!)', '')} -> Tensor",
+    )
+    value.register_fake(_fake)
 
 
-attention_value_op = torch.library.custom_op(
-    "compiled_engine::attention_value", _never_executed, mutates_args=(), schema=_schema()
-)
-attention_value_op.register_fake(_fake)
+_define_value(attention_op)
+_define_value(packed_op)
 
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTENTION_VALUE = torch.ops.compiled_engine.attention_value.default
+ATTEND_PACKED = torch.ops.compiled_engine.attend_packed.default
+ATTEND_PACKED_VALUE = torch.ops.compiled_engine.attend_packed_value.default
 
 
 def attention_or_value(
@@ -168,6 +228,23 @@ def attention_or_value(
 ) -> torch.Tensor:
     """Call `attention`, or while tracing the op that replaces it."""
     if torch.compiler.is_compiling():
-        scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+        scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
     return attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, sliding_window, soft_cap, sinks_H)
+
+
+def packed_attention_or_value(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    inputs: AttentionInputs,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Call `packed_attention`, or while tracing the op that replaces it."""
+    if torch.compiler.is_compiling():
+        scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
+        return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, *scoring, *inputs.flat())
+    return packed_attention(q_THd, k_TKd, v_TKd, inputs, scale, sliding_window, soft_cap, sinks_H)

@@ -21,10 +21,12 @@ from compiled_engine.bench.processes import ProcessError, run_worker
 from compiled_engine.bench.results import conditions, plain_options
 from compiled_engine.bench.variants import (
     GRAPHS_NEED_CUDA,
+    QUANTISED_NOTE,
     Variant,
     check_options,
     chosen,
     parallel_variants,
+    quantised_variants,
     variants,
 )
 from compiled_engine.bench.worker_workloads import AblationWorkload
@@ -56,7 +58,8 @@ QUICK_PASSES = ("merge_linears",)
 class Asked:
     """The user's choices; None leaves the default of the device, or of a quick run.
 
-    alone: also the variants with no pass, and with each alone.
+    alone: also the variants with no pass, and with each alone. variants: names; those of quantised linears are measured
+    only if they are named.
     """
 
     batch_sizes: tuple[int, ...] | None = None
@@ -105,6 +108,8 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     known = variants(config.device.type, passes, left_out, asked.alone, records)
     if not asked.quick or asked.variants:
         known += parallel_variants(config)
+    if asked.variants:
+        known += quantised_variants(config)
     found = chosen(known, asked.variants)
     for variant in found:
         _resolve_variant(variant, shared)
@@ -116,7 +121,10 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
         workload=workload,
         variants=tuple(found),
         sizes=model_sizes(config.local_model),  # of a rank
-        notes=(QUICK_NOTE,) if asked.quick else (),
+        notes=(
+            *((QUICK_NOTE,) if asked.quick else ()),
+            *((QUANTISED_NOTE,) if any("quantization" in variant.options for variant in found) else ()),
+        ),
     )
 
 
@@ -140,7 +148,7 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:
-    """Return the default workload with the user's choices; its prompts fit into the model's length."""
+    """Return the default workload with the user's choices; its prompts fit into the context length."""
     workload = QUICK if asked.quick else AblationWorkload(seed=config.model.seed)
     if config.device.type != "cuda" and not asked.quick:
         workload = replace(workload, batch_sizes=CPU_BATCH_SIZES)

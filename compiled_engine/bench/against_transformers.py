@@ -1,4 +1,4 @@
-"""Tokens per second beside transformers on the same machine, model, prompts and token counts, in one run.
+"""Tokens per second, compared with transformers on the same machine, model, prompts and token counts, in one run.
 
 transformers can generate in several ways, and which is the fastest depends on the machine and the batch. All of them
 are measured, and the engine is compared with the fastest.

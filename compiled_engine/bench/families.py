@@ -40,13 +40,15 @@ _OLD_NAMES = {
 @dataclass(frozen=True)
 class Family:
     """A model type of transformers with what differs from TINY; `without`: names that it does not take. `others`: of a
-    multimodal type, the configurations of its other parts beside that of the text model, which has the changes."""
+    multimodal type, the configurations of its other parts next to that of the text model, which has the changes. scale:
+    of random matrices; the norms of delta nets magnify what larger ones round off."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     renamed: bool = False
     others: Mapping[str, Any] = field(default_factory=dict)
+    scale: float = 3.0
 
     def config(self) -> dict[str, Any]:
         values = {name: value for name, value in TINY.items() if name not in self.without}
@@ -75,6 +77,13 @@ _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _GEMMA4 = _WINDOWS | {"global_head_dim": 64, "pad_token_id": 0}
 _GEMMA3 = _WINDOWS | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0}
 _NARROW = {"moe_intermediate_size": 48}
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 # Encoders that can be told to attend to earlier tokens alone.
@@ -181,6 +190,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("bitnet", {}, ("head_dim",)),
     Family("codegen", {"rotary_dim": 8}, _NO_HEADS),
     Family("gptj", {"rotary_dim": 8}, _NO_HEADS),
+    Family("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    Family("lfm2_moe", {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1} | _EXPERTS | _NARROW),
+    Family("qwen3_next", _DELTA_NET | _EXPERTS | _NARROW | {"shared_expert_intermediate_size": 48}, scale=1.5),
+    Family("qwen3_5_text", _DELTA_NET, scale=1.5),
+    Family("qwen3_5_moe_text", _DELTA_NET | _EXPERTS | _NARROW | {"shared_expert_intermediate_size": 48}, scale=1.5),
+    Family("olmo_hybrid", _DELTA_NET, scale=1.5),
+    Family("lfm3", {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": WINDOW}),
+    Family("lara_mini", {"sliding_window": WINDOW}, scale=1.5),
     Family("modernbert-decoder", dict.fromkeys(_TOKENS, 0), _NO_HEADS),
     *(Family(name, {"is_decoder": True}, _NO_HEADS) for name in _DECODING_ENCODERS),
     *(Family(name) for name in _PLAIN),
@@ -204,6 +221,13 @@ WRAPPERS: tuple[Family, ...] = (
     Family("qwen2_vl", _NARROW_MROPE, ("head_dim",), others=_TOWER),
     Family("qwen2_5_vl", _NARROW_MROPE, ("head_dim",), others=_TOWER),
     Family("qwen3_vl", {}, others=_TOWER),
+    Family("qwen3_5", _DELTA_NET | {"model_type": "qwen3_5_text"}, others=_TOWER, scale=1.5),
+    Family(
+        "qwen3_5_moe",
+        _DELTA_NET | _EXPERTS | _NARROW | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 48},
+        others=_TOWER,
+        scale=1.5,
+    ),
 )
 # The families whose variants cover all others' ops: textbook; offset norms, soft caps, windows of some layers; packed
 # weights; norms behind blocks; partial interleaved rope; layer norms and no gate; sinks and experts of all kinds.
@@ -234,7 +258,7 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                parameter.normal_(0, 3 / math.sqrt(parameter.shape[-1]), generator=generator)
+                parameter.normal_(0, case.scale / math.sqrt(parameter.shape[-1]), generator=generator)
     model.to(dtype).save_pretrained(folder)
     return load_oracle(folder, torch.float32)
 

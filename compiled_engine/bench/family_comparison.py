@@ -1,4 +1,4 @@
-"""The engine's log-probabilities beside those of transformers, family by family, through transformers' own code.
+"""The engine's log-probabilities compared with those of transformers, family by family, through transformers' own code.
 
 Each comparison has prompts longer than a step and than any window, so they are computed in chunks; decodes; and the
 same prompts once more, which begin in the prefix cache.
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 @dataclass(frozen=True)
 class Difference:
     """Differences of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of
-    transformers in the engine's own dtype beside it. tokens_per_s: of the output, where an engine ran. from_float64:
+    transformers in the engine's own dtype, to compare. tokens_per_s: of the output, where an engine ran. from_float64:
     the largest of an engine in fp32 from transformers' in float64; transformers_from_float64: that of transformers in
     fp32."""
 
@@ -184,7 +184,7 @@ def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, 
 
 
 def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:
-    """Compare steps of prompts in chunks beside decodes, with windows shorter than the prompts."""
+    """Compare steps of prompts in chunks together with decodes, with windows shorter than the prompts."""
     vocab_size = oracle.config.get_text_config().vocab_size
     generator = random.Random(0)
     sequences = [[generator.randrange(vocab_size) for _ in range(length)] for length in (31, 18)]

@@ -16,16 +16,18 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.plan import Plan
-from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables_of
+from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables_of, tensors_beside_steps
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.graphs.compiler.trace import trace, without_storage
+from compiled_engine.kv_format import is_coded
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.parameters import materialize, states_of
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.runner.kv_cache import allocate
 
 BLOCK_SIZE = 4
@@ -47,7 +49,7 @@ class FusedModel:
         per_sequence = -(-max(map(len, sequences)) // BLOCK_SIZE)
         kv_caches = allocate(self.config, per_sequence * len(sequences))
         for cache in kv_caches:
-            cache.normal_()  # as recycled blocks are
+            (cache.view(torch.uint8).random_(256) if is_coded(cache.dtype) else cache.normal_())  # as recycled blocks
         computed = [0] * len(sequences)
         found: list[list[torch.Tensor]] = [[] for _ in sequences]
         for step in steps:
@@ -55,7 +57,9 @@ class FusedModel:
             spans = [range(computed[row], computed[row] + step[row]) for row in rows]
             ids = [sequences[row][position] for row, span in zip(rows, spans, strict=True) for position in span]
             blocks = [range(row * per_sequence, (row + 1) * per_sequence) for row in rows]
-            tensors = step_of(ids, spans, blocks, BLOCK_SIZE, device)
+            tensors = step_of(ids, spans, blocks, BLOCK_SIZE, device, tensors_beside_steps(self.config))
+            if self.config.model.recurrences is not None:
+                tensors[ROWS.name] = torch.tensor(rows, dtype=ROWS.dtype, device=device)
             inputs = attention_inputs_of(tensors, self.config.attention_backend)
             arguments = arguments_of(tensors, inputs, kv_caches)
             logprobs_TV = self._logits(len(ids), arguments).float().log_softmax(-1)
@@ -91,6 +95,8 @@ def fuse(config: EngineConfig, *, verify: bool = False) -> FusedModel:
     parameters = dict.fromkeys(parameter for _, _, plan, _ in plans for parameter in plan.parameters)
     weights = materialize(model, parameters, config.device)
     load_weights(weights, model, config.model, SilentProgress())
+    for name in states_of(model):
+        weights.tensors[name].fill_(float("nan"))  # no request may read what another has left
     bound: dict[str, list[tuple[CompileRange, Forward]]] = {}
     for name, compile_range, plan, unique in plans:
         pieces = {key: piece_from_json(text)[0] for key, text in unique.items()}

@@ -225,7 +225,7 @@ Run = Mapping[str, Any]
 
 
 def render_load(result: Mapping[str, Any], notes: Sequence[str]) -> str:
-    """Render a load test's page; plots are embedded, for light and dark. notes: shown beside the figures."""
+    """Render a load test's page; plots are embedded, for light and dark. notes: shown next to the figures."""
     runs = result["runs"]
     return _rendered(
         LOAD,

@@ -103,8 +103,9 @@ WITHOUT = " without "
 
 
 def whole_name(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """The variant with everything on: the last that leaves nothing out."""
-    names = [record["name"] for record in records if WITHOUT not in record["name"]]
+    """The variant with everything on: the last that leaves nothing out, with the weights of the checkpoint."""
+    plain = [record for record in records if "quantization" not in record.get("options", ())]
+    names = [record["name"] for record in plain if WITHOUT not in record["name"]]
     return names[-1] if names else None
 
 

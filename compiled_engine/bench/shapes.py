@@ -21,6 +21,17 @@ _QWEN3: dict[str, Any] = {
     "eos_token_id": 151645,
 }
 
+_BERT: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
 _GEMMA3_LAYERS = 34
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -190,6 +201,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "eos_token_id": 100257,
+    },
+    "minilm": _BERT
+    | {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12},
+    "bge-m3": _BERT
+    | {
+        "architectures": ["XLMRobertaModel"],
+        "model_type": "xlm-roberta",
+        "vocab_size": 250002,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 8194,
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": 1,
     },
 }
 

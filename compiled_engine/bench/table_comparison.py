@@ -1,4 +1,4 @@
-"""A table beside another one, or beside the figures of other engines."""
+"""A table compared with another one, or with the figures of other engines."""
 
 from __future__ import annotations
 

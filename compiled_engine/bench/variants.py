@@ -8,6 +8,7 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
+from compiled_engine.quantisation import ONLINE
 from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_PASSES
 
 # Modes without decode graphs, and without graphs of mixed batches.
@@ -15,6 +16,7 @@ NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
 # Options that the variants decide.
 RESERVED = ("mode", "graph_mode")
 GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes")
+QUANTISED_NOTE = "the bound is that of weights in the model's dtype: a step of quantised linears reads fewer bytes"
 GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no variants with graphs"
 
 
@@ -63,12 +65,11 @@ def variants(
     passes: the enabled passes. left_out: the passes to leave out in turn, all if None; passes that are not enabled are
     skipped. alone: also the variants without all passes, and with each of `left_out` alone.
     """
+    whole = _whole(device_type)
     if device_type != "cuda":
-        whole = Variant("compiled", {"mode": "compiled"})
         parts = [Variant("eager", {"mode": "eager"}), whole]
         parts += [Variant("compiled + recorded", {"mode": "graphed"})] if records else []
     else:
-        whole = Variant("compiled + full", {"mode": "graphed"})
         parts = [
             Variant("eager", {"mode": "eager"}),
             Variant("eager + full decode graphs", {"mode": "eager", "graph_mode": "full_decode_only"}),
@@ -96,7 +97,7 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
     """The whole engine with its devices run in another way: by workers, where one is run without; or, where several
     compute each layer together, with sequence parallelism, and without symmetric memory."""
     on_gpu, parallel = config.device.type == "cuda", config.parallel
-    whole = Variant("compiled + full", {"mode": "graphed"}) if on_gpu else Variant("compiled", {"mode": "compiled"})
+    whole = _whole(config.device.type)
     others: dict[str, dict[str, Any]] = {}
     if parallel.executor == "in_process" and parallel.data_parallel_size == 1:
         others["in a worker process"] = {"distributed_executor": "multiprocess"}
@@ -106,6 +107,20 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
     if parallel.tensor_parallel_size > 1 and on_gpu and parallel.collectives == "auto":
         others["over NCCL"] = {"collectives": "nccl"}
     return [Variant(f"{whole.name} {how}", {**whole.options, **options}) for how, options in others.items()]
+
+
+def quantised_variants(config: EngineConfig) -> list[Variant]:
+    """The whole engine with linears quantised while they are loaded, one for each scheme; none of a model whose linears
+    are quantised already."""
+    whole = _whole(config.device.type)
+    schemes = ONLINE if config.model.quantisation is None else ()
+    return [Variant(f"{whole.name} in {name}", {**whole.options, "quantization": name}) for name in schemes]
+
+
+def _whole(device_type: str) -> Variant:
+    if device_type == "cuda":
+        return Variant("compiled + full", {"mode": "graphed"})
+    return Variant("compiled", {"mode": "compiled"})
 
 
 def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:

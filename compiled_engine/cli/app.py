@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from compiled_engine.cli.bench_ablation import ablation
+from compiled_engine.cli.bench_embed import embed
 from compiled_engine.cli.bench_families import families, layouts
 from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_load import load
+from compiled_engine.cli.bench_loss import loss
 from compiled_engine.cli.bench_plot import plot
 from compiled_engine.cli.bench_serve import serve as bench_serve
 from compiled_engine.cli.bench_startup import startup
@@ -23,6 +25,7 @@ from compiled_engine.cli.demo import demo
 from compiled_engine.cli.errors import OneLineErrors
 from compiled_engine.cli.generate import generate
 from compiled_engine.cli.inspect import inspect
+from compiled_engine.cli.quantise import quantise
 from compiled_engine.cli.serve import serve
 from compiled_engine.cli.tune import tune
 from compiled_engine.process.bytecode import keep_bytecode
@@ -34,19 +37,19 @@ bench = typer.Typer(
 )
 for command in (
     *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
-    *(transformers, load),
+    *(transformers, load, embed, loss),
 ):
     bench.command()(command)
 
 app = typer.Typer(
     cls=OneLineErrors,
-    help="LLM inference whose centre is the compiler.",
+    help="LLM inference built around the compiler.",
     epilog="Each command has --help with examples.",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (generate, chat, complete, serve, config, inspect, tune, demo):
+for command in (generate, chat, complete, serve, config, inspect, tune, quantise, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")

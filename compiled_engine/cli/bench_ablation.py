@@ -45,7 +45,7 @@ def ablation(
     ] = None,
     prompt_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a decode's prompt: 128.")] = None,
     output_len: Annotated[int | None, typer.Option(min=2, help="Tokens to generate for TPOT: 65.")] = None,
-    alone: Annotated[bool, typer.Option(help="Measure also without all passes, and with each pass alone.")] = False,
+    alone: Annotated[bool, typer.Option(help="Also measure without any pass, and with each pass alone.")] = False,
     repeats: Annotated[int | None, typer.Option(min=1, help="Measured rounds: 3, in a quick run 1.")] = None,
     quick: Quick = False,
     output: Output = None,
@@ -55,7 +55,9 @@ def ablation(
     alone.
 
     Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. Measured are the time per
-    output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory.
+    output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory. The variants
+    "compiled in fp8" and "compiled in fp8_block", on a GPU "compiled + full in fp8", quantise linears while they are
+    loaded; they are measured only if they are named.
 
     A variant that fails is marked in the result, the others are kept, and the exit code is 1.
 
@@ -69,6 +71,8 @@ def ablation(
       compiled-engine bench ablation --shape qwen3-0.6b --alone --output results
 
       compiled-engine bench ablation --shape qwen3-0.6b --batch 1 --variant compiled --variant "compiled + full" --json
+
+      compiled-engine bench ablation --variant compiled --variant "compiled in fp8" --variant "compiled in fp8_block"
     """
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         from compiled_engine.bench.ablation import Asked, make_plan, run

@@ -25,7 +25,7 @@ CACHES = "; a small model may stay in caches, and be faster"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ShapeName = Annotated[str | None, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
-WarmUp = Annotated[int, typer.Option("--warm-up", min=0, help="Rounds before the first that is measured.")]
+WarmUp = Annotated[int, typer.Option("--warm-up", min=0, help="Uncounted rounds before the measured ones.")]
 Batch = Annotated[list[int] | None, typer.Option(min=1, help="Batch size; may be repeated.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A small run: seconds to a minute with the bundled model.")]
 

@@ -23,12 +23,14 @@ def families(
         ),
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks that compute each layer together.")] = 1,
-    model_impl: Annotated[str, typer.Option(help="Whose code: transformers, textbook, or auto.")] = "transformers",
+    model_impl: Annotated[
+        str, typer.Option(help="Code of the model: transformers, textbook, or auto.")
+    ] = "transformers",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Log-probabilities of tiny random checkpoints beside those of transformers, family by family.
+    """Compare log-probabilities of tiny random checkpoints with those of transformers, family by family.
 
     Each family's checkpoint is made by transformers and run through its code, or through the textbook's: prompts in
     chunks, decodes, prefixes from the cache, windows shorter than the prompts. Mode fused executes the graph after all
@@ -71,13 +73,13 @@ def layouts(
     *,
     family: Annotated[list[str] | None, typer.Option(help="Model type, instead of all; may be repeated.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layout, instead of all; may be repeated.")] = None,
-    model_impl: Annotated[str, typer.Option(help="Whose code: textbook, transformers, or auto.")] = "textbook",
+    model_impl: Annotated[str, typer.Option(help="Code of the model: textbook, transformers, or auto.")] = "textbook",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File for the JSON, written after each family.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tiny models of each family in float32 on two ranks, two stages, and both, eager and compiled, on the CPU.
+    """Compare tiny models of each family in float32 on two ranks, two stages, and both, eager and compiled, on the CPU.
 
     Log-probabilities are compared with those of transformers as `bench families` does it on one device.
 

@@ -34,13 +34,15 @@ def http(
     shape: ShapeName = None,
     server: Annotated[
         list[str] | None,
-        typer.Option(help="Options of a server to measure beside the default one, in quotes; may be repeated."),
+        typer.Option(help="Options of a server to compare with the default one, in quotes; may be repeated."),
     ] = None,
     share: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Of the saturating rate, at which latencies are measured.")
+        float, typer.Option(min=0.01, max=1.0, help="Share of the saturating rate at which latencies are measured.")
     ] = 0.7,
-    repeats: Annotated[int, typer.Option(min=1, help="Of the workload, offline and through each server.")] = 3,
-    starts: Annotated[int, typer.Option(min=0, help="Of the engine and of its server, once it is compiled.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of the workload, offline and through each server.")] = 3,
+    starts: Annotated[
+        int, typer.Option(min=0, help="Starts of the engine and of its server, with a warm compile cache.")
+    ] = 2,
     client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File for the JSON, written anew after each part.")

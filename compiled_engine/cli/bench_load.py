@@ -22,7 +22,7 @@ def load(
     shape: Annotated[
         str | None, typer.Option(help=f"Write and load a random checkpoint of this shape: {', '.join(SHAPES)}.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Where to write it; without it a temporary folder.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder for the checkpoint. Default: a temporary one.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Reads and loads.")] = 3,
     as_json: AsJson = False,

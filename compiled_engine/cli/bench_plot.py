@@ -21,7 +21,7 @@ def plot(
         Path, typer.Option("--output", "-o", help="Folder for the plots; the page of an ablation or a load test too.")
     ],
 ) -> None:
-    """Make the plots of an ablation or a load test and its page, or those of a table's curves, again from JSON.
+    """Draw the plots and the page of an ablation or a load test, or the curves of a table, again from JSON.
 
     Examples:
 

@@ -29,11 +29,13 @@ def serve(
     *,
     url: Annotated[str, typer.Option("--url", "--base-url", help="The server.")] = "http://127.0.0.1:8000",
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
-    model: Annotated[str | None, typer.Option(help="Name to ask for; without it the server's first.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name in requests. Default: the server's first.")] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Key for the server.", envvar="OPENAI_API_KEY", show_default=False)
     ] = None,
-    header: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of each request; may be repeated.")] = None,
+    header: Annotated[
+        list[str] | None, typer.Option(help="Header of each request, as NAME=VALUE; may be repeated.")
+    ] = None,
     request_rate: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,13 +50,15 @@ def serve(
         str | None, typer.Option(help="START:END or exponential:START:END: a rate that changes, instead of one.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option("--concurrency", "--max-concurrency", min=1, help="Requests under way at most.")
+        int | None, typer.Option("--concurrency", "--max-concurrency", min=1, help="Most requests at a time.")
     ] = None,
     num_requests: Annotated[
         int | None,
-        typer.Option("--num-requests", "--num-prompts", min=1, help="Of each rate: 100, or as many as the dataset."),
+        typer.Option(
+            "--num-requests", "--num-prompts", min=1, help="Requests of each rate. Default: 100, or all of the dataset."
+        ),
     ] = None,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")] = 1,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Uncounted requests before the measurement.")] = 1,
     input_len: Annotated[
         str | None,
         typer.Option("--input-len", "--random-input-len", help=f"Tokens of a random prompt: {LENGTHS_HELP}."),
@@ -65,7 +69,7 @@ def serve(
     shared_prefix: Annotated[
         int, typer.Option("--shared-prefix", "--random-prefix-len", min=0, help="Common tokens before each prompt.")
     ] = 0,
-    num_prefixes: Annotated[int, typer.Option(min=1, help="How many different ones there are.")] = 1,
+    num_prefixes: Annotated[int, typer.Option(min=1, help="Number of different shared prefixes.")] = 1,
     vocab_size: Annotated[int, typer.Option(min=1, help="Token ids of random prompts are below it.")] = 1000,
     dataset: Annotated[
         Path | None,
@@ -76,16 +80,18 @@ def serve(
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for answers of full length, with a field that not all know.")
+        bool, typer.Option(help="Ask for answers of full length, with a field that not all servers support.")
     ] = True,
-    temperature: Annotated[float | None, typer.Option(help="Of all requests; without it the server's default.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of all requests. Default: the server's.")
+    ] = None,
     extra_body: Annotated[str | None, typer.Option(help="JSON object of further fields for every request.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and times.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, lengths and times.")] = 0,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="What a good answer keeps within, in ms: ttft=200,tpot=20,e2el=5000; may be repeated."),
+        typer.Option(help="Bounds of a good answer, in ms: ttft=200,tpot=20,e2el=5000; may be repeated."),
     ] = None,
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report beside the median.")] = "90,99",
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report in addition to the median.")] = "90,99",
     ready_timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the server.")] = 0.0,
     request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a request.")] = 600.0,
     client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,
@@ -96,7 +102,7 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put load on a server with OpenAI's API, and measure what its clients see, streaming.
+    """Load-test an OpenAI-compatible server, and measure what its streaming clients see.
 
     Times are those of vLLM's benchmark: TTFT to the first token, TPOT for each further one, ITL between two parts of an
     answer, E2EL until the last token. Tokens are counted by the server's usage. A part may hold several tokens; then

@@ -30,15 +30,15 @@ def startup(
     *,
     engine: dict[str, Any],
     shape: ShapeName = None,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="Pairs of starts that do not count.")] = 0,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="Uncounted pairs of starts.")] = 0,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Seconds from the start of a process to its first token, cold (empty compile cache) and warm.
+    """Measure the seconds from the start of a process to its first token, cold (empty compile cache) and warm.
 
     Every start is a fresh process, and its imports count; each pair has a temporary cache. With --shape the checkpoint
     has a tokenizer of 151,000 tokens, as the real ones have. The bound is a process that imports PyTorch and computes
-    a number on the device, measured beside them.
+    a number on the device, measured in turn with them.
 
     JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages),
     torch_alone (the bound, with median and spread), repeats, date, machine, model, options, versions, command.

@@ -29,12 +29,13 @@ def table(
         list[str] | None,
         typer.Option("--rows", help="Id of a row, or a pattern such as '8b-*', instead of all; may be repeated."),
     ] = None,
-    show_rows: Annotated[bool, typer.Option("--list", help="Show all rows that there are, and measure none.")] = False,
+    show_rows: Annotated[bool, typer.Option("--list", help="List all rows, and measure none.")] = False,
     peer: Annotated[
-        Path | None, typer.Option(help="JSON with figures of other engines, to be shown beside the rows.")
+        Path | None, typer.Option(help="JSON with figures of other engines, to compare the rows with.")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Of each row, instead of 3 to 7, as fast as it is; of a start 2.")
+        int | None,
+        typer.Option(min=1, help="Repeats of each row. Default: 3 to 7, more for faster rows; 2 for starts."),
     ] = None,
     plots: Annotated[
         Path | None,
@@ -45,11 +46,11 @@ def table(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure all that the engine is judged by, each figure beside its lower bound: minutes on a GPU.
+    """Measure the main table, each row with its bound: minutes on a GPU.
 
     On a GPU: times per token, throughput, prefill, mixed steps and starts of the shapes qwen3-0.6b and qwen3-8b, with
-    random weights. On a CPU: smaller ones of the bundled model. With --model the same of that checkpoint. What is
-    faster is repeated more often. The first run on a machine compiles, and takes longer.
+    random weights. On a CPU: smaller ones of the bundled model. With --model the same of that checkpoint. Faster
+    rows are repeated more often. The first run on a machine compiles, and takes longer.
 
     A row that fails is marked in the result, the others are kept, and the exit code is 1.
 
@@ -102,8 +103,10 @@ def table(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="What `bench table` wrote: before, or one machine.")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="The same: after, or the other.")],
+    a: Annotated[
+        Path, typer.Argument(metavar="A.json", help="JSON of `bench table`: before a change, or of one machine.")
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="The same after the change, or of the other machine.")],
     *,
     noise: Annotated[
         float,

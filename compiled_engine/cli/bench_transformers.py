@@ -1,4 +1,4 @@
-"""`compiled-engine bench transformers`: the engine's speed beside that of transformers."""
+"""`compiled-engine bench transformers`: the engine's speed, compared with that of transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def transformers(
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Output tokens per second beside the fastest way that transformers has, for one request and for many.
+    """Measure output tokens per second against the fastest way of transformers, for one request and for many.
 
     Its ways are generate with a growing cache, with a static one, with a static one and torch.compile (compiled), and
     continuous batching; on a CPU each with one thread and with all. Decoding is greedy, without stop tokens.

@@ -27,7 +27,7 @@ from compiled_engine.graphs.cache.report import EntryReport, Nearest, existing_c
 from compiled_engine.kernels.cache_folder import damaged_kernels
 from compiled_engine.process.cache_root import default_root
 
-cache = typer.Typer(help="Look at the compile cache, and tidy it up.", rich_markup_mode="rich", no_args_is_help=True)
+cache = typer.Typer(help="Inspect the compile cache, and clean it up.", rich_markup_mode="rich", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 CacheDir = Annotated[Path | None, typer.Option(help="The cache. Default: where the engine keeps it.")]
@@ -106,7 +106,7 @@ def diff(a: Key, b: Key, *, cache_dir: CacheDir = None, as_json: AsJson = False)
 @cache.command()
 @takes_engine_options
 def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
-    """Say whether an engine with these options would find its compiled model; if not, which factors are in the way.
+    """Say whether an engine with these options would find its compiled model; if not, which factors differ.
 
     Nothing is loaded or compiled.
 
@@ -192,7 +192,7 @@ def prune(
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete entries that are damaged, old or too many, and what killed processes have left.
+    """Delete damaged, old or excess entries, and leftovers of killed processes.
 
     Every file is read to find damage. Engines that run with an entry are not disturbed.
 

@@ -14,10 +14,12 @@ from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_p
 from compiled_engine.cli.errors import BadInputError
 from compiled_engine.cli.terminal_model import LocalModel, RemoteModel
 
-Named = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)]
-Url = Annotated[str | None, typer.Option(help="Server to ask instead, such as http://localhost:8000.")]
+Named = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)]
+Url = Annotated[
+    str | None, typer.Option(help="Use this server instead of a local model, such as http://localhost:8000.")
+]
 ApiKey = Annotated[str | None, typer.Option(help="Key for the server.", envvar="OPENAI_API_KEY", show_default=False)]
-Quick = Annotated[str | None, typer.Option("--quick", "-q", help="A line to answer, instead of lines of input.")]
+Quick = Annotated[str | None, typer.Option("--quick", "-q", help="Answer this line and exit.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show neither progress nor speed.")]
 
 
@@ -30,13 +32,13 @@ def chat(
     sampling: dict[str, Any],
     url: Url = None,
     api_key: ApiKey = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
     quick: Quick = None,
     quiet: Quiet = False,
 ) -> None:
     """Chat with a model.
 
-    A line is a message; /clear forgets the conversation, and an empty line or the end of the input ends it. Ctrl+C
+    A line is a message; /clear forgets the conversation; an empty line or the end of the input exits. Ctrl+C
     stops an answer.
 
     Examples:
@@ -68,9 +70,9 @@ def complete(
     quick: Quick = None,
     quiet: Quiet = False,
 ) -> None:
-    """Complete one line after the other.
+    """Complete prompts line by line.
 
-    Each line is a prompt of its own; an empty line or the end of the input ends it. Ctrl+C stops a completion.
+    Each line is a separate prompt; an empty line or the end of the input exits. Ctrl+C stops a completion.
 
     Examples:
 
@@ -99,7 +101,7 @@ def _model(
         return LocalModel(engine, sampling, quiet=quiet)
     others = sorted(engine.keys() - {"model"})
     if others:
-        raise BadInputError(f"{others[0]} is an option of an engine here; with --url it is the server's")
+        raise BadInputError(f"{others[0]} is an option of a local engine, which --url does not start")
     return RemoteModel(url, engine.get("model"), api_key, sampling)
 
 

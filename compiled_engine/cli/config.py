@@ -26,7 +26,7 @@ def config(
 ) -> None:
     """Show the configuration that the engine would run with, and why.
 
-    Nothing is compiled, no weights are read or downloaded. Of a model on several devices it shows what each will hold.
+    Nothing is compiled, no weights are read or downloaded. For a model on several devices it shows the share of each.
 
     Examples:
 

@@ -75,7 +75,7 @@ def _is_summed(name: str, shard: Shard) -> bool:
 
 
 def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
-    """Return the most KV cache blocks of these layers, None for all, beside these bytes of weights; see RankPlan."""
+    """Return the most KV cache blocks of these layers (None: all) that fit with weights of this size; see RankPlan."""
     import torch
 
     from compiled_engine.runner.kv_cache import block_bytes

@@ -81,6 +81,18 @@ def make_room(name: str, path: Path | None) -> None:
         make_folder(name, path.absolute().parent)
 
 
+def read_text(name: str, path: Path) -> str:
+    """Read a file of text. Raises OSError if it cannot be read, ValueError, naming the option, if it is not UTF-8, or
+    empty."""
+    try:
+        words = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is {str(path)!r}, which is not UTF-8: {error}") from error
+    if not words.strip():
+        raise ValueError(f"{name} is {str(path)!r}, which is empty; allowed: a file with text")
+    return words
+
+
 class OneLineErrors(TyperGroup):
     """A group of commands: usage errors, `BadInputError` and full disks are one line on stderr, without a traceback."""
 

@@ -37,7 +37,7 @@ def generate(
 ) -> None:
     """Complete prompts.
 
-    A single prompt streams as it is completed; the speed follows on stderr. Log-probabilities are in the JSON alone.
+    A single prompt streams as it is completed; the speed follows on stderr. Only the JSON has log-probabilities.
 
     Examples:
 

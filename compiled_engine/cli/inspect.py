@@ -31,11 +31,11 @@ def inspect(
         str | None, typer.Option("--output", "-o", help="The page, or a folder for the page and the text files.")
     ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="Folder of text files, for comparing.")] = None,
-    depyf: Annotated[Path | None, typer.Option("--depyf", help="depyf's own debug folder; compiles anew.")] = None,
+    depyf: Annotated[
+        Path | None, typer.Option("--depyf", help="Folder for depyf's files; compiles the model again.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, nothing else.")] = False,
-    run: Annotated[
-        bool, typer.Option("--run", help="Start the engine too, for what only a run can tell: start-up, memory.")
-    ] = False,
+    run: Annotated[bool, typer.Option("--run", help="Also start the engine, to measure start-up and memory.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
     """Show everything that the compiler did to a model.

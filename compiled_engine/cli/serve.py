@@ -33,7 +33,7 @@ def _takes_server_options(command: Command) -> Command:
 def serve(
     *,
     named: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="As --model, which it may stand for.", show_default=False)
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
     ] = None,
     server: dict[str, Any],
     limits: dict[str, Any],
@@ -53,7 +53,7 @@ def serve(
     """Serve a model to OpenAI's clients.
 
     Every option may come from the environment instead: COMPILED_ENGINE_MAX_MODEL_LEN for --max-model-len.
-    SIGTERM lets requests under way end; a second one does not.
+    SIGTERM lets running requests finish; a second one ends them.
 
     Examples:
 
@@ -102,6 +102,7 @@ def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
 
 async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str, others: ApiServers) -> str | None:
     from compiled_engine.process.memory import freeze_heap
+    from compiled_engine.server.adapters import load_at_start
     from compiled_engine.server.api_servers import Order
     from compiled_engine.server.app import build_app
     from compiled_engine.server.run import Server, address, allow_many_connections, serve
@@ -109,6 +110,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     try:
         with bad_input_is_reported((ValueError, OSError)):
             app = build_app(engine, options, name, others.figures)
+            await load_at_start(engine, options)
             others.give(Order(engine.address or "", options, name))
         with bad_input_is_reported((RuntimeError,)):
             await others.wait_ready()

@@ -21,17 +21,18 @@ def tune(
     model: Annotated[list[Path] | None, typer.Option(help="Checkpoint folder with a shape; may be repeated.")] = None,
     tensor_parallel_size: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Linears as each of so many ranks has them; may be repeated. Without it 1."),
+        typer.Option(min=1, help="Number of ranks whose shares of linears are measured; may be repeated. Default: 1."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write; without it the profile that starts read.")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. Default: the profile that the engine reads at its start."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
 ) -> None:
     """Measure kernel tiles and what each pass gains on this GPU, for models of these shapes.
 
-    The engine reads the result when it starts, and tunes nothing then. A profile that is there keeps what it has of
-    other shapes. Takes some minutes; needs a CUDA GPU.
+    The engine reads the result when it starts, and tunes nothing itself. Other shapes of an existing profile are kept.
+    Takes some minutes; needs a CUDA GPU.
 
     Examples:
 

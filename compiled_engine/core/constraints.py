@@ -1,6 +1,6 @@
 """Requests with a constraint: those that wait for their grammar to be compiled, and the masks of those that run.
 
-Requests whose grammar is being compiled stand beside the scheduler's queue and do not hold it up. The masks of a step
+Requests whose grammar is being compiled are kept outside the scheduler's queue and do not delay it. The masks of a step
 are made while it runs: its requests' constraints are told of their newest tokens and asked.
 """
 

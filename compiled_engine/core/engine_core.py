@@ -11,10 +11,11 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.constraints import GrammarQueue
-from compiled_engine.core.control import apply
+from compiled_engine.core.control import ControlError, apply
 from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.messages import (
+    NO_CACHE,
     ControlCall,
     EngineOutput,
     EngineRequest,
@@ -30,7 +31,7 @@ from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 GRAMMAR_PATIENCE_S = 0.005
 
 
-CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
+CALLS = ("metrics", "reset_prefix_cache", "check_integrity", "load_adapter", "unload_adapter")
 """Control calls that a core takes: methods of EngineCore."""
 
 
@@ -61,8 +62,10 @@ class EngineCore:
             config.parallel.num_stages,
             config.most_new_tokens,
             pools=config.model.pooling is not None,
+            whole=not config.model.causal,
+            adapters=config.adapters,
         )
-        self.num_slots = executor.num_blocks * config.cache.block_size
+        self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._unmasked: SchedulerOutput | None = None  # the newest, while it awaits masks that cannot be made yet
         self._masks_begun = False  # those of the newest
@@ -75,8 +78,8 @@ class EngineCore:
         """Queue a request; `token_mask` restricts its tokens. A request with a grammar is queued by the first step
         after compilation, or ends with finish_reason "error" if that fails.
 
-        Raises ValueError if the request can never fit, if its id is in use, if its parameters hold a token mask, or if
-        its grammar has no vocabulary.
+        Raises ValueError if the request can never fit, if its id is in use, if its parameters hold a token mask, if its
+        grammar has no vocabulary, or if its adapter cannot be loaded.
 
         A request without a seed gets one here, so that preemption and recompute repeat its tokens.
         """
@@ -87,6 +90,7 @@ class EngineCore:
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = replace(request, sampling_params=params)
+        self._require_adapter(request)
         if request.grammar is not None:
             self._scheduler.check(request)
             if token_mask is not None:
@@ -169,7 +173,12 @@ class EngineCore:
         busy = self._pending or self._scheduler.has_unfinished()
         ready, failed = self._grammars.take(0 if busy else GRAMMAR_PATIENCE_S)
         for request, constraint in ready:
-            self._scheduler.add(request, constraint)
+            try:
+                self._require_adapter(request)  # it may have been dropped in the meantime
+            except ValueError as error:
+                failed.append(EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error)))
+            else:
+                self._scheduler.add(request, constraint)
         return failed
 
     def _drain(self) -> None:
@@ -185,6 +194,32 @@ class EngineCore:
     def call(self, call: ControlCall) -> Any:
         """Apply a call between two steps, one of CALLS; return plain data. Raises ControlError, see control.py."""
         return apply(call, self, CALLS)
+
+    def load_adapter(self, path: str, digest: str) -> None:
+        """Have the ranks read an adapter into host memory, unless they have it. Raises ControlError if it does not fit.
+
+        digest: of its files, which must be those in the folder.
+        """
+        if self.config.adapters is None:
+            raise ControlError("enable_lora is False, so there are no adapters; allowed: True")
+        adapters = self._scheduler.adapters
+        if not adapters.is_loaded(digest):
+            self.executor.call(ControlCall("load_adapter", {"path": path, "digest": digest}))
+            for dropped in adapters.loaded(digest):
+                self.executor.call(ControlCall("drop_adapter", {"digest": dropped}))
+
+    def unload_adapter(self, digest: str) -> None:
+        """Drop an adapter now if no request uses it, otherwise once others need its place."""
+        if self._scheduler.adapters.unload(digest):
+            self.executor.call(ControlCall("drop_adapter", {"digest": digest}))
+
+    def _require_adapter(self, request: EngineRequest) -> None:
+        if request.adapter is None:
+            return
+        try:
+            self.load_adapter(request.adapter.path, request.adapter.digest)
+        except ControlError as error:
+            raise ValueError(f"request {request.request_id!r}: {error}") from error
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""

@@ -23,7 +23,7 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 
-RANK_CALLS = ("metrics",)
+RANK_CALLS = ("metrics", "load_adapter", "drop_adapter")
 """Control calls that ranks take."""
 
 

@@ -22,6 +22,7 @@ from itertools import cycle
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource
 from compiled_engine.core.request import Request
+from compiled_engine.messages import NO_CACHE
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Blocks of each KV group."""
@@ -45,8 +46,8 @@ class KVCacheManager:
 
     @property
     def num_slots(self) -> int:
-        """Tokens of a single request that the whole cache can hold."""
-        return min(group.num_slots for group in self.groups)
+        """Tokens of a single request that the whole cache can hold; NO_CACHE without groups."""
+        return min((group.num_slots for group in self.groups), default=NO_CACHE)
 
     @property
     def num_blocks(self) -> int:

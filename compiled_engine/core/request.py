@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from compiled_engine.messages import ROOT, EngineRequest, NewRequest
+from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
 from compiled_engine.sampling.token_mask import Constraint
@@ -36,7 +36,7 @@ class StopRule:
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], room: int) -> StopRule:
-        """`room`: most output tokens within the model's length and the KV cache."""
+        """`room`: most output tokens within the context length and the KV cache."""
         return cls(
             eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
@@ -83,7 +83,7 @@ class Request:
     ending_ids: the tokens that may end it sooner, and the error codes.
     constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
     failure: error of its constraint; the request ends with the next processed step.
-    prefix_root, pooling: see EngineRequest.
+    prefix_root, pooling, second_text, adapter: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
@@ -115,6 +115,8 @@ class Request:
     failure: str | None = None
     prefix_root: bytes = ROOT
     pooling: str = ""
+    second_text: int | None = None
+    adapter: AdapterRef | None = None
     most_new_tokens: int = 1
     gets_fewer: bool = False
     status: RequestStatus = RequestStatus.WAITING
@@ -142,8 +144,9 @@ class Request:
     ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one with a
         constraint, whose masks are made a token at a time, gets one, and so does one whose logits depend on the tokens
-        generated so far."""
-        if constraint is not None or request.sampling_params.edits_by_output:
+        generated so far, or that asks for no drafts."""
+        params = request.sampling_params
+        if constraint is not None or params.edits_by_output or params.disable_spec_decode:
             most, gets_fewer = 1, most_new_tokens > 1
         else:
             most, gets_fewer = most_new_tokens, False
@@ -166,6 +169,8 @@ class Request:
             gets_fewer=gets_fewer,
             prefix_root=request.prefix_root,
             pooling=request.pooling,
+            second_text=request.second_text,
+            adapter=request.adapter,
             next_prompt_logprob=request.next_prompt_logprob,
         )
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
@@ -243,7 +248,7 @@ class Request:
         self.next_prompt_logprob += fresh
         return position, rows.select(slice(position - first, None))
 
-    def as_new(self, block_ids: tuple[tuple[int, ...], ...]) -> NewRequest:
+    def as_new(self, block_ids: tuple[tuple[int, ...], ...], adapter_slot: int = -1) -> NewRequest:
         """The request as the runner gets it. block_ids: its block table in each KV group."""
         return NewRequest(
             request_id=self.request_id,
@@ -254,6 +259,8 @@ class Request:
             block_ids=block_ids,
             masked=self.constraint is not None,
             by_token=self.pooling == "token",
+            second_text=self.second_text,
+            adapter_slot=adapter_slot,
         )
 
 

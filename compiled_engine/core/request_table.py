@@ -7,6 +7,7 @@ import heapq
 import operator
 from collections.abc import Sequence
 
+from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request, RequestStatus, check_requests
 
@@ -48,8 +49,8 @@ class RequestTable:
     requests with a constraint.
     """
 
-    def __init__(self, kv_cache: KVCacheManager) -> None:
-        self._kv_cache = kv_cache
+    def __init__(self, kv_cache: KVCacheManager, adapters: AdapterTable) -> None:
+        self._kv_cache, self._adapters = kv_cache, adapters
         self._requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -69,6 +70,7 @@ class RequestTable:
         """Add a request, which waits."""
         self._requests[request.request_id] = request
         self.num_constrained += request.constraint is not None
+        self._adapters.add(request.adapter)
         self.waiting.push(request)
 
     def start_next(self) -> Request:
@@ -110,6 +112,7 @@ class RequestTable:
         request.status = RequestStatus.FINISHED
         request.set_steady_limits()
         self.num_constrained -= request.constraint is not None
+        self._adapters.end(request.adapter)
         del self._requests[request.request_id]
 
     def sweep(self) -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
+from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.constraints import MaskMaker
@@ -75,13 +76,15 @@ class SchedulerCounts:
         Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
         (by a stop or the length), aborted, steps.
         """
-        total, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        blocks, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        total = max(blocks, 1)
+        least_free, used = (self.least_free, 1 - free / total) if blocks else (total, 0.0)
         return {
             "running": running,
             "waiting": waiting,
-            "kv_usage": 1 - free / total,
-            "kv_usage_peak": 1 - self.least_free / total,
-            "blocks_total": total,
+            "kv_usage": used,
+            "kv_usage_peak": 1 - least_free / total,
+            "blocks_total": blocks,
             "blocks_free": free,
             "prefix_queries": kv_cache.prefix_queries,
             "prefix_hits": kv_cache.prefix_hits,
@@ -130,7 +133,8 @@ class Scheduler:
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
-    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
+    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
+    prompt is computed in one step, and holds no blocks (num_blocks is 0).
     """
 
     def __init__(
@@ -143,17 +147,23 @@ class Scheduler:
         num_lanes: int = 1,
         most_new_tokens: int = 1,
         pools: bool = False,
+        *,
+        whole: bool = False,
+        adapters: AdapterConfig | None = None,
     ) -> None:
-        self._config = scheduler
+        self._config, self._whole = scheduler, whole
         self._most_new_tokens = most_new_tokens
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
+        self.adapters = AdapterTable(adapters)
         self._kv_cache = KVCacheManager(
-            [BlockGroup(num_blocks, cache.block_size)],
-            [RequestRows(most * num_lanes)],
+            [] if whole else [BlockGroup(num_blocks, cache.block_size)],
+            [RequestRows(most * num_lanes), self.adapters],
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots, pools=pools)
-        self._requests = RequestTable(self._kv_cache)
+        longest = scheduler.max_num_batched_tokens if whole else None
+        slots = self._kv_cache.num_slots
+        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
+        self._requests = RequestTable(self._kv_cache, self.adapters)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
@@ -216,7 +226,8 @@ class Scheduler:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        step = StepInFlight.of(number, draft, removed, registered, constraints=self._requests.num_constrained > 0)
+        placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
+        step = StepInFlight.of(number, draft, removed, registered, placed, constraints=constraints)
         self._in_flight.append(step)
         return step.output
 
@@ -280,12 +291,14 @@ class Scheduler:
         while waiting and budget > 0 and len(draft.new) < room:
             request = waiting.peek()
             # A block is reserved for each running request, so that the new one is not preempted at once.
-            if request.awaits_token or not self._kv_cache.admit(request, reserve=len(running)):
+            if request.awaits_token or (self._whole and request.num_tokens > budget):
+                break
+            if not self._kv_cache.admit(request, reserve=len(running)):
                 break
             self._requests.start_next()
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)
             budget -= num_tokens
-            draft.new.append(request.as_new(self._kv_cache.block_ids(request)))
+            draft.new.append(request.as_new(self._kv_cache.block_ids(request), self.adapters.slot_of(request)))
             self._schedule_tokens(draft, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
@@ -429,16 +442,17 @@ class Scheduler:
                 self._counts.aborted += 1
         self._requests.sweep()
         self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
+        self.adapters.forget_slots()
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics and DraftCounts.metrics."""
+        """See SchedulerCounts.metrics, DraftCounts.metrics and AdapterTable.metrics."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
-        return counts | self._drafts.metrics()
+        return counts | self._drafts.metrics() | self.adapters.metrics()
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

@@ -164,6 +164,7 @@ class StepInFlight:
         draft: StepDraft,
         removed: tuple[str, ...],
         registered_blocks: list[list[int]],
+        placed_adapters: dict[int, str],
         *,
         constraints: bool,
     ) -> StepInFlight:
@@ -185,6 +186,7 @@ class StepInFlight:
             samples=shares.samples,
             new_block_ids=draft.new_block_ids,
             awaits_masks=bool(constrained),
+            placed_adapters=placed_adapters,
         )
         requests, lane, bounds = shares.requests, draft.lane, draft.bounds
         return cls(output, requests, sampling, sampling_ids, constrained, registered_blocks, lane, bounds)

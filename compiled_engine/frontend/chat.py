@@ -44,7 +44,7 @@ def read_chat_template(given: str | Path | None, tokenizer: Tokenizer) -> str | 
     if isinstance(given, str) and ("{" in given or (isinstance(own, Mapping) and given in own)):
         return given
     if not os.path.isfile(given):  # Path.is_file raises for a text that is too long for a path
-        raise ValueError(f"chat_template is {str(given)!r}, which is no Jinja template, and there is no such file")
+        raise ValueError(f"chat_template is {str(given)!r}, which is neither a Jinja template nor an existing file")
     return Path(given).read_text(encoding="utf-8")
 
 
@@ -110,7 +110,7 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[dic
         if not isinstance(role, str) or (role not in ROLES and role not in template):
             raise ValueError(f"{where}['role'] must be one of {', '.join(ROLES)}, got {role!r}")
         if content is None and not message.get("tool_calls"):
-            raise ValueError(f"{where}['content'] must be text, got {content!r}")
+            raise ValueError(f"{where}['content'] must be a string, got {content!r}")
         checked.append({**message, "content": _join_content(f"{where}['content']", content)})
     return checked
 

@@ -38,7 +38,7 @@ def choose_template(own: Templates, given: str | None, tools: Sequence[Any] | No
         if tools is not None and "tool_use" in own:
             return own["tool_use"]
         if "default" not in own:
-            raise ValueError(f"chat_template must be given: none of the tokenizer's is the default; {sorted(own)}")
+            raise ValueError(f"chat_template must be given: the tokenizer's templates have no default: {sorted(own)}")
         return own["default"]
     template = own if given is None else given
     if template is None:

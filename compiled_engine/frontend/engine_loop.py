@@ -109,7 +109,7 @@ class EngineLoop:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         if not self._in_use.acquire(blocking=False):
-            raise RuntimeError("this LLM is at work in another call; allowed: one call at a time, from one thread")
+            raise RuntimeError("this LLM is busy with another call; allowed: one call at a time, from one thread")
         try:
             self._close_abandoned()
             yield

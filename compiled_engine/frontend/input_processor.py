@@ -7,14 +7,19 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.pooling import PoolingTask
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
-from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
+from compiled_engine.messages import AdapterRef, EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
+
+if TYPE_CHECKING:
+    from compiled_engine.config import AdapterConfig
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,22 @@ def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenize
 class InputProcessor:
     """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run.
 
-    id_prefix: how the ids of requests begin.
+    id_prefix: how the ids of requests begin. adapters: finds those of requests.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int], id_prefix: str = ""
+        self,
+        tokenizer: Tokenizer | None,
+        limits: RequestLimits,
+        eos_token_ids: frozenset[int],
+        id_prefix: str = "",
+        adapters: AdapterConfig | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._id_prefix = id_prefix
+        self.adapters = AdapterFinder(adapters)
         self._numbers = itertools.count()
 
     def process(
@@ -57,18 +68,18 @@ class InputProcessor:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams],
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
-        """One request for each prompt; `sampling_params` and `priority` are for all, or one for each prompt.
+        """One request for each prompt; `sampling_params`, `priority` and `lora_request` are for all, or one for each
+        prompt.
 
         Raises TypeError or ValueError, naming the field, its value and what is allowed.
         """
         params = self._params_for(sampling_params, len(prompts))
         priorities = checked_priorities(priority, len(prompts), self._limits)
         encoded = [self._encode(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
-        return [
-            self._prepare(prompt, token_ids, param, order)
-            for prompt, token_ids, param, order in zip(prompts, encoded, params, priorities, strict=True)
-        ]
+        adapters = self.adapters.find_each(lora_request, len(prompts))
+        return [self._prepare(*each) for each in zip(prompts, encoded, params, priorities, adapters, strict=True)]
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
@@ -134,14 +145,19 @@ class InputProcessor:
         return tuple(self._tokenizer.encode(text))
 
     def _prepare(
-        self, prompt: Prompt, token_ids: tuple[int, ...], params: SamplingParams, priority: int
+        self,
+        prompt: Prompt,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        adapter: AdapterRef | None,
     ) -> PreparedRequest:
         request_id = f"{self._id_prefix}{next(self._numbers)}"
         grammar = None if params.structured_outputs is None else grammar_text(params.structured_outputs)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)
-        root = prefix_root(salt=prompt.cache_salt)
+        root = prefix_root(salt=prompt.cache_salt, adapter=adapter)
         requests = tuple(
             EngineRequest(
                 request_id=request_id if params.n == 1 else f"{request_id}-{index}",
@@ -151,6 +167,7 @@ class InputProcessor:
                 priority=priority,
                 prefix_root=root,
                 grammar=grammar,
+                adapter=adapter,
             )
             for index in range(params.n)
         )
@@ -162,7 +179,7 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
     return derived(
         params,
         n=1,
-        token_mask=None,  # it is handed over beside the request
+        token_mask=None,  # it is handed over separately from the request
         structured_outputs=None,  # the request has the grammar
         max_tokens=max_tokens,
         # The same 64 bits, and never -1, which is no seed.

@@ -89,6 +89,12 @@ class GrowingLogprobs:
         for rank, token_ids, logprobs, decoded in zip(*rows.columns(), texts, strict=False):
             yield _entry(rank, token_ids, logprobs, decoded)
 
+    def arrays(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `LogprobList.arrays`. stop: the number of entries."""
+        count = max(0, stop - len(self._first))
+        rows_RW = LogprobRows(count, bytes(self._data[: count * self._row_bytes])).array()
+        return rows_RW[:, 1::2], rows_RW[:, 2::2].view(np.float32)
+
     def _decode(self, count: int) -> None:
         """The texts of the first `count` rows' tokens: how one reads depends on those before it."""
         if self._tokenizer is None or self._text_is_complete:
@@ -115,6 +121,13 @@ class LogprobList(Sequence[Entry]):
 
     def __init__(self, growing: GrowingLogprobs, length: int) -> None:
         self._growing, self._length = growing, length
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids [N, 1 + k], int32, and their log-probabilities, fp32, without building entries.
+
+        A row has the chosen token, then the k most likely ones. A prompt's first token, which has none, has no row.
+        """
+        return self._growing.arrays(self._length)
 
     def _list(self) -> list[Entry]:
         return list(self)

@@ -84,7 +84,7 @@ class PoolingTask:
         if (activates := self.params.activates) is not None:
             usual = NORMALISE if pooling.task == EMBED else activation
             activation = usual if activates else NONE
-        if pooling.head and pooling.head[-1].tokens:  # of the tokens that judge, the first denies
+        if pooling.head and len(pooling.head[-1].tokens) > 1:  # of two tokens that judge, the first denies
             if activation == NONE:
                 return rows_ML[:, 1:] - rows_ML[:, :1]
             return _ACTIVATIONS[activation](rows_ML)[:, 1:]

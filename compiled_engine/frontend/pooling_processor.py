@@ -26,7 +26,7 @@ from compiled_engine.frontend.pooling import (
 )
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT
+from compiled_engine.frontend.tokenizer_words import LONG_TEXT, Pair
 from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.sampling.params import SamplingParams
@@ -133,8 +133,14 @@ class PoolingProcessor:
         for i, (first_text, second_text) in enumerate(pairs):
             self._check_text(f"documents[{i}]", first_text + second_text, wanted.params)
         encoded = self._judged(pairs, instruction, wanted.params)
-        prompts = [Prompt(f"documents[{i}]", None, ids, cache_salt) for i, ids in enumerate(encoded)]
-        return Scoring([self._prepare(each, each.token_ids or (), wanted, priority) for each in prompts], None)
+        prompts = [Prompt(f"documents[{i}]", None, tuple(ids), cache_salt) for i, (ids, _) in enumerate(encoded)]
+        return Scoring(
+            [
+                self._prepare(prompt, prompt.token_ids or (), wanted, priority, pair.second)
+                for prompt, pair in zip(prompts, encoded, strict=True)
+            ],
+            None,
+        )
 
     def _task(self, params: PoolingParams | None, name: str | None) -> PoolingTask:
         if not isinstance(params, PoolingParams | None):
@@ -175,27 +181,32 @@ class PoolingProcessor:
             encoded[i] = _truncated(encoded[i], ids, most)
         return encoded
 
-    def _judged(
-        self, pairs: list[tuple[str, str]], instruction: str | None, params: PoolingParams
-    ) -> list[tuple[int, ...]]:
-        """Token ids of pairs: in the model's template, else as the tokenizer joins them."""
+    def _judged(self, pairs: list[tuple[str, str]], instruction: str | None, params: PoolingParams) -> list[Pair]:
+        """Pairs in the model's template, else as the tokenizer joins them."""
         assert self._tokenizer is not None
         most = self._most(params)
         if not self.pooling.template:
-            return [tuple(ids[:most]) for ids in self._tokenizer.encode_pairs(pairs)]
+            return self._tokenizer.encode_pairs(pairs, most)
         before, form, after = self.pooling.template
         head, tail = self._tokenizer.encode_batch([before, after], add_special_tokens=False)
         room = None if most is None else max(most - len(head) - len(tail), 1)
         given = INSTRUCTION if instruction is None else instruction
         texts = [form.format(instruction=given, query=query, document=document) for query, document in pairs]
         bodies = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [(*head, *body[:room], *tail) for body in bodies]
+        return [Pair([*head, *body[:room], *tail], None) for body in bodies]
 
     def _most(self, params: PoolingParams) -> int | None:
         keep, longest = params.truncate_prompt_tokens, self._limits.longest_prompt
         return None if keep is None else longest if keep == -1 else min(keep, longest)
 
-    def _prepare(self, prompt: Prompt, token_ids: tuple[int, ...], task: PoolingTask, priority: int) -> PreparedRequest:
+    def _prepare(
+        self,
+        prompt: Prompt,
+        token_ids: tuple[int, ...],
+        task: PoolingTask,
+        priority: int,
+        second_text: int | None = None,
+    ) -> PreparedRequest:
         if prompt.token_ids is not None and (most := self._most(task.params)) is not None:
             token_ids = token_ids[:most]
         check_token_ids(prompt, token_ids, self._limits.vocab_size)
@@ -209,6 +220,7 @@ class PoolingProcessor:
             priority=priority,
             prefix_root=prefix_root(salt=prompt.cache_salt),
             pooling="token" if task.by_token else "sequence",
+            second_text=second_text,
         )
         return PreparedRequest(request_id, prompt.text, token_ids, params, (request,), task)
 
@@ -234,7 +246,7 @@ def _texts(name: str, given: Any) -> list[str]:
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be a string or a list of strings, got {given!r}")
     if not texts:
-        raise ValueError(f"{name} must have at least one text, got none")
+        raise ValueError(f"{name} must have at least one input, got none")
     return list(texts)
 
 

@@ -15,7 +15,7 @@ from compiled_engine.frontend.tokenizer_files import (
     Templates,
     read_tokenizer,
 )
-from compiled_engine.frontend.tokenizer_words import FastWords, SlowWords, Words
+from compiled_engine.frontend.tokenizer_words import FastWords, Pair, SlowWords, Words
 from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
 
 if TYPE_CHECKING:
@@ -94,9 +94,10 @@ class Tokenizer:
         """Token ids of each text; fast tokenizers use several threads."""
         return self._words.encode_batch(texts, add_special_tokens)
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """Token ids of pairs of texts, joined as the tokenizer joins them."""
-        return self._words.encode_batch(pairs, True)
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[Pair]:
+        """Pairs of texts, joined as the tokenizer joins them. most: the longer text of a pair is cut until both have no
+        more tokens."""
+        return self._words.encode_pairs(pairs, most)
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the text's number of tokens, found without tokenising it."""

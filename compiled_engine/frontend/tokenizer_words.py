@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from tokenizers import Tokenizer
 
@@ -18,12 +18,29 @@ if TYPE_CHECKING:
 LONG_TEXT, QUICK_TEXT, HUGE_TEXT = 8192, 1 << 18, 1 << 20
 
 
+class Pair(NamedTuple):
+    """Two texts joined: token ids, and how many are before the second text; None if the tokenizer does not tell them
+    apart."""
+
+    token_ids: list[int]
+    second: int | None
+
+    @classmethod
+    def of(cls, token_ids: list[int], type_ids: Sequence[int]) -> Pair:
+        """type_ids: 0 for a token of the first text, 1 for one of the second; empty for unknown."""
+        return cls(token_ids, type_ids.index(1) if 1 in type_ids else None)
+
+
 class Words(Protocol):
     """The protocol of conversion of text to token ids and back."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
-    def encode_batch(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool) -> list[list[int]]: ...
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Pair]:
+        """With special tokens. most: the longer text of a pair is cut until both have no more tokens."""
+        ...
 
     def encode_as_text(self, text: str) -> list[int]:
         """Encode without special tokens: their text is plain text."""
@@ -54,15 +71,33 @@ class FastWords:
         self.token_to_id = backend.token_to_id
         self.id_to_token = backend.id_to_token
         self._as_text: Tokenizer | None = None
+        self._cutting: tuple[int, Tokenizer] | None = None
         self._longest_token: int | None = None
         self._lock = threading.Lock()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return _ids(self._backend, text, add_special_tokens)
 
-    def encode_batch(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Pair]:
+        encodings = self._backend.encode_batch_fast(list(pairs), add_special_tokens=True)
+        if most is not None:
+            too_long = [i for i, encoding in enumerate(encodings) if len(encoding.ids) > most]
+            cut = self._cut_to(most).encode_batch_fast([pairs[i] for i in too_long]) if too_long else []
+            for i, encoding in zip(too_long, cut, strict=True):
+                encodings[i] = encoding
+        return [Pair.of(encoding.ids, encoding.type_ids) for encoding in encodings]
+
+    def _cut_to(self, most: int) -> Tokenizer:
+        with self._lock:
+            if self._cutting is None or self._cutting[0] != most:  # a copy: the setting would affect all calls
+                cutting = Tokenizer.from_str(self._backend.to_str())
+                cutting.enable_truncation(most, strategy="longest_first")
+                self._cutting = most, cutting
+            return self._cutting[1]
 
     def longest_token(self) -> int | None:
         if self._longest_token is None:
@@ -110,9 +145,13 @@ class SlowWords:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    def encode_batch(self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool) -> list[list[int]]:
-        each = (text if isinstance(text, tuple) else (text,) for text in texts)
-        return [self._hf(*both, add_special_tokens=add_special_tokens, verbose=False)["input_ids"] for both in each]
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"] for text in texts]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Pair]:
+        options = {} if most is None else {"truncation": "longest_first", "max_length": most}
+        encoded = (self._hf(*pair, return_token_type_ids=True, verbose=False, **options) for pair in pairs)
+        return [Pair.of(each["input_ids"], each.get("token_type_ids", ())) for each in encoded]
 
     def encode_as_text(self, text: str) -> list[int]:
         return self._hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]

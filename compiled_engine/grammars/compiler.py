@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests beside the steps of the engine, and keeps what it has compiled."""
+"""Compiles the grammars of requests in parallel with the steps of the engine, and keeps what it has compiled."""
 
 from __future__ import annotations
 

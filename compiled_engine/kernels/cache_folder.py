@@ -1,4 +1,4 @@
-"""The folder of the engine's own kernels: binaries in the compile cache, each beside its digest.
+"""The folder of the engine's own kernels: binaries in the compile cache, each next to its digest.
 
 A file without a digest, or with another one, is not loaded: it is reported and built again. The folder ensures that
 files belong to this user, and that no other user can write to them.

@@ -5,7 +5,7 @@ interpreter, and most of the work is Python.
 
 Triton names a kernel's binary after digests of its own files, some hundred megabytes, and after the version of its
 assembler, which it asks by running it. Both happen once in a process, and leave Python's lock to others, so a thread
-makes them beside what a start does before its first kernel.
+makes them in parallel with what a start does before its first kernel.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from compiled_engine.kernels.cache_folder import is_whole, keep_digest, kernel_folder
 from compiled_engine.process.cache_root import default_root
 
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpp_vectors.h", "cpp_packed.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpp_vectors.h", "cpp_packed.h", "cpp_kv_codes.h"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 CPU_INFO = Path("/proc/cpuinfo")
 POINTER, INTEGER, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -49,7 +49,8 @@ def load_library(source: Path) -> ctypes.CDLL:
     if program is None:
         raise CannotCompile(f"no C++ compiler ({os.environ.get('CXX', 'g++')}) was found")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    told = repr((source.read_text(), *(header.read_text() for header in HEADERS), FLAGS, version, _processor()))
+    texts = (file.read_text() for file in (source, *HEADERS, *sorted(source.parent.glob("*.h"))))
+    told = repr((*texts, FLAGS, version, _processor()))
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
     name = f"{source.stem}_{digest}.so"
     folder = kernel_folder(default_root())
@@ -85,7 +86,7 @@ class CallRecorder(Protocol):
 
 
 class CppFunction:
-    """A function of a C++ file that has a packed entry beside it, see cpp_packed.h; it takes float32, not float64.
+    """A function of a C++ file that also has a packed entry, see cpp_packed.h; it takes float32, not float64.
 
     types: of its arguments. Pointers are addresses, or None. Raises CannotCompile, see load_library.
     """

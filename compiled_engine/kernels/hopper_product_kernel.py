@@ -6,7 +6,7 @@ right. A tile's tokens come in up to three parts, each a power of two: there are
 one group of warps ends its tile another still multiplies, and the next tile is copied.
 
 Elements have 16 bits, or are 8-bit codes with scales, which are applied as in hopper_linear_kernel; then tokens come in
-one part, and 64 rows of a group are multiplied at a time, since their product takes registers beside the sums.
+one part, and 64 rows of a group are multiplied at a time, since their product takes registers in addition to the sums.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ CONFIG_KEYS: Rows = {
             "dynamic_shapes_config compile_cache_save_format debug_dump_path fast_moe_cold_start",
             "the engine captures graphs in its own way": "cudagraph_num_of_warmups cudagraph_copy_inputs "
             "cudagraph_specialize_lora",
-            "models are for text alone": "compile_mm_encoder cudagraph_mm_encoder encoder_cudagraph_token_budgets "
+            "models take only text": "compile_mm_encoder cudagraph_mm_encoder encoder_cudagraph_token_budgets "
             "encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch",
         }
     ),
@@ -133,9 +133,9 @@ HONOURED: Rows = {
         "model tokenizer revision tokenizer_revision download_dir skip_tokenizer_init device seed load_format "
         "max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching "
         "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
-        "data_parallel_size runner convert pooler_config"
+        "data_parallel_size runner convert pooler_config enable_lora max_loras max_lora_rank max_cpu_loras"
     ),
-    "speculative_config": Honoured("`speculative_config`", "speculative_config", nothing=({},)),
+    "speculative_config": Honoured("`speculative_config`; refused on GPUs", "speculative_config", nothing=({},)),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
         "dtype",
@@ -175,6 +175,17 @@ HONOURED: Rows = {
         | {name: {"quantization": "fp8_block"} for name in ("fp8_block", "fp8_per_block")}
         | {name: {} for name in ("compressed-tensors", "modelopt", "mxfp4")},
     ),
+    "kv_cache_dtype": Honoured(
+        "`kv_cache_dtype`; `int8_per_token_head` is `int8`; `fp8` needs a compiled mode and, with `triton`, compute "
+        "capability 8.9; `int8` also runs in eager mode",
+        choices={
+            name: {"kv_cache_dtype": kept}
+            for name, kept in {
+                **{name: name for name in ("auto", "int8", "fp8", "fp8_e4m3")},
+                "int8_per_token_head": "int8",
+            }.items()
+        },
+    ),
     "num_gpu_blocks_override": Honoured("`num_blocks`", "num_blocks"),
     "kvcache_block_size": Honoured("`block_size`", "block_size"),
     "num_kvcache_blocks": Honoured("`num_blocks`; -1 is what fits", "num_blocks", nothing=(-1,)),
@@ -186,7 +197,7 @@ HONOURED: Rows = {
             **only("another profiler", "run the script under nsys, for example", profiler=("torch",)),
             **without_effect(
                 {
-                    "a profile has every step from start_profile() to stop_profile()": "torch_profiler_with_stack "
+                    "a profile records every step from start_profile() to stop_profile()": "torch_profiler_with_stack "
                     "torch_profiler_with_flops torch_profiler_use_gzip torch_profiler_dump_cuda_time_total "
                     "torch_profiler_record_shapes torch_profiler_with_memory ignore_frontend delay_iterations "
                     "max_iterations warmup_iterations active_iterations wait_iterations"
@@ -197,7 +208,7 @@ HONOURED: Rows = {
     "structured_outputs_config": Nested(
         {
             **only(
-                "one form of JSON for all requests",
+                "one JSON format for all requests",
                 "give it to SamplingParams(structured_outputs=...)",
                 disable_any_whitespace=False,
                 disable_additional_properties=False,
@@ -205,7 +216,7 @@ HONOURED: Rows = {
             **without_effect(
                 {
                     "grammars are llguidance's": "backend disable_fallback",
-                    "reasoning is taken apart by the server, see --reasoning-parser": "reasoning_parser "
+                    "the server parses reasoning, see --reasoning-parser": "reasoning_parser "
                     "reasoning_parser_plugin enable_in_reasoning",
                 }
             ),
@@ -222,21 +233,18 @@ HONOURED: Rows = {
 # Unsupported features, with the values that do not use them.
 NOT_SUPPORTED: Rows = {
     **only(
-        "this way to use several GPUs",
+        "this kind of parallelism",
         "give tensor_parallel_size, pipeline_parallel_size or data_parallel_size",
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         nnodes=1,
     ),
-    **only("choosing a revision", "name a folder that has it", code_revision=()),
-    **only("a configuration of quantisation", "give quantization", quantization_config=({},)),
+    **only("a separate revision of the code", "name a folder that has it", code_revision=()),
+    **only("a quantisation configuration as a keyword", "give quantization", quantization_config=({},)),
+    **only("calibrating scales of the KV cache", "give kv_cache_dtype='int8'", calculate_kv_scales=False),
+    **only("a KV cache size in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
     **only(
-        "a KV cache of another type than the model", "choose dtype", kv_cache_dtype="auto", calculate_kv_scales=False
-    ),
-    **only("a KV cache given in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
-    **only("LoRA", "merge the adapter into the checkpoint", enable_lora=False),
-    **only(
-        "an option for each part of speculative decoding",
+        "separate options for speculative decoding",
         "give speculative_config",
         spec_method=(),
         spec_model=(),
@@ -245,29 +253,29 @@ NOT_SUPPORTED: Rows = {
         num_speculative_tokens=(),
     ),
     **only("diffusion", "use an autoregressive model", diffusion_config=({},)),
-    **only("a choice of task", "give runner and convert", task=("auto", "generate")),
-    **only("a prompt of embeddings", "give token ids", enable_prompt_embeds=False),
+    **only("the option task", "give runner and convert", task=("auto", "generate")),
+    **only("a prompt given as embeddings", "give token ids", enable_prompt_embeds=False),
     **only(
-        "weights or KV cache in the host's memory",
+        "offloading weights or the KV cache to the host",
         "use a smaller model or a device with more memory",
         cpu_offload_gb=0,
         offload_group_size=0,
         kv_offloading_size=(0,),
     ),
     **only(
-        "moving the KV cache to other engines",
+        "transferring the KV cache to other engines",
         "leave it out",
         kv_transfer_config=(),
         kv_events_config=(),
         ec_transfer_config=(),
     ),
-    **only("new weights for a running engine", "close() it and make a new one", weight_transfer_config=()),
+    **only("updating the weights of a running engine", "close() it and make a new one", weight_transfer_config=()),
     **only(
         "sleep mode", "close() the engine and make a new one: it starts from the compile cache", enable_sleep_mode=False
     ),
     **only(
-        "another model configuration than the checkpoint's",
-        "change its config.json",
+        "overriding the model configuration",
+        "change the checkpoint's config.json",
         hf_overrides=({},),
         hf_config=(),
         hf_config_path=(),
@@ -279,10 +287,10 @@ NOT_SUPPORTED: Rows = {
     ),
     **only("a configuration object of vLLM", "give its fields as keywords", vllm_config=()),
     **only("another end-of-sequence token", "give SamplingParams(stop_token_ids=...)", eos=-1),
-    **only("weights in another folder than the configuration", "put them into one", model_weights=""),
+    **only("weights in a folder of their own", "put weights and configuration into one folder", model_weights=""),
     **only("another implementation of a model", "leave it out", model_class_overrides=({},)),
     **only(
-        "a scheduler or worker class of yours",
+        "a custom scheduler or worker class",
         "leave it out",
         scheduler_cls=(),
         worker_cls="auto",
@@ -291,7 +299,7 @@ NOT_SUPPORTED: Rows = {
     **only("changing the checkpoint's sampling defaults", "give SamplingParams", override_generation_config=({},)),
     **only("a chat template for the whole engine", "give it to chat(chat_template=...)", chat_template=()),
     **only("log-probabilities other than the model's own", "leave it out", logprobs_mode="raw_logprobs"),
-    **only("returning which experts were used", "leave it out", enable_return_routed_experts=False),
+    **only("returning the experts that were used", "leave it out", enable_return_routed_experts=False),
     **only(
         "returning more than tokens and log-probabilities",
         "leave it out",
@@ -304,10 +312,10 @@ NOT_SUPPORTED: Rows = {
 
 # Keywords without effect, by reason.
 WITHOUT_EFFECT: Rows = {
-    "enable_chunked_prefill": WithoutEffect("prompts are computed in chunks where others run", anyway=(True,))
+    "enable_chunked_prefill": WithoutEffect("long prompts are always computed in chunks", anyway=(True,))
 } | without_effect(
     {
-        "no code of a checkpoint is ever run: a model is of a family that the engine or transformers has": """
+        "no code of a checkpoint is ever run: the model's code is the engine's own or that of transformers": """
             trust_remote_code
         """,
         "the processes of an engine run on one host and need no address": """
@@ -322,21 +330,21 @@ WITHOUT_EFFECT: Rows = {
             enable_batch_sharded_sampling elastic_ep_max_dp_size enable_nccl_comm_suspend enable_fault_tolerance
             fault_tolerance_config watchdog_config enable_shm_tensor_arena
         """,
-        "it is about a server; see docs/serving.md": """
+        "it configures a server; see docs/serving.md": """
             served_model_name allowed_local_media_path allowed_media_domains tokens_only renderer_num_workers
             shutdown_timeout stream_interval _api_process_count _api_process_rank tokenizer_pool_size
         """,
-        "experts are divided like an MLP, each rank having a part of all: there is no expert parallelism": """
+        "there is no expert parallelism: each rank has a part of every expert, as of an MLP": """
             enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep eplb_config
             enable_eplb expert_placement_strategy
         """,
-        "no model has state-space or linear-attention layers": """
+        "states of recurrences have no options": """
             mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
             enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend mamba_ssu_algorithm
             enable_mamba_shared_prefix_checkpoint use_replayssm replayssm_buffer_len kda_prefill_backend
             kda_decode_backend engram_config
         """,
-        "models are for text alone": """
+        "models take only text": """
             language_model_only limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs
             mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
             mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
@@ -344,13 +352,12 @@ WITHOUT_EFFECT: Rows = {
             disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache mm_hasher_algorithm
             video_pruning_method mm_processor_device mm_device_do_normalize ec_manager_config
         """,
-        "there are no LoRA adapters": """
-            max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
-            enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
-            max_lora_cls_labels
+        "adapters have the model's dtype, change any linear of its layers, and are divided as these are": """
+            default_mm_loras fully_sharded_loras lora_dtype lora_target_modules enable_tower_connector_lora
+            specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
         """,
-        "the KV cache has the type of the model": "kv_cache_dtype_skip_layers",
-        "every format that is supported is in use": "allow_deprecated_quantization",
+        "kv_cache_dtype applies to all layers": "kv_cache_dtype_skip_layers",
+        "no supported format is deprecated": "allow_deprecated_quantization",
         "nothing is offloaded": """
             offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
             kv_offloading_backend swap_space
@@ -372,7 +379,7 @@ WITHOUT_EFFECT: Rows = {
         """,
         "a CUDA graph serves any sequence length": "max_seq_len_to_capture",
         "structured output is SamplingParams(structured_outputs=...)": "guided_decoding_backend",
-        "reasoning is taken apart by the server, see --reasoning-parser": """
+        "the server parses reasoning, see --reasoning-parser": """
             reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning
         """,
         "see metrics(), get_metrics() and start_profile()": """
@@ -381,7 +388,7 @@ WITHOUT_EFFECT: Rows = {
             enable_logging_iteration_details custom_histogram_buckets per_request_spec_decode_metrics logging_config
             log_level log_config_file enable_trace_replay
         """,
-        "no part of this engine reads it": "additional_config enable_cumem_allocator fail_on_environ_validation",
+        "this engine does not use it": "additional_config enable_cumem_allocator fail_on_environ_validation",
         "there is no sleep mode": "sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
     }
 )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 _SLEEP = "close() the engine and make a new one, which starts from the compile cache"
-_QUEUE = "generate() takes any number of prompts, and stream() gives out one as it grows"
+_QUEUE = "generate() takes any number of prompts, and stream() yields the output of one as it grows"
 _WEIGHTS = "close() the engine and make a new one from the new checkpoint"
-_ONE_PROCESS = "the processes of an engine take no calls but its own"
+_ONE_PROCESS = "methods cannot be called on the engine's processes"
 
 MISSING = {
     "reward": "classify() gives the scores of a model with one label",
@@ -26,7 +26,7 @@ MISSING = {
     "llm_engine": "config, metrics() and get_tokenizer() are attributes of the LLM itself",
     "model_config": "config.model has the model's configuration",
     "set_tokenizer": "give LLM(tokenizer=...)",
-    "reset_mm_cache": "models are for text alone",
+    "reset_mm_cache": "models take only text",
     "init_weight_transfer_engine": _WEIGHTS,
     "start_weight_update": _WEIGHTS,
     "update_weights": _WEIGHTS,
@@ -39,11 +39,10 @@ _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids'
 ARGUMENTS = {
     "prompt_token_ids": _AS_PROMPTS,
     "input_ids": _AS_PROMPTS,
-    "lora_request": "there is no LoRA; merge it into the checkpoint",
     "prompt_adapter_request": "there are no prompt adapters",
-    "guided_options_request": "SamplingParams(structured_outputs=...) has what is asked for",
-    "mm_processor_kwargs": "models are for text alone",
-    "chat_template_content_format": "contents are strings, or lists of texts",
+    "guided_options_request": "use SamplingParams(structured_outputs=...)",
+    "mm_processor_kwargs": "models take only text",
+    "chat_template_content_format": "contents are strings, or lists of strings",
     "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
 }
 

@@ -150,7 +150,7 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
             for key, item in value.items():
                 if key not in rows:
                     raise TypeError(unknown_name_message(f"{name} has no key", str(key), rows))
-                yield from _read(f"{name}[{key!r}]", item, rows[key], {**given, **value})
+                yield from _read(f"{name}[{key!r}]", item, rows[key], given)
 
 
 def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any]:

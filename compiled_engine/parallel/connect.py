@@ -119,7 +119,7 @@ def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
     symmetric: SymmetricMemoryGroup | None = None
     try:
         if config.model.dtype not in SUMMED_DTYPES:
-            raise RuntimeError(f"its sums are of {' and '.join(map(str, SUMMED_DTYPES))} alone")
+            raise RuntimeError(f"it sums only {' and '.join(map(str, SUMMED_DTYPES))}")
         row_bytes = config.model.hidden_size * config.model.dtype.itemsize
         symmetric = SymmetricMemoryGroup(
             nccl, _largest_bytes(config), row_bytes, config.scheduler.max_num_batched_tokens

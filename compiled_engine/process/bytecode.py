@@ -70,7 +70,7 @@ def bytecode_environment() -> dict[str, str]:
 
 
 def _lacks_bytecode() -> Path | None:
-    """The folder that the package is in, if there is no bytecode of it and none would be written beside its files."""
+    """The folder that the package is in, if there is no bytecode of it and none would be written next to its files."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(PACKAGE)
         if spec is not None and spec.origin is not None and spec.has_location:

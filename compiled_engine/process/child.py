@@ -72,7 +72,7 @@ def start_process(
 
     It has a session of its own: Ctrl-C is the caller's business. While it imports the module nothing is collected, see
     `compiled_engine`. has_input: its stdin is a pipe. output: where its stdout and stderr go, else where the caller's
-    do. environment: variables that it has beside the caller's, or instead of them.
+    do. environment: variables that it has in addition to the caller's, or instead of them.
     """
     program = f"import gc; gc.disable(); from {module} import {function}; gc.enable(); {function}()"
     return subprocess.Popen(

@@ -61,7 +61,7 @@ class StepClock:
 class Profiler:
     """Writes Chrome traces (gzipped JSON, for ui.perfetto.dev or chrome://tracing) into a folder.
 
-    device: its kernels are in the trace, beside the operators that the caller's thread runs.
+    device: its kernels are in the trace, in addition to the operators that the caller's thread runs.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:

@@ -126,7 +126,7 @@ class WorkerPool:
     """Processes that run `main()` of a module. Processes that cannot start, or end, are not replaced; there may be
     none.
 
-    They start at once; from `begin` on their imports run beside the caller's work before its first request.
+    They start at once; from `begin` on their imports run in parallel with the caller's work before its first request.
     """
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):

@@ -87,7 +87,7 @@ def _require_cuda() -> None:
     """Raise RuntimeError if PyTorch is imported and CUDA cannot be used: the preparation has used CUDA."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():
-        raise RuntimeError("CUDA cannot be used in this worker: an import before the fork has asked it something")
+        raise RuntimeError("CUDA cannot be used in this worker: an import before the fork has used it")
 
 
 def _end(group: int) -> None:

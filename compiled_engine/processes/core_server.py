@@ -176,6 +176,7 @@ class CoreServer:
             num_slots=self._core.num_slots,
             has_priorities=config.scheduler.policy == "priority",
             pools=config.model.pooling is not None,
+            max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
         )
         self._api_processes.append(api_process)
         self._selector.register(connection, selectors.EVENT_READ, api_process)

@@ -88,12 +88,14 @@ COUNTED = (
     *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
     *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
     *("recordings", "recorded_replays"),
+    *("adapter_loads", "adapter_placements"),
     *("drafted_requests", "draft_tokens", "accepted_tokens"),
     *("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits"),
 )
 HELD = (
     *("running", "waiting", "blocks_total", "blocks_free", "kv_cache_bytes"),
     *("graph_bytes_used", "graph_bytes_predicted"),
+    *("adapters_loaded", "adapters_in_slots"),
 )
 COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason", "accepted_by_position")
 OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")

@@ -182,6 +182,14 @@ class Worker:
         except ControlError as error:
             return Answered(number, error=str(error))
 
+    def load_adapter(self, path: str, digest: str) -> None:
+        """See Runner.load_adapter."""
+        self.executor.runner.load_adapter(path, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        """See Runner.drop_adapter."""
+        self.executor.runner.drop_adapter(digest)
+
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of this rank's runner, and how collectives are transported."""
         return self.executor.runner.metrics() | {"collectives": self._group.kind}

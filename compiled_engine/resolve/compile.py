@@ -113,7 +113,7 @@ def _ranges(
     if ends is None:
         end = min(DEFAULT_RANGE_END, most - 1)
         ends = (end,) if end > 0 else ()
-        reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
+        reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to be faster"
         obstacle = None if device.type == "cuda" else small_batch_linear_cpu.obstacle(model, num_ranks, end)
         if obstacle is not None:  # Inductor would compile everything once more, to the same code
             ends, reasons["compile.ranges"] = (), f"small-batch kernels do not serve all of the model: {obstacle}"
@@ -128,5 +128,5 @@ def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
     if options.compile_workers is not None:
         return options.compile_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    reasons["compile.workers"] = f"{cores} cores; a process of its own pays from {MIN_CORES_FOR_WORKERS} on"
+    reasons["compile.workers"] = f"{cores} cores; separate processes are worthwhile from {MIN_CORES_FOR_WORKERS} on"
     return min(cores // 2, MAX_WORKERS) if cores >= MIN_CORES_FOR_WORKERS else 0

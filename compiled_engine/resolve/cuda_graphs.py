@@ -14,6 +14,9 @@ from compiled_engine.passes.linear import small_batch_linear_cpu
 
 # Modes whose graphs contain, or may contain, only eager code.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
+# Modes with graphs in which the number of requests is not fixed.
+_IN_PARTS = (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE, GraphMode.BREAKABLE)
+_RECURRENCES = "the model has recurrences, which only full graphs capture"
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
 # The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
 # launching takes.
@@ -28,22 +31,25 @@ def resolve_graphs(
     attention: AttentionChoice,
     short_contexts: Callable[[int], tuple[int, ...]],
     recording_obstacle: str | None,
+    model: ModelConfig,
     scheduler: SchedulerConfig,
     device: torch.device,
     reasons: dict[str, str],
+    decodes: bool = True,
 ) -> GraphConfig:
     """compiled, graphed: what `mode` came to. short_contexts: see Support; none where no pass reaches their kernels.
-    recording_obstacle: why the compiled forward of decodes cannot be recorded, see `recording_obstacle`.
+    decodes: whether there are any; an encoder has none. recording_obstacle: why the compiled forward of decodes cannot
+    be recorded, see `recording_obstacle`.
 
     Raises ValueError or TypeError naming the field.
     """
-    mode = _mode(options, compiled, graphed, attention, recording_obstacle, device, reasons)
+    mode = _mode(options, compiled, graphed, attention, recording_obstacle, model, device, reasons)
     if mode in (GraphMode.NONE, GraphMode.RECORDED):
         for name in CAPTURE_OPTIONS:
             if getattr(options, name) != getattr(EngineOptions(), name):
                 raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode captures no CUDA graphs")
         return GraphConfig(mode)
-    decode_sizes, token_sizes = _sizes(options, mode, scheduler, reasons)
+    decode_sizes, token_sizes = _sizes(options, mode, scheduler, reasons, decodes)
     if not decode_sizes and not token_sizes:
         asked = {name: getattr(options, name) for name in CAPTURE_OPTIONS}
         given = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
@@ -63,6 +69,7 @@ def _mode(
     graphed: bool,
     attention: AttentionChoice,
     recording_obstacle: str | None,
+    model: ModelConfig,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphMode:
@@ -79,21 +86,27 @@ def _mode(
                 raise ValueError(f"mode is 'graphed', but {recording_obstacle}; allowed: auto, eager, compiled")
             reasons["graph.mode"] = f"decodes cannot be recorded: {recording_obstacle}"
             return GraphMode.NONE
+        if support is GraphSupport.NEVER and model.recurrences is not None:
+            reasons["graph.mode"] = f"{_RECURRENCES}, and attention backend {backend} cannot be captured"
+            return GraphMode.NONE
         if support is GraphSupport.NEVER:
             reasons["graph.mode"] = f"attention backend {backend} cannot be captured, so it runs between the graphs"
             return GraphMode.PIECEWISE
         if support is GraphSupport.ALWAYS:
             reasons["graph.mode"] = f"default: attention backend {backend} can be captured for every batch"
             return GraphMode.FULL
+        if model.recurrences is not None:
+            reasons["graph.mode"] = f"{_RECURRENCES}, and attention backend {backend} can be captured only for decodes"
+            return GraphMode.FULL_DECODE_ONLY
         reasons["graph.mode"] = (
-            f"attention backend {backend} can be captured for {support.value} alone, "
+            f"attention backend {backend} can be captured only for {support.value}, "
             "so it runs between the graphs of other batches"
         )
         return GraphMode.FULL_AND_PIECEWISE
     mode = GraphMode(options.graph_mode)
-    obstacle = _obstacle(mode, options, compiled, attention, recording_obstacle, device)
+    facts = options, compiled, attention, recording_obstacle, model, device
+    obstacle = _obstacle(mode, *facts)
     if obstacle is not None:
-        facts = options, compiled, attention, recording_obstacle, device
         allowed = [m.value for m in GraphMode if _obstacle(m, *facts) is None]
         if mode is GraphMode.FULL and device.type == "cuda":
             able = captured_always(attention.cases)
@@ -108,6 +121,7 @@ def _obstacle(
     compiled: bool,
     attention: AttentionChoice,
     recording_obstacle: str | None,
+    model: ModelConfig,
     device: torch.device,
 ) -> str | None:
     """The reason why the mode is impossible, or None."""
@@ -121,11 +135,13 @@ def _obstacle(
         return "which captures compiled pieces, but mode is 'eager'"
     if compiled and mode is GraphMode.BREAKABLE:
         return f"which captures eager code, but mode is {options.mode!r}"
+    if model.recurrences is not None and mode in _IN_PARTS:
+        return f"but {_RECURRENCES}"
     backend, support = attention.backend, attention.support.graphs
     if mode.captures_decodes and support is GraphSupport.NEVER:
         return f"but attention_backend {backend!r} cannot be captured"
     if mode is GraphMode.FULL and support is not GraphSupport.ALWAYS:
-        return f"but attention_backend {backend!r} can be captured for {support.value} alone"
+        return f"but attention_backend {backend!r} can be captured only for {support.value}"
     return None
 
 
@@ -138,13 +154,13 @@ def recording_obstacle(
 ) -> str | None:
     """Why decodes cannot be recorded calls, or None: their forward on a CPU is calls of C++ kernels."""
     if device.type != "cpu":
-        return "calls are recorded on a CPU alone"
+        return "calls are recorded only on a CPU"
     if not compile_config.enabled:
         return "nothing is compiled"
     if parallel.devices_per_replica > 1:
-        return "calls are recorded in one process alone"
+        return "calls are recorded only in a single process"
     if model.pooling is not None:
-        return "decodes alone are recorded, and a model that pools has none"
+        return "only decodes are recorded, and a model that pools has none"
     if not attention.support.records_decodes:
         return f"attention backend {attention.backend} cannot be recorded"
     if not compile_config.ranges:
@@ -173,16 +189,17 @@ def default_token_sizes(limit: int) -> tuple[int, ...]:
 
 
 def _sizes(
-    options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str]
+    options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str], decodes: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(decode sizes, token sizes)"""
+    captures_decodes = mode.captures_decodes and decodes
     # Without graphs of their own decodes use those of mixed batches.
-    most_decodes = 0 if mode.captures_decodes else scheduler.max_num_seqs
+    most_decodes = 0 if captures_decodes or not decodes else scheduler.max_num_seqs
     most_tokens = scheduler.max_num_batched_tokens
     if mode is not GraphMode.FULL:
         most_tokens = min(max(MAX_TOKENS_AROUND_ATTENTION, most_decodes), most_tokens)
     families = (
-        ("capture_sizes", "decode_sizes", mode.captures_decodes, scheduler.max_num_seqs, "max_num_seqs"),
+        ("capture_sizes", "decode_sizes", captures_decodes, scheduler.max_num_seqs, "max_num_seqs"),
         (
             "capture_token_sizes",
             "token_sizes",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -18,17 +19,27 @@ from compiled_engine.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
+    json_value,
     local_share,
 )
+from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
+from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.pooling import PoolerConfig
 from compiled_engine.process.progress import Progress, SilentProgress
+from compiled_engine.resolve.adapters import resolve_adapters
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
-from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder, resolve_tokenizer_folder
+from compiled_engine.resolve.folders import (
+    resolve_adapter_folder,
+    resolve_cache_dir,
+    resolve_model_folder,
+    resolve_tokenizer_folder,
+)
 from compiled_engine.resolve.parallel import check_stages, resolve_parallel
 from compiled_engine.resolve.speculation import resolve_speculation
 from compiled_engine.sampling.logits_processor import resolve_logits_processors
@@ -64,6 +75,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         pooling=PoolingOptions(options.runner, options.convert, PoolerConfig.of(options.pooler_config or {})),
     )
     reasons |= model_reasons
+    if options.merge_adapter is not None:
+        if options.load_format == "dummy":
+            raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
+        found = resolve_adapter_folder("merge_adapter", options.merge_adapter, options.download_dir, progress)
+        read_adapter(found)  # errors are raised before work starts
+        model = replace(model, merged_adapter=found)
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)
@@ -72,27 +89,48 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             f"quantization is {options.quantization!r}, but the mode is eager, which computes with the weights of the "
             "checkpoint; allowed: None, or another mode"
         )
+    kv_dtype = BY_OPTION[options.kv_cache_dtype]
+    if kv_dtype == AUTO:
+        reasons["cache.kv_dtype"] = f"kv_cache_dtype is auto: keys and values are stored in {json_value(model.dtype)}"
+    if kv_dtype == FP8 and not compiled:
+        raise ValueError(
+            f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the mode is eager, which reads no scales of keys and "
+            "values; allowed: auto, int8, or another mode"
+        )
     scheduler = _scheduler(options, model, device, reasons)
+    if model.recurrences is not None:
+        rows = scheduler.max_num_seqs * parallel.num_stages
+        model = replace(model, recurrences=replace(model.recurrences, num_rows=rows))
     caches_prefixes = options.enable_prefix_caching
+    if caches_prefixes and model.recurrences is not None:
+        caches_prefixes = False
+        reasons["cache.enable_prefix_caching"] = "the model has recurrences: the cache does not hold their states"
     if model.pooling is not None:
         if parallel.num_stages > 1:
             raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
         if options.logits_processors:
             raise ValueError(f"logits_processors is {options.logits_processors!r}, but the model pools; allowed: ()")
+        if options.num_blocks is not None and not model.causal:
+            raise ValueError(f"num_blocks is {options.num_blocks}, but an encoder has no KV cache; allowed: None")
+        if caches_prefixes and not model.causal:
+            caches_prefixes = False
+            reasons["cache.enable_prefix_caching"] = "an encoder caches nothing: every token sees those behind it"
         if caches_prefixes and model.pooling.every_token:
             caches_prefixes = False
             reasons["cache.enable_prefix_caching"] = (
                 f"pooling is {' + '.join(model.pooling.kinds)}: it needs hidden states, which the cache does not hold"
             )
-    attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device)
+    attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     # Kernels for short contexts are reached through the op that this pass makes.
     fused = RopeAttend.name in compile_config.passes
-    return EngineConfig(
+    config = EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
-        cache=CacheConfig(attention.block_size, options.num_blocks, options.gpu_memory_utilization, caches_prefixes),
+        cache=CacheConfig(
+            attention.block_size, options.num_blocks, options.gpu_memory_utilization, caches_prefixes, kv_dtype
+        ),
         scheduler=scheduler,
         compile=compile_config,
         graph=resolve_graphs(
@@ -102,16 +140,20 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             attention=attention,
             short_contexts=attention.support.short_contexts if fused else no_short_contexts,
             recording_obstacle=recording_obstacle(compile_config, parallel, model, attention, device),
+            model=model,
             scheduler=scheduler,
             device=device,
             reasons=reasons,
+            decodes=model.causal,
         ),
         parallel=parallel,
         device=device,
         attention_backend=attention.backend,
         reasons=reasons,
-        speculation=resolve_speculation(options, device, scheduler, reasons, pools=model.pooling is not None),
+        speculation=SpeculationConfig(),
+        adapters=resolve_adapters(options, model, parallel, compiled=compiled, reasons=reasons),
     )
+    return replace(config, speculation=resolve_speculation(options, config, progress))
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
@@ -177,6 +219,9 @@ def _scheduler(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_tokens, max_num_seqs)
         reasons["scheduler.max_num_batched_tokens"] = f"default on {device.type}"
+        if not model.causal and model.max_model_len > max_num_batched_tokens:
+            max_num_batched_tokens = model.max_model_len
+            reasons["scheduler.max_num_batched_tokens"] = "an encoder computes an input in one step: max_model_len"
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs}), "
@@ -196,7 +241,7 @@ def _scheduler(
     )
 
 
-def _attention(options: EngineOptions, model: ModelConfig, device: torch.device) -> AttentionChoice:
-    cases = cases_of(model, 0, device)
+def _attention(options: EngineOptions, model: ModelConfig, device: torch.device, kv_dtype: str) -> AttentionChoice:
+    cases = cases_of(model, 0, device, kv_dtype)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return choose_backend(options.attention_backend, options.block_size, cases)

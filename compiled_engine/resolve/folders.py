@@ -32,7 +32,7 @@ def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progre
     """The model's folder. Raises ValueError for a revision of a folder, and what `find_checkpoint` raises."""
     if options.model is None:
         reasons["model.path"] = "no model was named: the bundled one"
-    repository = _repository("model", options.model, "revision", options.revision, options)
+    repository = _repository("model", options.model, "revision", options.revision, options.download_dir)
     if repository is None:
         return ModelFolder(BUNDLED_MODEL_PATH if options.model is None else Path(options.model))
     from compiled_engine.models.checkpoint.hub import (
@@ -50,7 +50,7 @@ def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], pr
     named = options.tokenizer
     if named is None and options.tokenizer_revision is not None:  # the model's, of another revision
         named = options.model.partition("@")[0] if isinstance(options.model, str) else options.model
-    repository = _repository("tokenizer", named, "tokenizer_revision", options.tokenizer_revision, options)
+    repository = _repository("tokenizer", named, "tokenizer_revision", options.tokenizer_revision, options.download_dir)
     if repository is None:
         return None if named is None else Path(named)
     from compiled_engine.models.checkpoint.hub import find_tokenizer_files
@@ -58,6 +58,16 @@ def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], pr
     snapshot = find_tokenizer_files(repository, progress)
     reasons["tokenizer"] = f"{repository.name}, the commit of {repository.revision}, {snapshot.origin}"
     return snapshot.path
+
+
+def resolve_adapter_folder(field: str, named: str | Path, download_dir: str | Path | None, progress: Progress) -> Path:
+    """The folder of an adapter, local or from the hub. Raises ValueError, or OSError if a download fails."""
+    repository = _repository(field, named, "revision", None, download_dir)
+    if repository is None:
+        return Path(named).expanduser()
+    from compiled_engine.models.checkpoint.hub import find_adapter
+
+    return find_adapter(repository, progress).path
 
 
 def resolve_cache_dir(options: EngineOptions) -> Path | None:
@@ -72,7 +82,11 @@ def resolve_cache_dir(options: EngineOptions) -> Path | None:
 
 
 def _repository(
-    field: str, named: str | Path | None, revision_field: str, revision: str | None, options: EngineOptions
+    field: str,
+    named: str | Path | None,
+    revision_field: str,
+    revision: str | None,
+    download_dir: str | Path | None,
 ) -> Repository | None:
     """The repository that was named as org/name or org/name@revision; None for a folder, which comes first."""
     match = _HUB_NAME.fullmatch(named) if isinstance(named, str) else None
@@ -88,5 +102,5 @@ def _repository(
         raise ValueError(f"{revision_field} is {revision!r}, but {field} is {named!r}, which names one already")
     from compiled_engine.models.checkpoint.hub import Repository
 
-    cache_dir = None if options.download_dir is None else Path(options.download_dir).expanduser()
+    cache_dir = None if download_dir is None else Path(download_dir).expanduser()
     return Repository(field, match["name"], revision or match["revision"] or DEFAULT_REVISION, cache_dir)

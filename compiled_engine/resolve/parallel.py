@@ -102,6 +102,11 @@ def _stage_layers(model: ModelConfig, size: int, stages: int, reasons: dict[str,
             f"pipeline_parallel_size is {stages}, but the model has {model.num_layers} layers; "
             f"allowed: at most {model.num_layers}"
         )
+    if model.recurrences is not None:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, but the states of {model.architecture}'s recurrences cannot be "
+            "divided; allowed: 1"
+        )
     if model.transformers is not None:
         raise ValueError(
             f"pipeline_parallel_size is {stages}, but models through transformers' code cannot be divided so far; "
@@ -124,6 +129,11 @@ def check_model(model: ModelConfig, size: int) -> None:
     """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks. Raises ValueError."""
     if size == 1:
         return
+    if model.recurrences is not None:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but the states of {model.architecture}'s recurrences cannot be divided; "
+            "allowed: 1"
+        )
     known = DIVISIBLE if model.transformers is None else DIVISIBLE_FOREIGN
     if model.architecture not in known:
         raise ValueError(

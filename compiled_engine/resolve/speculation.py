@@ -4,31 +4,66 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from compiled_engine.config import SchedulerConfig, SpeculationConfig
+from compiled_engine.attention.backend import choose_backend
+from compiled_engine.attention.case import cases_of
+from compiled_engine.config import (
+    DraftConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphMode,
+    ModelConfig,
+    SpeculationConfig,
+    json_value,
+    local_share,
+)
+from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
-from compiled_engine.schema import integer, one_of, unknown_name_message
+from compiled_engine.process.progress import Progress
+from compiled_engine.resolve.compile import resolve_compile
+from compiled_engine.resolve.cuda_graphs import recording_obstacle
+from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
+from compiled_engine.resolve.parallel import check_model
+from compiled_engine.schema import Kind, integer, number, one_of, text, unknown_name_message
 
-NGRAM = "ngram"
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+STANDARD, SYNTHETIC = "standard", "synthetic"
 LOOKUP = 5
 MOST_DRAFTS = 64
 _LENGTH = integer(1, 1024)
+_SHARE = number("from 0 to 1", lambda share: 0 <= share <= 1)
 KEYS = {
-    "method": one_of(NGRAM),
+    "method": one_of(NGRAM, DRAFT_MODEL),
     "num_speculative_tokens": integer(1, MOST_DRAFTS),
     "prompt_lookup_max": _LENGTH,
     "prompt_lookup_min": _LENGTH,
+    "model": Kind(lambda name, value: value, {"type": "string"}),  # checked as the option `model` is
+    "revision": text(),
+    "draft_tensor_parallel_size": integer(1),
+    "rejection_sample_method": one_of(STANDARD, SYNTHETIC),
+    "synthetic_acceptance_rates": Kind(lambda name, value: value, {"type": "array"}),
+    "synthetic_acceptance_length": number("at least 1", lambda length: length >= 1),
 }
 REQUIRED = ("method", "num_speculative_tokens")
+# Keys that mean nothing without another value.
+NEEDED = {
+    "prompt_lookup_max": ("method", NGRAM),
+    "prompt_lookup_min": ("method", NGRAM),
+    "model": ("method", DRAFT_MODEL),
+    "revision": ("method", DRAFT_MODEL),
+    "draft_tensor_parallel_size": ("method", DRAFT_MODEL),
+    "synthetic_acceptance_rates": ("rejection_sample_method", SYNTHETIC),
+    "synthetic_acceptance_length": ("rejection_sample_method", SYNTHETIC),
+}
 
 
-def resolve_speculation(
-    options: EngineOptions, device: torch.device, scheduler: SchedulerConfig, reasons: dict[str, str], *, pools: bool
-) -> SpeculationConfig:
-    """Raises TypeError or ValueError naming the key, its value and what is allowed. pools: the model yields vectors."""
+def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: Progress) -> SpeculationConfig:
+    """config: resolved but for speculation; its reasons get those of chosen values.
+
+    Raises TypeError, ValueError or OSError naming the key, its value and what is allowed.
+    """
     given = _read(options.speculative_config)
     if not given:
         return SpeculationConfig()
@@ -36,18 +71,90 @@ def resolve_speculation(
         if name not in KEYS:
             raise ValueError(unknown_name_message("speculative_config has no key", str(name), KEYS))
         KEYS[name].check(f"speculative_config[{name!r}]", value)
-    for name in REQUIRED:
+    method = given.get("method", "")
+    for name in (*REQUIRED, *(("model",) if method == DRAFT_MODEL else ())):
         if name not in given:
             raise ValueError(f"speculative_config has no {name!r}, which it must have; got {dict(given)!r}")
-    num_tokens, most = given["num_speculative_tokens"], scheduler.max_num_batched_tokens - 1
+    for name, (other, value) in NEEDED.items():
+        if name in given and given.get(other) != value:
+            raise ValueError(
+                f"speculative_config[{name!r}] is {given[name]!r}, but {other!r} is {given.get(other)!r}; allowed with "
+                f"it: {value!r}"
+            )
+    num_tokens, most = given["num_speculative_tokens"], config.scheduler.max_num_batched_tokens - 1
     if num_tokens > most:
         raise ValueError(
             f"speculative_config['num_speculative_tokens'] is {num_tokens}; allowed: at most {most}, one less than "
             "max_num_batched_tokens"
         )
-    longest, shortest = _lookup(given, reasons)
-    _check_together(options, device, pools=pools)
-    return SpeculationConfig(given["method"], num_tokens, longest, shortest)
+    rates = _acceptance_rates(given, num_tokens)
+    _check_together(options, config)
+    if method == DRAFT_MODEL:
+        draft = resolve_draft(options, given, config, progress)
+        return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates)
+    longest, shortest = _lookup(given, config.reasons)
+    return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates)
+
+
+def resolve_draft(
+    options: EngineOptions, given: Mapping[str, Any], config: EngineConfig, progress: Progress
+) -> DraftConfig:
+    """The draft model, run as the engine's model is. Raises as resolve_speculation does."""
+    reasons: dict[str, str] = {}
+    try:
+        draft = _draft_model(options, given, config, reasons, progress)
+        share, device = local_share(draft, config.parallel.tensor_parallel_size), config.device
+        cases = cases_of(share, 0, device, config.cache.kv_dtype)
+        attention = choose_backend(config.attention_backend, config.cache.block_size, cases)
+        compiled = resolve_compile(options, config.compile.enabled, draft, config.scheduler, device, reasons)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"speculative_config['model'] is {str(given['model'])!r}: {error}") from error
+    graph = GraphConfig(GraphMode.NONE)
+    if config.graph.mode is GraphMode.RECORDED:
+        obstacle = recording_obstacle(compiled, config.parallel, draft, attention, device)
+        if obstacle is None:
+            graph = GraphConfig(GraphMode.RECORDED)
+        else:
+            reasons["graph.mode"] = f"decodes cannot be recorded: {obstacle}"
+    config.reasons.update({f"speculation.draft.{name}": reason for name, reason in reasons.items()})
+    return DraftConfig(draft, compiled, graph)
+
+
+def _draft_model(
+    options: EngineOptions,
+    given: Mapping[str, Any],
+    config: EngineConfig,
+    reasons: dict[str, str],
+    progress: Progress,
+) -> ModelConfig:
+    """Raises ValueError for a model that cannot draft for the engine's."""
+    model, num_ranks = config.model, config.parallel.tensor_parallel_size
+    asked = replace(options, model=given["model"], revision=given.get("revision"))
+    folder = resolve_model_folder(asked, reasons, progress)
+    draft, model_reasons = read_model_config(
+        folder.path,
+        hub_name=folder.hub_name,
+        revision=folder.revision,
+        dtype=json_value(model.dtype),
+        max_model_len=config.scheduler.max_model_len,
+        load_format=options.load_format,
+        seed=options.seed,
+        device_type=config.device.type,
+        model_impl="textbook",
+        cache_dir=resolve_cache_dir(options),
+    )
+    reasons |= model_reasons
+    if draft.pooling is not None:
+        raise ValueError(f"{draft.architecture} pools: it generates no tokens; allowed: a model that generates")
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"vocab_size is {draft.vocab_size}; allowed: that of the model it drafts for, {model.vocab_size}"
+        )
+    size = given.get("draft_tensor_parallel_size", num_ranks)
+    if size != num_ranks:
+        raise ValueError(f"draft_tensor_parallel_size is {size}; allowed: tensor_parallel_size, {num_ranks}")
+    check_model(draft, num_ranks)
+    return draft
 
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
@@ -76,15 +183,46 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
     return longest, shortest
 
 
-def _check_together(options: EngineOptions, device: torch.device, *, pools: bool) -> None:
+def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
+    """Return SpeculationConfig.acceptance_rates. A mean length is reached with the least variance: of its drafts each
+    step accepts as many as are whole, and one more at the rate of the rest."""
+    rates, length = given.get("synthetic_acceptance_rates"), given.get("synthetic_acceptance_length")
+    if given.get("rejection_sample_method") != SYNTHETIC:
+        return ()
+    if (rates is None) == (length is None):
+        raise ValueError(
+            "speculative_config['rejection_sample_method'] is 'synthetic'; allowed with it: one of "
+            f"synthetic_acceptance_rates and synthetic_acceptance_length, got {'neither' if rates is None else 'both'}"
+        )
+    if length is not None:
+        if length > num_tokens + 1:
+            raise ValueError(
+                f"speculative_config['synthetic_acceptance_length'] is {length}; allowed: at most {num_tokens + 1}, "
+                "one more than num_speculative_tokens"
+            )
+        return tuple(min(1.0, max(0.0, length - 1 - position)) for position in range(num_tokens))
+    name = "speculative_config['synthetic_acceptance_rates']"
+    allowed = f"{num_tokens} numbers from 0 to 1, none above the one before it"
+    if not isinstance(rates, list | tuple) or len(rates) != num_tokens:
+        raise ValueError(f"{name} is {rates!r}; allowed: {allowed}")
+    for rate in rates:
+        _SHARE.check(name, rate)
+    if sorted(rates, reverse=True) != list(rates):
+        raise ValueError(f"{name} is {rates!r}; allowed: {allowed}")
+    return tuple(map(float, rates))
+
+
+def _check_together(options: EngineOptions, config: EngineConfig) -> None:
     """Raise ValueError for options that drafts do not go with."""
-    reason = None
-    if pools:
+    reason, device = None, config.device
+    if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"
+    elif config.model.recurrences is not None:
+        reason = "the model has recurrences, whose states cannot go back to before a draft"
     elif device.type != "cpu":
         reason = f"the device is {device}, and drafts are verified on a CPU alone"
-    elif options.pipeline_parallel_size > 1:
-        reason = f"pipeline_parallel_size is {options.pipeline_parallel_size}: drafts take one stage"
+    elif config.parallel.num_stages > 1:
+        reason = f"pipeline_parallel_size is {config.parallel.num_stages}: drafts take one stage"
     elif options.logits_processors:
         reason = "there are logits_processors, which are not told of drafts"
     if reason is not None:

@@ -19,7 +19,7 @@ from compiled_engine.config import EngineConfig, GraphConfig
 from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.runner.input_batch import (
     InputBatch,
@@ -35,6 +35,10 @@ from compiled_engine.runner.step_sampling import StepSampling
 log = logging.getLogger("compiled_engine")
 # The pool of the graphs may take this share of what the KV cache would have without it.
 POOL_SHARE = 0.125
+
+
+# Steps with adapters have graphs of their own; what is in the slots, and at which ranks, the device reads.
+ADAPTERS = KeyField("adapters", (1,))
 
 
 class PaddedStep:
@@ -111,6 +115,7 @@ class PaddedStep:
             hidden_wanted=hidden_wanted,
             around_attention=around_attention,
             distinct=distinct,
+            adapted=batch.adapted,
         )
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
@@ -122,13 +127,16 @@ class PaddedStep:
 
     def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
         """Wrap what `run` returned, or a replay left, for a key."""
-        return ForwardOutput(result, key.is_decode or self.model.ends_at_logits(key.num_tokens))
+        return ForwardOutput(
+            result, key.is_decode or self.model.ends_at_logits(key.num_tokens, adapted=len(key.extra) > 0)
+        )
 
     def addresses(self) -> tuple[int, ...]:
-        """Return those of a buffer for each use, and of the first and last cache: all are replaced together."""
-        buffers, caches = self.buffers, self.kv_caches
+        """Return those of a buffer for each use, and of the first and last cache: all are replaced together. Layers
+        that do not attend have empty ones."""
+        buffers, caches = self.buffers, [cache for cache in self.kv_caches if cache.numel()]
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
-        return tuple(tensor.data_ptr() for tensor in (*read, caches[0], caches[-1]))
+        return tuple(tensor.data_ptr() for tensor in (*read, *caches[:1], *caches[-1:]))
 
     def _plan(self, inputs: AttentionInputs) -> None:
         if self._case is not None:
@@ -170,27 +178,31 @@ class CapturedSteps:
 
     def __init__(self, config: EngineConfig, graph: GraphConfig, step: PaddedStep, capture: Capture | None):
         self._step = step
-        self.dispatcher = Dispatcher(graph, config.scheduler)
+        self.dispatcher = Dispatcher(graph, config.scheduler, () if config.adapters is None else (ADAPTERS,))
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]
         if in_parts and by_request:  # their number is not that of the capture
             raise ValueError(
                 f"graph_mode is {graph.mode.value!r}, but step tensor {by_request[0]} has a value for each request: "
-                "full graphs alone have a fixed number of requests; allowed: full, full_decode_only, none"
+                "only full graphs have a fixed number of requests; allowed: full, full_decode_only, none"
             )
         self.counters = GraphCounters(self.dispatcher)
         self.graphs = None
         if capture is not None:
             self.graphs = CudaGraphManager(self.dispatcher.keys, capture, step)
 
-    def graph_for(self, num_tokens: int, num_requests: int, longest: int, hidden_wanted: bool) -> GraphKey | None:
-        """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted."""
+    def graph_for(
+        self, num_tokens: int, num_requests: int, longest: int, hidden_wanted: bool, *, adapted: bool = False
+    ) -> GraphKey | None:
+        """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. adapted: a
+        request has an adapter."""
         decodes_only = num_tokens == num_requests
         self.counters.batch(num_tokens, decodes_only)
-        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest)
+        values = {ADAPTERS.name: 1} if adapted else None
+        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest, values)
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
-        elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens)):
+        elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, adapted=adapted)):
             self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
         else:
             return key

@@ -18,49 +18,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compiled_engine.config import SpeculationConfig
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.runner.input_batch import LAST_NUMBER, RING, DraftedRows, InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.gumbel import splitmix64
 
-
-def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
-    """Return what followed the last tokens where they came before, [count], or [0] if they never did.
-
-    Compared are the last `longest` tokens, or as many as there is a match for, at least `shortest`. The newest match
-    counts. It repeats itself where it reaches the end of the tokens.
-    """
-    last, matched = len(token_ids) - 1, 0
-    ends = np.arange(last)  # of the matches so far
-    while matched < longest:
-        longer = ends[ends >= matched]
-        longer = longer[token_ids[longer - matched] == token_ids[last - matched]]
-        if len(longer) == 0:
-            break
-        ends, matched = longer, matched + 1
-    if matched < shortest:
-        return token_ids[:0]
-    start = int(ends[-1]) + 1
-    drafts: np.ndarray = token_ids[start + np.arange(count) % (last + 1 - start)]
-    return drafts
-
-
-class NgramProposer:
-    """Drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023)."""
-
-    def __init__(self, config: SpeculationConfig, states: RequestStates) -> None:
-        self._config, self._states = config, states
-
-    def propose(self, rows: np.ndarray) -> None:
-        """Replace the drafts of rows, each of which has a new token."""
-        config, states = self._config, self._states
-        assert states.drafts_SK is not None
-        drafts_SK, num_computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()
-        drafts_SK[rows] = -1
-        for row in rows.tolist():
-            token_ids = states.known_ids(row)[: num_computed_S[row] + 1]
-            drafts = ngram_drafts(token_ids, config.lookup_max, config.lookup_min, config.num_tokens)
-            drafts_SK[row, : len(drafts)] = drafts
+# The index of a hash that is no token's.
+NO_TOKEN = np.array([1 << 62], np.uint64)
 
 
 def make_drafted_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers) -> InputBatch:
@@ -80,52 +44,90 @@ def make_drafted_batch(step: SchedulerOutput, states: RequestStates, buffers: In
     order_R = np.argsort(~single_R, kind="stable")
     num_rows_R = num_drafts_R[order_R] + 1
     request_A = np.repeat(order_R, num_rows_R)
-    number_A = (np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)).astype(np.int32)
+    number_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
     lens_A = np.where(single_R, 1, counts_R)[request_A]
-    rows_A, starts_A = rows_R[request_A], step_starts_R[request_A] + number_A
-    query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
-    buffers.stage_batch(rows_A, query_starts, number_A)
-    num_tokens, num_single = int(query_starts[-1]), int(single_R[request_A].sum())
-    return InputBatch(
-        request_ids=[step.request_ids[request] for request in request_A.tolist()],
-        rows=rows_A,
-        query_starts=query_starts,
-        step_starts=starts_A.tolist(),
-        samples=samples_R[request_A],
-        num_tokens=num_tokens,
-        key=None,
-        decodes_only=num_single == len(request_A),
-        num_rows=len(request_A),
-        padded_tokens=num_tokens,
-        host=(num_single, int(lens_A.max()), int((starts_A + lens_A).max())),
-        drafted=DraftedRows(
-            np.argsort(request_A, kind="stable"),
-            np.cumsum(num_drafts_R + 1) - num_drafts_R - 1,
-            num_drafts_R,
-            samples_R,
-        ),
+    drafted = DraftedRows(
+        np.argsort(request_A, kind="stable"),
+        np.cumsum(num_drafts_R + 1) - num_drafts_R - 1,
+        num_drafts_R,
+        samples_R,
+    )
+    request_ids, starts_A = [step.request_ids[request] for request in request_A.tolist()], step_starts_R[request_A]
+    return stage_numbered(
+        buffers, request_ids, rows_R[request_A], number_A, lens_A, starts_A, samples_R[request_A], drafted
     )
 
 
-def verify(states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int) -> None:
+def stage_numbered(
+    buffers: InputBuffers,
+    request_ids: list[str],
+    rows_A: np.ndarray,
+    number_A: np.ndarray,
+    lens_A: np.ndarray,
+    starts_A: np.ndarray,
+    samples_A: np.ndarray,
+    drafted: DraftedRows | None = None,
+) -> InputBatch:
+    """Make a batch and stage it: rows that begin `number_A` tokens behind the newest ones of their requests.
+
+    Rows of one token come first. lens_A: tokens of each row. starts_A: at least the position of the newest token.
+    """
+    query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
+    number_A = number_A.astype(np.int32)
+    buffers.stage_batch(rows_A, query_starts, number_A)
+    num_rows, num_tokens, ends_A = len(rows_A), int(query_starts[-1]), starts_A + number_A + lens_A
+    num_single = num_rows if num_tokens == num_rows else int(np.argmax(lens_A > 1))
+    return InputBatch(
+        request_ids=request_ids,
+        rows=rows_A,
+        query_starts=query_starts,
+        step_starts=(starts_A + number_A).tolist(),
+        samples=samples_A,
+        num_tokens=num_tokens,
+        key=None,
+        decodes_only=num_single == num_rows,
+        num_rows=num_rows,
+        padded_tokens=num_tokens,
+        host=(num_single, int(lens_A.max()), int(ends_A.max())),
+        drafted=drafted,
+    )
+
+
+def verify(
+    states: RequestStates,
+    buffers: InputBuffers,
+    token_ids_R: torch.Tensor,
+    num_rows: int,
+    acceptance_rates: tuple[float, ...] = (),
+) -> None:
     """Store a step's tokens as `advance` does: of each request those up to the first draft that is wrong.
 
-    May be called again with other tokens, which replace the first ones.
+    acceptance_rates: see SpeculationConfig. May be called again with other tokens, which replace the first ones.
     """
     assert states.drafts_SK is not None
     assert buffers.draft_numbers_R is not None
     rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.draft_numbers_R.numpy()[:num_rows]
     ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], token_ids_R.numpy()[:num_rows].astype(np.int32)
-    drafts_SK, computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()
+    computed_S = states.num_computed_S.numpy()
     known_row_S, known_ids_KL = states.known_row_S.numpy(), states.known_ids_KL.numpy()
     real_R = rows_R >= 0
     taken_R = real_R & (ends_R >= states.num_known_S.numpy()[rows_R])
     first_R = real_R & (numbers_R == 0)
     computed_S[rows_R[first_R]] = ends_R[first_R]
+    drafted = np.flatnonzero(real_R & (numbers_R > 0))
+    drafts = states.drafts_SK.numpy()[rows_R[drafted], numbers_R[drafted] - 1]
+    right_R = real_R.copy()
+    if acceptance_rates:
+        seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - numbers_R)[drafted]
+        right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance_rates)
+        accepted = right_R[drafted]
+        tokens_R[drafted[accepted] - 1] = drafts[accepted]
+    else:  # the row before has the token that the draft is a guess of
+        right_R[drafted] = drafts == tokens_R[drafted - 1]
     for number in range(int(numbers_R.max(initial=0)) + 1):
         at = np.flatnonzero(taken_R & (numbers_R == number))
-        if number:  # the row before has the token that the draft is a guess of
-            right = taken_R[at - 1] & (drafts_SK[rows_R[at], number - 1] == tokens_R[at - 1])
+        if number:
+            right = taken_R[at - 1] & right_R[at]
             taken_R[at[~right]] = False
             at = at[right]
         rows = rows_R[at]
@@ -138,6 +140,17 @@ def verify(states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tens
     ring_row = buffers.tokens_KR1.numpy()[step % RING]
     ring_row[0] = step
     ring_row[1 : num_rows + 1] = np.where(taken_R, tokens_R, -1)
+
+
+def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
+    """Draw how many drafts are accepted, int [R], from the rates of SpeculationConfig.acceptance_rates.
+
+    A draw is a function of the request's seed and the position of its first draft, and independent of the noise of
+    sampling: no token has its id.
+    """
+    keys_R = splitmix64(seeds_R.view(np.uint64), positions_R.astype(np.uint64))
+    uniform_R = splitmix64(keys_R, NO_TOKEN).astype(np.float64) * 2.0**-64
+    return (uniform_R[:, None] < np.array(rates)).sum(1)
 
 
 def newest_tokens(buffers: InputBuffers, num_rows: int) -> torch.Tensor:

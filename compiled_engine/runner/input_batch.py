@@ -7,7 +7,7 @@ kernel elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
@@ -18,6 +18,7 @@ from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_o
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput, TokenMasks
+from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
 
@@ -58,11 +59,13 @@ class InputBuffers:
     Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
     and query_start_loc_R1. Computed by kernels from these and the states: all others; logits_index_R is each request's
     last token. `step` has the step tensors that are computed on the device, with their names and first dimensions,
-    including `asked`, which passes declare. work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on
-    the host: the sampled tokens of the last steps by request (-1 for none), after the number of the step.
+    including `asked`, which passes declare; `unadapted_step` and `unadapted_asked` are those of steps without adapters.
+    work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last
+    steps by request (-1 for none), after the number of the step.
 
     draft_numbers_R: None without drafts. With them, a request has a row for its newest token and one for each draft
-    behind it, see drafts.py: which of them the row is, 0 for the newest token. Written by the host.
+    behind it, see drafts.py: which of them the row is, 0 for the newest token, -1 for the one before. Written by the
+    host.
     """
 
     def __init__(
@@ -96,8 +99,12 @@ class InputBuffers:
         }
         declared = (*(tensor for tensor in STEP_TENSORS if sizes.keys() >= {*tensor.dims}), *asked)
         step = padding_of(declared, sizes, device)
+        step = {name: self.rows_R if name == ROWS.name else tensor for name, tensor in step.items()}
         self.asked = tuple(asked)
         self.step = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in declared]
+        self.unadapted_asked = tuple(tensor for tensor in asked if not tensor.of_adapters)
+        left_out = {tensor.name for tensor in asked} - {tensor.name for tensor in self.unadapted_asked}
+        self.unadapted_step = [each for each in self.step if each[0] not in left_out]
         self.input_ids_T, self.positions_T = step["input_ids_T"], step["positions_T"]
         self.slot_mapping_T = step["attention_inputs.slot_mapping_T"]
         self.seq_lens_R = step["attention_inputs.seq_lens_R"]
@@ -195,8 +202,9 @@ def prepare_reference(
     if buffers.draft_numbers_R is not None:
         assert states.drafts_SK is not None
         number_R = buffers.draft_numbers_R.numpy()[:num_rows]
+        known_R = np.maximum(known_R, computed_R + 1)  # the newest token too, see RequestStates
         computed_R += number_R
-        newest_R = np.where(number_R > 0, states.drafts_SK.numpy()[rows_R, number_R - 1], newest_R)
+        newest_R = np.where(number_R > 0, states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)], newest_R)
 
     request_T = np.repeat(np.arange(num_rows), lens_R)
     covered = min(len(request_T), num_tokens)
@@ -248,7 +256,7 @@ class InputBatch:
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
     request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
-    `step_starts` and `samples` too are in batch order.
+    `step_starts` and `samples` too are in batch order. `adapted`: a request has an adapter.
     """
 
     request_ids: list[str]
@@ -264,6 +272,7 @@ class InputBatch:
     host: tuple[int, int, int]
     order: np.ndarray | None = None
     drafted: DraftedRows | None = None
+    adapted: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -366,9 +375,15 @@ def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
 
 
 def empty_batch(
-    buffers: InputBuffers, num_tokens: int, num_rows: int, host: tuple[int, int, int], key: GraphKey | None = None
+    buffers: InputBuffers,
+    num_tokens: int,
+    num_rows: int,
+    host: tuple[int, int, int],
+    key: GraphKey | None = None,
+    *,
+    adapted: bool = False,
 ) -> InputBatch:
-    """Return a batch of padding alone: it leaves no trace when it runs."""
+    """Return a batch of padding alone: it leaves no trace when it runs. adapted: or a key with adapters."""
     starts_R1 = padding_starts(num_tokens, num_rows)
     no_rows = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
@@ -376,9 +391,11 @@ def empty_batch(
         buffers.stage_decodes(StagedDecodes.padding(num_rows))
     else:
         buffers.stage_batch(no_rows, starts_R1)
-    return InputBatch(
+    has_adapters = adapted or (key is not None and len(key.extra) > 0)
+    batch = InputBatch(
         [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
+    return replace(batch, adapted=True) if has_adapters else batch
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
@@ -389,7 +406,7 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
         "attention_inputs.query_start_loc_R1": starts_R1[: batch.num_rows + 1],
         "attention_inputs.host_3": torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
     }
-    for name, first_dim, tensor in buffers.step:
+    for name, first_dim, tensor in buffers.step if batch.adapted else buffers.unadapted_step:
         step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
     return step
 
@@ -397,17 +414,18 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Make the batch's inputs on the device from what was staged and applied."""
     prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only)
-    if buffers.asked:
-        _fill(batch, states, buffers)
+    if asked := buffers.asked if batch.adapted else buffers.unadapted_asked:
+        _fill(batch, states, buffers, asked)
 
 
-def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
+def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
     """Fill the step tensors that passes declare. Raises ValueError for values of another shape."""
     step = step_of_batch(batch, buffers)
     step["rows_R"] = buffers.rows_R[: batch.num_rows]
     real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
-    for tensor in buffers.asked:
-        assert tensor.fill is not None
+    for tensor in asked:
+        if tensor.fill is None:
+            continue  # the host writes it
         values, into = tensor.fill(step, states), step[tensor.name]
         if values.shape != into.shape:
             shapes = f"{list(values.shape)} instead of {list(into.shape)}"

@@ -38,9 +38,11 @@ class CacheSize:
 
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Bytes of one block over these layers, keys and values; None for all."""
+    """Bytes of one block over these layers, keys and values with their scales; None for all. Those of a draft model are
+    counted too."""
     shapes = _shapes(config, 1, layers)
-    return sum(map(math.prod, shapes)) * config.local_model.dtype.itemsize
+    of_draft = 0 if config.draft is None else block_bytes(config.draft)
+    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + of_draft
 
 
 def blocks_wanted(config: EngineConfig) -> int:
@@ -75,6 +77,8 @@ def size_cache(
     """
     size = block_bytes(config, layers)
     left = bytes_left(config)
+    if not size:  # an encoder
+        return CacheSize(0, 0, left, activation_bytes, graph_bytes)
     if left is not None:
         free, _ = _free_and_total(config.device)
         available = left - activation_bytes - graph_bytes - set_aside_bytes
@@ -104,11 +108,12 @@ def size_cache(
 
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
-    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros.
+    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros; in the last
+    dimension a scale may be counted, see kv_format.
 
     On a CPU a block takes memory from its first use on.
     """
-    shapes, dtype = _shapes(config, num_blocks, layers), config.local_model.dtype
+    shapes, dtype = _shapes(config, num_blocks, layers), config.cache_dtype
     if config.device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=config.device) for shape in shapes]
     return [_untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes]
@@ -116,9 +121,11 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
 
 def _untouched(size: int) -> torch.Tensor:
     """Zeros, uint8 [size], of pages that the system hands out when they are first used; torch.zeros writes them all."""
+    if not size:  # of a layer that does not attend
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> list[tuple[int, int, int, int, int]]:
-    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size)
+    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size, config.cache_dtype)
     return shapes if layers is None else shapes[layers.start : layers.stop]

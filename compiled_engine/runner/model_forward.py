@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,28 @@ class ForwardOutput:
     is_logits: bool
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """The forwards of a model, whole or in parts around attention, and those that call each kind of piece once."""
+
+    whole: Forwards
+    parts: Forwards
+    distinct_whole: Forwards
+    distinct_parts: Forwards
+
+    @classmethod
+    def of(cls, forwards: Forwards) -> _Variant:
+        return cls(forwards, forwards, forwards, forwards)
+
+
+def _bound(bind: Callable[..., Forwards], on_attention: OnAttention | None) -> _Variant:
+    """bind: `CompiledModel.bind` of these parameters."""
+    whole, distinct = bind(), bind(distinct=True)
+    if on_attention is None:
+        return _Variant(whole, whole, distinct, distinct)
+    return _Variant(whole, bind(on_attention=on_attention), distinct, bind(on_attention=on_attention, distinct=True))
+
+
 class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
@@ -121,35 +144,39 @@ class ModelForward:
             if row_bytes := compiled.received_row_bytes:
                 device = next(iter(parameters.values())).device
                 self._received = torch.zeros(most_tokens * row_bytes, dtype=torch.uint8, device=device)
-            self._whole = self._parts = compiled.bind(parameters, None, self._received)
-            if records:
-                self._whole = self._parts = recorded(compiled, self._whole)
-            if on_attention is not None:
-                self._parts = compiled.bind(parameters, on_attention, self._received)
+            bind = partial(compiled.bind, parameters, received=self._received)
+            self._variant = _Variant.of(recorded(compiled, bind())) if records else _bound(bind, on_attention)
+            self._adapted = _bound(partial(bind, adapted=True), on_attention) if compiled.has_adapters else None
         else:
-            ends: dict[str, Any] = {"logits": model.logits}
-            if (pooler := getattr(model, "pooler", None)) is not None:
-                ends = {"pooler": pooler, "pools": True}
-            self._whole = self._parts = Forwards(model, **ends)
-            if on_attention is not None:
-                self._parts = Forwards(_EagerParts(model, on_attention))
-        self._distinct_whole, self._distinct_parts = self._whole, self._parts
-        if compiled and not records:
-            self._distinct_whole = self._distinct_parts = compiled.bind(parameters, None, self._received, distinct=True)
-            if on_attention is not None:
-                self._distinct_parts = compiled.bind(parameters, on_attention, self._received, distinct=True)
-        self.logits, self.pooler = self._whole.logits, self._whole.pooler
+            pooler = getattr(model, "pooler", None)
+            ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
+            whole = Forwards(model, **ends)
+            parts = whole if on_attention is None else Forwards(_EagerParts(model, on_attention))
+            self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
+        self.logits, self.pooler = self._variant.whole.logits, self._variant.whole.pooler
 
-    def ends_at_logits(self, num_tokens: int) -> bool:
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether there is a forward with the requests' adapters."""
+        return self._adapted is not None
+
+    def ends_at_logits(self, num_tokens: int, *, adapted: bool = False) -> bool:
         """Return whether the forward for this many tokens returns logits by default."""
-        return self._whole.for_logits(num_tokens) is not None
+        return self._of(adapted).whole.for_logits(num_tokens) is not None
+
+    def _of(self, adapted: bool) -> _Variant:
+        if not adapted:
+            return self._variant
+        assert self._adapted is not None
+        return self._adapted
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
         """Return the buffer in which `run` finds the previous stage's values, uint8; None in the first stage."""
         if self._received is None:
             return None
-        small = None if hidden_wanted else self._whole.for_logits(num_tokens)
-        forward = self._whole.hidden if small is None else small
+        whole = self._variant.whole
+        small = None if hidden_wanted else whole.for_logits(num_tokens)
+        forward = whole.hidden if small is None else small
         assert isinstance(forward, StageForward)
         return self._received[: num_tokens * forward.received_row_bytes]
 
@@ -161,14 +188,17 @@ class ModelForward:
         hidden_wanted: bool = False,
         around_attention: bool = False,
         distinct: bool = False,
+        adapted: bool = False,
     ) -> ForwardOutput:
         """The forward of a batch of num_tokens tokens. hidden_wanted: return hidden states, not logits. distinct: one
-        call of each kind where the model is compiled, see `distinct_calls`; its values mean nothing.
+        call of each kind where the model is compiled, see `distinct_calls`; its values mean nothing. adapted: with the
+        requests' adapters; the arguments end with their step tensors then.
         """
+        variant = self._of(adapted)
         if distinct:
-            forwards = self._distinct_parts if around_attention else self._distinct_whole
+            forwards = variant.distinct_parts if around_attention else variant.distinct_whole
         else:
-            forwards = self._parts if around_attention else self._whole
+            forwards = variant.parts if around_attention else variant.whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
             return ForwardOutput(small(*arguments), is_logits=True)
@@ -176,11 +206,11 @@ class ModelForward:
 
     def recording_counts(self) -> list[RecordingCounts]:
         """Return the counts of each forward whose calls are recorded."""
-        return [forward.counts for _, forward in self._whole.small if isinstance(forward, RecordedForward)]
+        return [forward.counts for _, forward in self._variant.whole.small if isinstance(forward, RecordedForward)]
 
     def close(self) -> None:
         """Drop the last references to the weights."""
-        self._whole = self._parts = self._distinct_whole = self._distinct_parts = Forwards(nn.Identity())
+        self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
         self.logits = self.pooler = nn.Identity()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.memory import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
@@ -20,17 +22,18 @@ from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.parallel.stages import Stage, StageLink
-from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
+from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
-from compiled_engine.runner.drafts import NgramProposer, make_drafted_batch
+from compiled_engine.runner.drafts import make_drafted_batch
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
+from compiled_engine.runner.proposers import DraftModelProposer, NgramProposer, Proposer
 from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_pooling import StepPooling
@@ -120,11 +123,33 @@ class Runner:
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
-        self.states = RequestStates(max_rows, length, block_size, config.device, in_flight, speculation.num_tokens)
-        self._proposer = NgramProposer(speculation, self.states) if speculation.num_tokens else None
+        self.states = RequestStates(
+            max_rows,
+            length,
+            block_size,
+            config.device,
+            in_flight,
+            speculation.num_tokens,
+            has_token_types=config.model.token_types > 0,
+            has_adapters=config.adapters is not None,
+        )
+        self._adapters: AdapterSlots | None = None
+        if config.adapters is not None:
+            assert self._compiled is not None
+            parameters, num_ranks = self._compiled.parameters, config.parallel.tensor_parallel_size
+            self._adapters = AdapterSlots(config.adapters, parameters, named, self._group.rank, num_ranks)
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
+        self._draft: DraftModelProposer | None = None
+        if (draft := config.draft) is not None:
+            with timeline.span("draft model"):
+                self._draft = DraftModelProposer(
+                    draft, speculation.num_tokens, self.states, self.sampler, self._group, progress, timeline
+                )
+        self._proposer: Proposer | None = self._draft
+        if speculation.num_tokens and self._draft is None:
+            self._proposer = NgramProposer(speculation, self.states)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
-        planned = planned_together(cases_of(config.local_model, config.cache.block_size, config.device))
+        planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]
@@ -135,12 +160,12 @@ class Runner:
             self.states.writes,
             config.device,
             work_length,
-            step_tensors(config.compile.passes),
+            tensors_beside_steps(config),
             has_drafts=self._proposer is not None,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling = StepSampling(
-            self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic, self._proposer
+            self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic, speculation
         )
         self._pooling = None
         if (pooling := config.model.pooling) is not None:
@@ -183,6 +208,9 @@ class Runner:
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.least(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
+        if self._draft is not None:
+            self._draft.warm_up()
+            self._draft.allocate(self.num_blocks)
         if graphs:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
@@ -199,9 +227,15 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
+            for slot, digest in step.placed_adapters.items():
+                self._own_adapters.place(slot, digest)
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
+            if self._proposer is not None:
+                self.runs_begun += 1
+                self._proposer.propose(step)
+                self.runs_ended += 1
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
         except BaseException:
@@ -228,11 +262,14 @@ class Runner:
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
-        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted)
+        adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
+        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted, adapted=adapted)
         if self._proposer is None:
             batch = make_batch(step, self.states, self.buffers, key)
         else:
             batch = make_drafted_batch(step, self.states, self.buffers)
+        if adapted:
+            batch = replace(batch, adapted=True)
         self._clock.lap("prepare")
         self._clock.device_begins()
         pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks)
@@ -281,20 +318,36 @@ class Runner:
         self.runs_ended += 1
         return self.pending.step(batch, None, {}, pooled)
 
+    def load_adapter(self, path: str, digest: str) -> None:
+        """Read an adapter into host memory. Raises ValueError, see AdapterSlots.load."""
+        self._own_adapters.load(path, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forget an adapter that no request uses."""
+        self._own_adapters.drop(digest)
+
+    @property
+    def _own_adapters(self) -> AdapterSlots:
+        if self._adapters is None:
+            raise ValueError("enable_lora is False, so there are no adapters; allowed: True")
+        return self._adapters
+
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        counts, graphs = compiled.counts if compiled else None, captured.graphs
-        recordings = self.model.recording_counts()
+        draft, graphs = self._draft, captured.graphs
+        counts = [each.counts for each in (compiled, draft and draft.compiled) if each]
+        recordings = [*self.model.recording_counts(), *(draft.model.recording_counts() if draft else ())]
         return {
-            "traces": counts.traces if counts else 0,
-            "compiles": counts.compiles if counts else 0,
+            "traces": sum(each.traces for each in counts),
+            "compiles": sum(each.compiles for each in counts),
             "captures": graphs.num_captures if graphs else 0,
             "cache": compiled.lookup.status if compiled else "off",
             "cache_why": compiled.lookup.why if compiled else "nothing is compiled",
             "cache_key": compiled.lookup.key if compiled else None,
             "cache_entry": str(compiled.lookup.folder) if compiled else None,
-            "passes": _pass_counts(compiled),
+            "passes": _pass_counts(compiled) | _pass_counts(draft.compiled if draft else None, "draft "),
+            "draft_cache_entry": str(draft.compiled.lookup.folder) if draft and draft.compiled else None,
             **captured.counters.metrics(),
             **cache_size.metrics(graphs.bytes_used if graphs else 0),
             "graph_bytes_predicted": cache_size.graph_bytes,
@@ -316,18 +369,21 @@ class Runner:
             self.captured.graphs.close()
         self._kv_caches.clear()
         self.model.close()
+        if self._draft is not None:
+            self._draft.close()
         self._compiled = None
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
-def _pass_counts(compiled: CompiledModel | None) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and had to, by callable and range (CompiledRange.name), and by pass name."""
+def _pass_counts(compiled: CompiledModel | None, prefix: str = "") -> dict[str, dict[str, dict[str, int]]]:
+    """Return how often each pass matched, and had to, by callable and range (CompiledRange.name, after the prefix), and
+    by pass name."""
     if compiled is None:
         return {}
     return {
-        compiled_range.name: {
+        prefix + compiled_range.name: {
             report.name: {"matches": report.matches, "contract": report.contract}
             for report in compiled_range.passes
             if report.applied

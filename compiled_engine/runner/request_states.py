@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
 from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.passes.linear.adapters import ADAPTER_SLOT
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.sampling.sampler import Sampler
 
@@ -28,6 +30,7 @@ class RequestStates:
     them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
     used in turn, since a step may still read the prompt of the row's previous request. With drafts, steps add the
     tokens that they sample. prompt_logprobs: number requested, by row. by_token: rows that get a result for each token.
+    adapted: rows of requests with an adapter.
     num_known: as num_known_S. generation: changes when a request gets or loses a row.
     """
 
@@ -39,6 +42,9 @@ class RequestStates:
         device: torch.device,
         steps_in_flight: int = 2,
         num_drafts: int = 0,
+        *,
+        has_token_types: bool = False,
+        has_adapters: bool = False,
     ):
         self.block_size = block_size
         self.fields = fields = RowFields(max_num_rows, device)
@@ -57,6 +63,12 @@ class RequestStates:
         if num_drafts:
             fields.declare(RowField("drafts", shape=(num_drafts,), initial=-1))
             self.drafts_SK = fields["drafts"]
+        self._has_token_types = has_token_types
+        if has_token_types:
+            fields.declare(RowField(SECOND_TEXT, initial=NO_SECOND_TEXT))
+        self._has_adapters = has_adapters
+        if has_adapters:
+            fields.declare(RowField(ADAPTER_SLOT, initial=-1))
         self.known_ids_KL = torch.zeros(
             steps_in_flight * max_num_rows,
             max_model_len + 1,
@@ -71,6 +83,7 @@ class RequestStates:
         self.num_known = np.zeros(max_num_rows, np.int64)
         self.prompt_logprobs: dict[int, int] = {}
         self.by_token: set[int] = set()
+        self.adapted: set[int] = set()
         self.generation = 0
         self._num_blocks = [0] * max_num_rows
         self._row_of: dict[str, int] = {}
@@ -98,10 +111,19 @@ class RequestStates:
             self.by_token.add(row)
         self.fields.start(row)
         self.fields.set(row, num_computed=num_computed, num_known=len(request.token_ids), known_row=known_row)
+        if self._has_token_types and request.second_text is not None:
+            self.fields.set(row, **{SECOND_TEXT: request.second_text})
+        if self._has_adapters and request.adapter_slot >= 0:
+            self.fields.set(row, **{ADAPTER_SLOT: request.adapter_slot})
+            self.adapted.add(row)
         self._num_blocks[row] = 0
-        (block_ids,) = request.block_ids
-        self.append_blocks(row, block_ids)
+        for block_ids in request.block_ids:
+            self.append_blocks(row, block_ids)
         return row
+
+    def has_adapter(self, request_ids: list[str]) -> bool:
+        """Return whether one of these requests has an adapter."""
+        return bool(self.adapted) and not self.adapted.isdisjoint(map(self._row_of.__getitem__, request_ids))
 
     def known_ids(self, row: int) -> np.ndarray:
         """int32 [max_model_len + 1]: the known tokens of the request that has the row."""
@@ -121,6 +143,7 @@ class RequestStates:
         self.generation += 1
         self.prompt_logprobs.pop(row, None)
         self.by_token.discard(row)
+        self.adapted.discard(row)
         self._free_rows.append(row)
         self.fields.free(row)
         return row

@@ -8,7 +8,6 @@
    sampler.py. They replace the first tokens in the states and on the host (`finish`).
 4. In a pipeline, the transfer of tokens to the first stage.
 5. The log-probabilities of the tokens, if requested.
-6. With drafts, the drafts of the next step, from the final tokens.
 
 Where the vocabulary is divided among ranks, 1, 2, 3 and 5 exchange a few numbers. Nothing waits for the device.
 """
@@ -18,9 +17,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compiled_engine.config import SpeculationConfig
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.rows.staged_writes import upload
-from compiled_engine.runner.drafts import NgramProposer, newest_tokens, verify
+from compiled_engine.runner.drafts import newest_tokens, verify
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, masks_of_batch
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep, advance
@@ -30,6 +30,7 @@ from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs, logprob_rows
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
+NO_DRAFTS = SpeculationConfig()
 # Positions of a prompt whose logits are computed at once.
 CHUNK = 256
 
@@ -44,9 +45,7 @@ def owes_prompt_logprobs(step: SchedulerOutput, states: RequestStates) -> bool:
 
 
 class StepSampling:
-    """Launch post-logits sampling asynchronously. traffic: sends the tokens, in the last stage of a pipeline. proposer:
-    None without drafts.
-    """
+    """Launch post-logits sampling asynchronously. traffic: sends the tokens, in the last stage of a pipeline."""
 
     def __init__(
         self,
@@ -56,10 +55,10 @@ class StepSampling:
         buffers: InputBuffers,
         pending: PendingSteps,
         traffic: StageTraffic | None = None,
-        proposer: NgramProposer | None = None,
+        speculation: SpeculationConfig = NO_DRAFTS,
     ):
         self._model, self.sampler, self._states, self._buffers = model, sampler, states, buffers
-        self._pending, self._traffic, self._proposer = pending, traffic, proposer
+        self._pending, self._traffic, self._speculation = pending, traffic, speculation
 
     def prompt_logprobs(self, batch: InputBatch, hidden_TD: torch.Tensor) -> dict[str, PromptLogprobs]:
         """Compute those of the tokens after this step's, for the requests that want them and are in their prompt."""
@@ -116,22 +115,20 @@ class StepSampling:
         self._advance(batch, token_ids_R, num_rows, again=True)
 
     def _advance(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
-        if self._proposer is not None:
-            verify(self._states, self._buffers, token_ids_R, num_rows)
+        if self._speculation.num_tokens:
+            verify(self._states, self._buffers, token_ids_R, num_rows, self._speculation.acceptance_rates)
             return
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
     def finish(self, step: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
-        """Launch 3 to 6 for a step after 2. masks: the step's masks, if any."""
+        """Launch 3 to 5 for a step after 2. masks: the step's masks, if any."""
         batch, logits_RV = step.batch, step.logits_RV
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV, masks)
         if self._traffic:
             self._traffic.send_tokens(batch)
-        if self._proposer is not None:
-            self._proposer.propose(np.unique(batch.rows[batch.samples]))
         return self._pending.step(batch, self._logprobs(batch, rows_R, logits_RV), step.prompt)
 
     def _sample_generally(
@@ -157,7 +154,7 @@ class StepSampling:
         if num_logprobs_R is None:
             return None
         count = batch.num_requests
-        if self._proposer is None:
+        if not self._speculation.num_tokens:
             token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
         else:
             token_ids_R = newest_tokens(self._buffers, count)

@@ -33,6 +33,7 @@ from compiled_engine.attention.inputs import (
 )
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
+from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, stand_in_for
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
@@ -125,6 +126,8 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
         for shape in shapes:
             # On a GPU the largest batch comes first; its peak memory is measured.
             _run_empty(step, shape, distinct=shape != shapes[0])
+            if step.model.has_adapters:
+                _run_empty(step, shape, distinct=shape != shapes[0], adapted=True)
             progressed(1)
     if not on_gpu:
         return 0
@@ -136,10 +139,10 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     return peak
 
 
-def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
+def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool, adapted: bool = False) -> None:
     states, buffers, sampling = step.states, step.buffers, step.sampling
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
-    batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3)
+    batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, adapted=adapted)
     states.writes.apply()
     prepare(batch, states, buffers)
     hidden_TD = step.forward(batch, hidden_wanted=True, distinct=distinct).tensor
@@ -149,7 +152,7 @@ def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
         return
     logits_RV = step.model.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
     del hidden_TD
-    if step.model.ends_at_logits(num_tokens):
+    if step.model.ends_at_logits(num_tokens, adapted=adapted):
         logits_RV = step.forward(batch, distinct=distinct).tensor[buffers.logits_index_R[:num_requests]]
     sampling.every_row(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, sampling.sampler.vocabulary)
@@ -259,21 +262,31 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
     model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
     num_blocks = -(-shape.max_seq_len // block_size)  # ranks share the same kernels
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
-    for case in cases_of(model, block_size, config.device):
+    for case in cases_of(model, block_size, config.device, config.cache.kv_dtype):
         q_THd = torch.zeros(shape.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype, device=config.device)
-        kv_cache = q_THd.new_zeros(1, 2, block_size, case.num_kv_heads, case.head_dim)
         sinks_H = q_THd.new_zeros(case.num_heads) if case.sinks else None
         scale = model.attention_scale or case.head_dim**-0.5
-        scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
+        has_scales = config.cache.kv_dtype == FP8
+        kv_scales_2K = torch.ones(2, case.num_kv_heads, device=config.device) if has_scales else None
+        scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H, kv_scales_2K)
+        if case.packed:
+            k_TKd = q_THd.new_zeros(shape.num_tokens, case.num_kv_heads, case.head_dim)
+            backend.attend_packed(q_THd, k_TKd, k_TKd, torch.empty_like(q_THd), inputs, scoring)
+            continue
+        width = head_width(config.cache_dtype, case.head_dim)
+        kv_shape = 1, 2, block_size, case.num_kv_heads, width
+        kv_cache = torch.zeros(kv_shape, dtype=config.cache_dtype, device=config.device)
         backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
 
 
 @torch.inference_mode()
 def _forward(config: EngineConfig, step: PaddedStep, shape: BatchShape) -> None:
     """Go through the forward of requests without slots and with empty contexts, on tensors of its own."""
-    empty = _empty_step(config, shape, step.buffers.block_table_RB.shape[1], step.buffers.asked)
-    inputs = attention_inputs_of(empty, config.attention_backend)
-    step.model.run(shape.num_tokens, arguments_of(empty, inputs, step.kv_caches))
+    for adapted in (False, True) if step.model.has_adapters else (False,):
+        asked = [tensor for tensor in step.buffers.asked if adapted or not tensor.of_adapters]
+        empty = _empty_step(config, shape, step.buffers.block_table_RB.shape[1], asked)
+        inputs = attention_inputs_of(empty, config.attention_backend)
+        step.model.run(shape.num_tokens, arguments_of(empty, inputs, step.kv_caches), adapted=adapted)
 
 
 def _empty_step(
@@ -294,7 +307,8 @@ def _inputs(config: EngineConfig, step: PaddedStep) -> None:
     """Go through the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
     states, buffers = step.states, step.buffers
     for num_tokens in (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,):
-        batch = empty_batch(buffers, num_tokens, 1, BatchShape(num_tokens, 1, 2).host_3)
+        host_3 = BatchShape(num_tokens, 1, 2).host_3
+        batch = empty_batch(buffers, num_tokens, 1, host_3, adapted=step.model.has_adapters)
         states.writes.apply()
         prepare(batch, states, buffers)
         token_ids_R = torch.zeros(1, dtype=torch.int64, device=config.device)

@@ -100,7 +100,7 @@ OTHER_PARAMS: dict[str, OtherParam] = {
     "stream_interval": _WithoutEffect("LLM.stream yields at each step", None, 1),
     "skip_clone": _WithoutEffect("each request has a copy of its parameters", False),
     "output_text_buffer_length": _WithoutEffect("it follows from stop", 0),
-    "skip_reading_prefix_cache": _WithoutEffect("what is read from the prefix cache changes no token", None, False),
+    "skip_reading_prefix_cache": _WithoutEffect("reading the prefix cache changes no token", None, False),
     "routed_experts_prompt_start": _WithoutEffect("no model here returns its experts", 0),
     "prompt_logprob_token_ids": _Refused(
         "log-probabilities of chosen tokens are", "use prompt_logprobs=-1 and look them up by token id", None
@@ -111,8 +111,8 @@ OTHER_PARAMS: dict[str, OtherParam] = {
     "logprob_token_ids": _Refused(
         "log-probabilities of chosen tokens are", "use logprobs=-1 and look them up by token id", None
     ),
-    "guided_decoding": _Refused("the older name of structured_outputs is", _STRUCTURED, None),
-    "thinking_token_budget": _Refused("a limit on thinking alone is", "use max_tokens", None, -1),
+    "guided_decoding": _Refused("this older name of structured_outputs is", _STRUCTURED, None),
+    "thinking_token_budget": _Refused("a separate limit on thinking is", "use max_tokens", None, -1),
     "repetition_detection": _Refused(
         "ending a request because it repeats itself is", "watch LLM.stream and close the iterator", None
     ),
@@ -134,12 +134,12 @@ OF_TRANSFORMERS = {
     "min_new_tokens": "use min_tokens",
     "max_length": "use max_tokens, which does not count the prompt",
     "min_length": "use min_tokens, which does not count the prompt",
-    "do_sample": "temperature=0 takes the most likely token, any above samples",
+    "do_sample": "use temperature: 0 takes the most likely token, values above it sample",
     "num_return_sequences": "use n",
     "num_beams": f"{_BEAM_SEARCH} not supported; {_NO_BEAMS}",
     "eos_token_id": "use stop_token_ids",
     "stop_strings": "use stop",
-    "bad_words_ids": "use bad_words, which are texts",
+    "bad_words_ids": "use bad_words, which are strings",
     "output_scores": "use logprobs",
     "output_logits": "use logprobs",
 }
@@ -254,7 +254,7 @@ class SamplingParams:
         flag=None,  # on the command line --seed is the engine's
     )
     stop: str | Sequence[str] | None = declare(
-        None, TEXT_OR_TEXTS, "end generation at this text", "a list for several; needs `detokenize`"
+        None, TEXT_OR_TEXTS, "end generation at this string", "a list for several; needs `detokenize`"
     )
     stop_token_ids: Sequence[int] | None = declare(
         None, TOKEN_IDS, "end generation at these token ids", flag="--stop-token-id"
@@ -264,7 +264,7 @@ class SamplingParams:
         16,
         optional(integer(1)),
         "most tokens to generate",
-        "None for as many as the model's length, or a small KV cache, allows",
+        "None: up to the context length, or what the KV cache can hold",
     )
     min_tokens: int = declare(
         0, TOKEN_ID, "tokens to generate before an end-of-sequence or stop token may come", "at most `max_tokens`"
@@ -272,7 +272,7 @@ class SamplingParams:
     logprobs: int | None = declare(
         None,
         NUM_LOGPROBS,
-        "log-probabilities of the chosen token and of this many most likely ones at each position",
+        "return log-probabilities of the chosen token and the N most likely tokens at each position",
         "-1 for all; True is 1, False 0",
     )
     prompt_logprobs: int | None = declare(None, NUM_LOGPROBS, "the same for the prompt", flag=None)
@@ -281,7 +281,9 @@ class SamplingParams:
     spaces_between_special_tokens: bool = declare(
         True, FLAG, "keep the space that some tokenizers put between special tokens", flag=None
     )
-    include_stop_str_in_output: bool = declare(False, FLAG, "whether the text keeps what ended it", flag=None)
+    include_stop_str_in_output: bool = declare(
+        False, FLAG, "whether the text includes the stop string or token", flag=None
+    )
     logit_bias: dict[int, float] | None = declare(None, TOKEN_BIASES, "added to the logits, by token id")
     allowed_token_ids: Sequence[int] | None = declare(
         None,
@@ -299,13 +301,16 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = declare(
         None,
         optional(integer(1, or_minus_one=True)),
-        "use only this many last tokens of the prompt; -1 for the model's length",
+        "use only this many last tokens of the prompt; -1 for the context length",
         flag=None,
     )
     bad_words_token_ids: tuple[tuple[int, ...], ...] = declare(
         (),
         tuple_of(tuple_of(TOKEN_ID, may_be_empty=False)),
         "token sequences that must not be generated; the engine adds those of `bad_words`",
+    )
+    disable_spec_decode: bool = declare(
+        False, FLAG, "generate one token a step, without [drafts](speculation.md)", "the tokens are the same"
     )
     extra_args: Mapping[str, Any] | None = declare(
         None, ARGUMENTS, "arguments for logits processors, by name; not used otherwise"
@@ -319,7 +324,7 @@ class SamplingParams:
         None,
         Kind(StructuredOutputs.of, {"type": "object"}),
         "constraint on the text (see [structured outputs](#structured-outputs))",
-        "`StructuredOutputs`, or a dict with its fields; not beside `token_mask` or `ignore_eos`",
+        "`StructuredOutputs`, or a dict with its fields; cannot be combined with `token_mask` or `ignore_eos`",
     )
 
     if not TYPE_CHECKING:  # with this method any name could be assigned to
@@ -421,5 +426,5 @@ def validate_for_model(params: SamplingParams, vocab_size: int, max_model_len: i
         check_tokens(f"bad_words_token_ids[{index}]", word)
     check_at_most("logprobs", vocab_size, "the vocabulary size")
     check_at_most("prompt_logprobs", vocab_size, "the vocabulary size")
-    check_at_most("min_tokens", max_model_len - 1, "the model's length less one prompt token")
-    check_at_most("truncate_prompt_tokens", max_model_len, "the model's length")
+    check_at_most("min_tokens", max_model_len - 1, "the context length less one prompt token")
+    check_at_most("truncate_prompt_tokens", max_model_len, "the context length")

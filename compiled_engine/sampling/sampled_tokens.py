@@ -17,7 +17,7 @@ WHY_NO_TOKEN = {
     NOTHING_ALLOWED: "no token may come next: all logits are minus infinity, after what allowed_token_ids, bad_words, "
     "min_tokens, token_mask and logits processors forbid",
 }
-"""What each of them means, as the error of the request."""
+"""The meaning of each of these values, as the error of the request."""
 
 NO_TOKENS = frozenset(WHY_NO_TOKEN)
 

@@ -81,7 +81,7 @@ class StructuredOutputs:
 
 def _check_text(name: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be text, got {text!r:.200}")
+        raise TypeError(f"{name} must be a string, got {text!r:.200}")
     if not text:
         raise ValueError(f"{name} must not be empty")
     try:
@@ -95,7 +95,7 @@ def _check_text(name: str, text: Any) -> None:
 def _schema_text(schema: Any) -> str:
     name = "structured_outputs.json"
     if not isinstance(schema, str | Mapping):
-        raise TypeError(f"{name} must be a JSON schema, a dict or text, got {schema!r:.200}")
+        raise TypeError(f"{name} must be a JSON schema, as a dict or a string, got {schema!r:.200}")
     if not isinstance(schema, str):
         try:
             schema = json_text.dumps(schema, ensure_ascii=False, allow_nan=False)
@@ -144,9 +144,9 @@ def _depth(text: str) -> int:
 def _choices(choice: Any) -> tuple[str, ...]:
     name = "structured_outputs.choice"
     if not isinstance(choice, list | tuple):
-        raise TypeError(f"{name} must be a list of texts, got {choice!r:.200}")
+        raise TypeError(f"{name} must be a list of strings, got {choice!r:.200}")
     if not choice:
-        raise ValueError(f"{name} must have at least one text, got []")
+        raise ValueError(f"{name} must have at least one string, got []")
     for index, text in enumerate(choice):
         _check_text(f"{name}[{index}]", text)
     size = sum(len(text.encode()) for text in choice)

@@ -144,7 +144,7 @@ def json_value(name: str, value: Any) -> Any:
         return [json_value(f"{name}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         return {_text(f"{name} key", key): json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
-    raise TypeError(f"{name} must be a JSON value (text, number, bool, None, list or dict), got {value!r}")
+    raise TypeError(f"{name} must be a JSON value (string, number, bool, None, list or dict), got {value!r}")
 
 
 def having(method: str) -> Kind:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.tokenizer import read_json_if_there
 from compiled_engine.frontend.tokenizer_words import QUICK_TEXT
+from compiled_engine.server.adapters import LOAD, UNLOAD, AdapterNames, adapters_of, load_adapter, unload_adapter
 from compiled_engine.server.chat_completions import chat_completions
 from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
@@ -75,19 +76,27 @@ def build_app(
     """The application for an engine. model_name: the model's, unless options give others. figures: of all processes
     that answer requests, if this is not the only one.
 
-    Raises ValueError for a chat template that is none.
+    Raises ValueError for a chat template that is none, and for adapters that the engine or the server cannot have.
     """
     figures = figures or SharedFigures()
     pages = page_files()
-    routes = [*GET, *POST, *pages, INSPECTION, OTHER_ROUTE]
+    routes = [*GET, *POST, LOAD, UNLOAD, *pages, INSPECTION, OTHER_ROUTE]
     if not options.web_page:
         pages.clear()
+    post = POST | ({LOAD: load_adapter, UNLOAD: unload_adapter} if options.allowed_lora_folder else {})
+    adapters = adapters_of(options)
+    names = options.served_model_name or (model_name,)
+    for name in ("lora_modules", "allowed_lora_folder"):
+        if getattr(options, name) and engine.config.adapters is None:
+            raise ValueError(f"{name} is {getattr(options, name)}, but enable_lora is False; allowed: ()")
+    if taken := [each.lora_name for each in adapters if each.lora_name in names]:
+        raise ValueError(f"lora_modules has {taken[0]!r}, which is the model's name; allowed: other names")
     debug: dict[str, Handler] = {INSPECTION: Inspection()} if options.debug_inspect else {}
     app = Starlette(
         routes=[
             *(Route(path, answers(file), methods=["GET"]) for path, file in pages.items()),
             *(Route(path, _answered(handler), methods=["GET"]) for path, handler in {**GET, **debug}.items()),
-            *(Route(path, _answered(handler), methods=["POST"]) for path, handler in POST.items()),
+            *(Route(path, _answered(handler), methods=["POST"]) for path, handler in post.items()),
         ],
         exception_handlers={HTTPException: _http_error},
     )
@@ -96,7 +105,7 @@ def build_app(
     app.state.serving = serving = Serving(
         engine=engine,
         options=options,
-        names=options.served_model_name or (model_name,),
+        names=names,
         chat=find_chat_format(engine.tokenizer, options, texts),
         admission=Admission(options.limits.max_in_flight, figures),
         forms=LongWork("forms", QUICK_FORM, options.limits.render_timeout),
@@ -104,6 +113,7 @@ def build_app(
         metrics=ServerMetrics(figures, routes),
         max_new_tokens=_max_new_tokens(engine),
         created=int(time.time()),
+        adapters=AdapterNames(adapters),
     )
     return RequestScope(app, serving, routes, open_paths=[*OPEN_PATHS, *pages])
 

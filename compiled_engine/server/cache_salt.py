@@ -12,7 +12,7 @@ from compiled_engine.server.sampling_fields import SamplingFields
 from compiled_engine.server.serving import serving_of
 
 KEY = "api_key_digest"
-"""Where the state of a request has the digest of the API key that it came with."""
+"""The field of a request's state that has the digest of its API key."""
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:

@@ -53,7 +53,7 @@ async def chat_completions(request: Request) -> Reply:
     answer = _Answer(f"chatcmpl-{uuid.uuid4().hex}", serving.now(), model, fields, prompt)
     kind: OutputKind = "delta" if fields.streams else "final"
     salt = cache_salt(request, fields)
-    outputs = generate(serving, [prompt.prompt], prompt.params, kind, fields.priority or 0, "messages", salt)
+    outputs = generate(serving, [prompt.prompt], prompt.params, kind, fields.priority or 0, "messages", salt, model)
     if fields.streams:
         return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
     return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)

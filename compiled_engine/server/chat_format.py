@@ -127,7 +127,7 @@ class ChatFormat:
                 )
             if not isinstance(value, bool | int | float | str) or len(str(value)) > LONGEST_SETTING:
                 raise bad_request(
-                    "chat_template_kwargs", f"chat_template_kwargs.{name} must be a short text, a number or a boolean"
+                    "chat_template_kwargs", f"chat_template_kwargs.{name} must be a short string, a number or a boolean"
                 )
         if reasoning_effort is not None:
             if not self.knows("reasoning_effort"):

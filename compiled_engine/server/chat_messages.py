@@ -42,7 +42,7 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message. content may be absent beside tool_calls. tool_call_id: which call a tool's message answers.
+    """One message. content may be absent if there are tool_calls. tool_call_id: which call a tool's message answers.
 
     reasoning_content, or reasoning: what the assistant thought before its answer.
     """
@@ -88,7 +88,7 @@ def _message(where: str, message: ChatMessage, chat: ChatFormat, limits: Limits)
     role = "system" if message.role == "developer" and not chat.knows("developer") else message.role
     content = message.content
     if content is None and not message.tool_calls:
-        raise bad_request(f"{where}.content", f"{where}.content must be text, or a list of parts of text, got null")
+        raise bad_request(f"{where}.content", f"{where}.content must be a string, or a list of text parts, got null")
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     result: dict[str, Any] = {"role": role, "content": content or ""}

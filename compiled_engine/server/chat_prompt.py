@@ -89,7 +89,7 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
     if not isinstance(tool_choice, dict) or tool_choice.get("type") != "function":
         allowed = "'auto', 'none', 'required', or a function"
         raise bad_request("tool_choice", f"tool_choice must be {allowed}, got {shown(tool_choice)}")
-    function = tool_choice.get("function", tool_choice)  # the Responses API has the name beside the type
+    function = tool_choice.get("function", tool_choice)  # the Responses API has the name next to the type
     name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool.function.name == name]
     if not named:

@@ -49,7 +49,8 @@ async def completions(request: Request) -> Reply:
     answer = await unless_gone(request.receive, _answer(serving, fields))
     prompts = await unless_gone(request.receive, _prompts(serving, fields, answer.params))
     kind: OutputKind = "delta" if fields.streams else "final"
-    outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0, salt=cache_salt(request, fields))
+    salt, priority = cache_salt(request, fields), fields.priority or 0
+    outputs = generate(serving, prompts, answer.params, kind, priority, salt=salt, model=answer.model)
     if fields.streams:
         return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
     return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)

@@ -43,7 +43,7 @@ COUNTERS = {
     "grammar_compiles": ("grammar_compiles", "Grammars compiled."),
     "grammar_failures": ("grammar_failures", "Grammars that could not be compiled."),
     "grammar_cache_hits": ("grammar_cache_hits", "Grammars that were compiled already."),
-    "grammar_compile_s": ("grammar_compile_seconds", "Time that compiling them took, beside the steps."),
+    "grammar_compile_s": ("grammar_compile_seconds", "Time that compiling them took, in parallel with the steps."),
     "graph_padded_tokens": ("graph_padded_tokens", "Tokens that replays computed for nothing."),
     "drafted_requests": ("spec_decode_num_drafts", "Verified drafts of a completion in a step, of any length."),
     "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these."),

@@ -43,7 +43,7 @@ async def asked_form(
 
 
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """Return the form as fields of StructuredOutputs. The Responses API has the schema beside the type, the others
+    """Return the form as fields of StructuredOutputs. The Responses API has the schema next to the type, the others
     below it."""
     kind = "text" if response_format is None else response_format.get("type")
     if kind not in TYPES:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeAlias, TypeVar
 
+from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.prompts import PromptLike
 from compiled_engine.frontend.request_stream import OutputKind
@@ -32,9 +33,11 @@ async def generate(
     priority: int = 0,
     field: str = "prompt",
     salt: str | None = None,
+    model: str = "",
 ) -> Outputs:
     """Each output with the index of its prompt. Closing it ends what has not ended. field: where the prompts are from.
-    salt: only requests that have the same one share what the prefix cache holds.
+    salt: only requests that have the same one share what the prefix cache holds. model: the name of the model, or of an
+    adapter.
 
     Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do, 500 if the engine fails.
     """
@@ -43,7 +46,10 @@ async def generate(
         raise bad_request("n", f"n times the number of prompts must be at most {most}, got {completions}")
     _check_logprobs(serving, prompts, params)
     with serving.admission.admit(completions):
-        streams = [_of_prompt(serving, salted(prompt, salt), params, output, priority, field) for prompt in prompts]
+        adapter = serving.adapters.get(model)
+        streams = [
+            _of_prompt(serving, salted(prompt, salt), params, output, priority, field, adapter) for prompt in prompts
+        ]
         if len(streams) > 1:
             async with aclosing(_merged(streams)) as outputs:
                 async for each in outputs:
@@ -79,12 +85,19 @@ def _per_token(serving: Serving, wanted: int) -> int:
 
 
 async def _of_prompt(
-    serving: Serving, prompt: PromptLike, params: SamplingParams, output: OutputKind, priority: int, field: str
+    serving: Serving,
+    prompt: PromptLike,
+    params: SamplingParams,
+    output: OutputKind,
+    priority: int,
+    field: str,
+    adapter: LoRARequest | None,
 ) -> AsyncGenerator[RequestOutput, None]:
     observed = serving.metrics.request(params)
     accepted = False
     try:
-        async with aclosing(serving.engine.generate(prompt, params, output=output, priority=priority)) as stream:
+        outputs = serving.engine.generate(prompt, params, output=output, priority=priority, lora_request=adapter)
+        async with aclosing(outputs) as stream:
             async for result in stream:
                 accepted = True
                 observed.output(result)

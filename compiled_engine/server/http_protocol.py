@@ -60,7 +60,7 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserError:
-                self._refuse(ApiError(400, "this is no HTTP/1.1"))
+                self._refuse(ApiError(400, "the request must be valid HTTP/1.1"))
             except httptools.HttpParserUpgrade:
                 pass  # it is answered like any other
             if self._bytes_beside_body > limits.max_header_bytes:

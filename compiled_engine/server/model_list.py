@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,13 +15,16 @@ from compiled_engine.server.serving import Serving, serving_of
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A name of the model. max_model_len: most tokens of prompt and output together."""
+    """A name of the model, or of an adapter. max_model_len: most tokens of prompt and output together. root: of an
+    adapter, its folder; parent: the model that it changes.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
     root: str
+    parent: str | UnsetType = UNSET
     max_model_len: int
 
 
@@ -44,11 +48,13 @@ class Load(msgspec.Struct):
 
 
 def _card(serving: Serving, name: str) -> ModelCard:
+    adapter = serving.adapters.get(name)
     return ModelCard(
         id=name,
         created=serving.created,
         owned_by="compiled-engine",
-        root=serving.names[0],
+        root=serving.names[0] if adapter is None else str(adapter.lora_path),
+        parent=UNSET if adapter is None else serving.names[0],
         max_model_len=serving.max_model_len,
     )
 
@@ -56,7 +62,7 @@ def _card(serving: Serving, name: str) -> ModelCard:
 async def models(request: Request) -> Response:
     """GET /v1/models."""
     serving = serving_of(request)
-    return json_response(ModelList(data=[_card(serving, name) for name in serving.names]))
+    return json_response(ModelList(data=[_card(serving, name) for name in (*serving.names, *serving.adapters)]))
 
 
 async def model(request: Request) -> Response:

@@ -44,7 +44,7 @@ from compiled_engine.server.tokenization import (
 SCHEMAS = "#/components/schemas/{name}"
 ERRORS = {
     400: "The request cannot be honoured; `param` names the field. What no schema can say: a prompt that has too many "
-    "tokens for the model's length (code `context_length_exceeded`), parameters that together forbid every token "
+    "tokens for the context length (code `context_length_exceeded`), parameters that together forbid every token "
     "(`no_token_allowed`).",
     401: "The API key is missing or wrong.",
     404: "There is no such path, or no such model.",
@@ -227,7 +227,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
                 branch["propertyNames"] = {"pattern": f"^({up_to(last_token)})$"}
                 branch["maxProperties"] = limits.max_token_list
         if "model" in fields:
-            fields["model"] = {"enum": [*serving.names, None]}
+            fields["model"] = {"enum": [*serving.names, *serving.adapters, None]}
         if "tool_choice" in fields:
             fields["tool_choice"] = tool_choices(has_tools=serving.chat is not None and serving.chat.tools is not None)
         bound_forms(schemas[name])

@@ -28,11 +28,11 @@ class Limits:
     write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may leave its answer unread")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
     max_completions: int = declare(128, COUNT, "prompts times n of a request")
-    max_inputs: int = declare(2048, COUNT, "texts of a request for embeddings, classes or scores")
+    max_inputs: int = declare(2048, COUNT, "inputs of a request for embeddings, classes or scores")
     max_in_flight: int = declare(
         4096, COUNT, "running and waiting completions of all requests; beyond it the server is busy (503)"
     )
-    max_answer_tokens: int = declare(-1, UNBOUNDED_COUNT, "tokens of a completion; -1: limited by the model's length")
+    max_answer_tokens: int = declare(-1, UNBOUNDED_COUNT, "tokens of a completion; -1: limited by the context length")
     max_logprobs: int = declare(20, UNBOUNDED_COUNT, "alternatives for a token; -1: no limit")
     max_logprob_entries: int = declare(
         1 << 20,
@@ -77,6 +77,19 @@ class ServerOptions:
         "name of the model in requests",
         "answers have the first one",
         default_is="the model's own",
+    )
+    lora_modules: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "[LoRA adapter](adapters.md#the-server) that requests name as their model: `name=path`, or JSON with `name` "
+        "and `path`",
+        "needs `enable_lora`",
+    )
+    allowed_lora_folder: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "folder from which clients may load LoRA adapters while the server runs",
+        "without this option they cannot; needs `enable_lora` and a single API server",
     )
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
     tool_call_parser: str = declare(
@@ -133,9 +146,9 @@ class ServerOptions:
         check_all(self.limits)
         for name, value in (("api_key", self.api_key), ("served_model_name", self.served_model_name)):
             if "" in value:
-                raise ValueError(f"{name} has an empty entry; allowed: text")
+                raise ValueError(f"{name} has an empty entry; allowed: a string that is not empty")
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
-            raise ValueError("api_key holds a character that no header can; allowed: printable ASCII")
+            raise ValueError("api_key has a character that HTTP headers cannot carry; allowed: printable ASCII")
         for origin in self.allowed_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
@@ -143,9 +156,16 @@ class ServerOptions:
                 )
         given = self.chat_template
         if given is not None and "{" not in given and os.sep in given and not os.path.isfile(given):
-            raise ValueError(f"chat_template is {given!r}, which is no Jinja template, and there is no such file")
+            raise ValueError(f"chat_template is {given!r}, which is neither a Jinja template nor an existing file")
         if self.prefix_cache_salt_per_key and not self.api_key:
-            raise ValueError("prefix_cache_salt_per_key needs an api_key; without one all requests are alike")
+            raise ValueError(
+                "prefix_cache_salt_per_key needs api_key: without keys all requests would have the same salt"
+            )
+        if self.allowed_lora_folder and self.api_server_count > 1:
+            raise ValueError(
+                f"allowed_lora_folder is given, but api_server_count is {self.api_server_count}, and only one process "
+                "would know the adapter; allowed: 1"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")
 

@@ -18,7 +18,8 @@ from compiled_engine.frontend.pooling import PoolingOutput, PoolingParams, Pooli
 from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.server.cache_salt import cache_salt, salted
-from compiled_engine.server.errors import ApiError, blamed_on_request, engine_failure
+from compiled_engine.server.chat_messages import ChatMessage, messages_for_template
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure
 from compiled_engine.server.protocol import PromptTokensDetails, parse_prompts
 from compiled_engine.server.replies import json_response, read_body, unless_gone
 from compiled_engine.server.request_fields import REFUSED, Refused
@@ -28,7 +29,6 @@ Result = TypeVar("Result", bound="Sequence[PoolingRequestOutput[Any]]")
 Encoding = Literal["float", "base64"]
 REFUSED_HERE: dict[str, Refused] = {
     **REFUSED,
-    "messages": Refused("give texts or token ids"),
     "truncation_side": Refused("truncate_prompt_tokens keeps the first tokens", ("right",)),
     "embed_dtype": Refused("values are 32-bit floats", ("float32",)),
     "endianness": Refused("values are little-endian", ("little", "native")),
@@ -49,10 +49,16 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 class EmbeddingRequest(PoolingFields, kw_only=True):
     """input: text, token ids, or a list of either. encoding_format: base64 of little-endian 32-bit floats.
 
+    messages: in the place of input, a chat, whose text the chat template writes; chat_template_kwargs and
+    add_generation_prompt are for the template.
+
     normalize: False for vectors of any length. prompt_name: of the checkpoint's prompts, put before each text.
     """
 
-    input: Any
+    input: Any = None
+    messages: list[ChatMessage] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = False
     encoding_format: Encoding | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     normalize: bool | None = None
@@ -170,7 +176,14 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, kind, REFUSED_HERE)
     model = serving.model(fields.model)
-    texts = parse_prompts(fields.input, serving.options.limits.max_inputs, "input")
+    messages = getattr(fields, "messages", None)
+    texts: list[Any]
+    if messages is None:
+        if fields.input is None:
+            raise bad_request("input", "input must be given")
+        texts = parse_prompts(fields.input, serving.options.limits.max_inputs, "input")
+    else:
+        texts = [await _chat(serving, fields)]
     salt = cache_salt(request, fields)
 
     async def encode() -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -182,8 +195,25 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
             priority=fields.priority or 0,
         )
 
-    outputs = await unless_gone(request.receive, pooled(serving, len(texts), encode(), "input"))
+    given = "input" if messages is None else "messages"
+    outputs = await unless_gone(request.receive, pooled(serving, len(texts), encode(), given))
     return fields, outputs, answer_of(serving, model, outputs, "embd"), ignored
+
+
+async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
+    """The prompt that the chat template makes of the messages. Raises ApiError 400 naming the field."""
+    assert fields.messages is not None
+    for name in ("input", "prompt_name"):
+        if getattr(fields, name) is not None:
+            raise bad_request(name, f"{name} must be absent where there are messages")
+    chat, limits = serving.chat_format(), serving.options.limits
+    text, token_ids = await chat.render(
+        messages_for_template(fields.messages, chat, limits),
+        None,
+        chat.settings(fields.chat_template_kwargs, None),
+        add_generation_prompt=fields.add_generation_prompt,
+    )
+    return {"prompt": text, "prompt_token_ids": token_ids}
 
 
 def pooling_params(fields: PoolingFields) -> PoolingParams:

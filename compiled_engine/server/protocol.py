@@ -208,7 +208,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """prompt: text, token ids, or a list of either. echo: the prompt comes before its completion.
 
-    logprobs: how many of the most likely tokens are shown beside the chosen one. add_special_tokens: whether the
+    logprobs: how many of the most likely tokens are shown next to the chosen one. add_special_tokens: whether the
     tokenizer puts its own around a text. max_tokens may be 0: with echo, a prompt is scored.
     """
 
@@ -276,7 +276,7 @@ def _token_ids(name: str, ids: Any) -> list[int]:
 
 
 def _wrong(name: str, value: Any) -> Exception:
-    allowed = "text, a list of token ids that is not empty, or a list of either"
+    allowed = "a string, a list of token ids that is not empty, or a list of either"
     return bad_request(name, f"{name}: the prompt must be {allowed}, got {shown(value)}")
 
 

@@ -51,7 +51,7 @@ REFUSED: dict[str, Refused] = {
     "web_search_options": Refused("there is no search"),
     "verbosity": Refused("no model here knows it", ("medium",)),
     "moderation": Refused("there is no moderation"),
-    "chat_template": Refused("templates come from the server alone"),
+    "chat_template": Refused("templates come only from the server"),
     "documents": Refused("no template here knows them", ([],)),
     "media_io_kwargs": Refused("input is text", ({},)),
     "mm_processor_kwargs": Refused("input is text", ({},)),

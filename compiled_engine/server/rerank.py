@@ -28,7 +28,7 @@ from compiled_engine.server.serving import serving_of
 COHERE = "/v2/rerank"  # its answers have no documents unless asked for
 REFUSED_OF_RERANK: dict[str, Refused] = {
     **REFUSED_HERE,
-    "rank_fields": Refused("documents are texts"),
+    "rank_fields": Refused("documents are strings"),
     "max_chunks_per_doc": Refused("documents are not divided"),
     "max_tokens_per_doc": Refused("give truncate_prompt_tokens, which counts the tokens of a pair"),
 }
@@ -155,6 +155,6 @@ def _texts(request: Request, name: str, given: Any) -> list[str]:
     """Raises ApiError 400 unless there are texts, and not too many."""
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise bad_request(name, f"{name} must be a text or a list of texts, got {shown(given)}")
-    require_at_most(name, texts, serving_of(request).options.limits.max_inputs, "texts")
+        raise bad_request(name, f"{name} must be a string or a list of strings, got {shown(given)}")
+    require_at_most(name, texts, serving_of(request).options.limits.max_inputs, "strings")
     return texts

@@ -62,7 +62,7 @@ def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
     if not isinstance(given, list) or not given:
-        raise bad_request("input", f"input must be text, or a list of items that is not empty, got {shown(given)}")
+        raise bad_request("input", f"input must be a string, or a list of items that is not empty, got {shown(given)}")
     reasoning: str | None = None
     for index, item in enumerate(given):
         where = f"input[{index}]"
@@ -119,7 +119,7 @@ def _call(where: str, item: dict[str, Any]) -> MessageToolCall:
     arguments = item.get("arguments")
     if not isinstance(arguments, str):
         name = f"{where}.arguments"
-        raise bad_request(name, f"{name} must be a JSON object as text, got {shown(arguments)}")
+        raise bad_request(name, f"{name} must be a JSON object as a string, got {shown(arguments)}")
     function = FunctionCall(name=_name(where, item, "name"), arguments=arguments)
     return MessageToolCall(id=_name(where, item, "call_id"), type="function", function=function)
 
@@ -127,7 +127,7 @@ def _call(where: str, item: dict[str, Any]) -> MessageToolCall:
 def _name(where: str, item: dict[str, Any], key: str) -> str:
     value = item.get(key)
     if not isinstance(value, str) or not value:
-        raise bad_request(f"{where}.{key}", f"{where}.{key} must be text, got {shown(value)}")
+        raise bad_request(f"{where}.{key}", f"{where}.{key} must be a string, got {shown(value)}")
     return value
 
 
@@ -136,7 +136,7 @@ def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request(where, f"{where} must be text or a list of parts, got {shown(content)}")
+        raise bad_request(where, f"{where} must be a string or a list of parts, got {shown(content)}")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
@@ -168,7 +168,7 @@ async def responses(request: Request) -> Reply:
     events = ResponseEvents(_begun(serving, fields, model, prompt), prompt.make_call_id)
     # Always in parts: how many tokens are reasoning shows only while they come.
     salt = cache_salt(request, fields)
-    outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input", salt)
+    outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input", salt, model)
     hidden = serving.chat_format().guard.is_special if prompt.params.skip_special_tokens else None
     logprobs = TextLogprobs(prompt.make_parser(), chat.top_logprobs or 0, hidden)
     if fields.streams:
@@ -187,7 +187,7 @@ def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
         raise bad_request("text.verbosity", f"text.verbosity {shown(text['verbosity'])} is not supported")
     effort = reasoning.get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise bad_request("reasoning.effort", f"reasoning.effort must be text, got {shown(effort)}")
+        raise bad_request("reasoning.effort", f"reasoning.effort must be a string, got {shown(effort)}")
     choice = fields.tool_choice
     if isinstance(choice, dict) and choice.get("type") != "function":
         raise bad_request("tool_choice", f"tool_choice {shown(choice)} is not supported: only functions are")

@@ -35,7 +35,7 @@ def bind(options: ServerOptions) -> socket.socket:
     """Bind the server's socket, without listening yet. Raises OSError naming the address if it is not available."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     if not options.api_key and not is_loopback(options.host):
-        log.warning("anybody who reaches %s may use this server: it asks for no API key", options.host)
+        log.warning("any client that can reach %s may use this server: it requires no API key", options.host)
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -8,10 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Protocol
 
 from starlette.requests import Request
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.input_processor import check_text
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
@@ -75,13 +79,26 @@ class Admission:
         self._figures.forget(process, self._taken)
 
 
+class AdapterList(Protocol):
+    """Adapters by name, see server/adapters.py."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def get(self, name: str) -> LoRARequest | None: ...
+
+    async def load(self, engine: AsyncLLM, name: str, path: str | Path) -> None: ...
+
+    async def unload(self, engine: AsyncLLM, name: str) -> None: ...
+
+
 @dataclass(frozen=True)
 class Serving:
     """names: of the model; answers have the first. chat: None without a tokenizer or a template.
 
     max_new_tokens: of an answer in a chat, if the checkpoint has it. created: the start of the server, in seconds since
-    1970. forms: checks of grammars. texts: tokenising and rendering. decoding: held while a long body is decoded, so
-    that other work runs in between. stopping: set once no more requests are accepted.
+    1970. forms: checks of grammars. texts: tokenising and rendering. adapters: what requests may name as their model
+    besides. decoding: held while a long body is decoded, so that other work runs in between. stopping: set once no more
+    requests are accepted.
     """
 
     engine: AsyncLLM
@@ -94,11 +111,12 @@ class Serving:
     texts: LongWork
     max_new_tokens: int | None
     created: int
+    adapters: AdapterList
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def default_chat_params(self) -> SamplingParams:
-        """Return the checkpoint's sampling; answers may be as long as the model's length unless it sets a limit."""
+        """Return the checkpoint's sampling; answers may be as long as the context length unless it sets a limit."""
         params = self.engine.get_default_sampling_params()
         params.max_tokens = self.max_new_tokens
         return params
@@ -119,13 +137,16 @@ class Serving:
         return self.max_model_len if limit == -1 else min(limit, self.max_model_len)
 
     def model(self, requested: str | None) -> str:
-        """Return the model's name for an answer. Raises ApiError 404 if the request names another."""
-        if requested is not None and requested not in self.names:
-            raise ApiError(
-                404, f"the model {shown(requested)} does not exist; this server has {', '.join(self.names)}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
-        return requested or self.names[0]
+        """Return the model's or the adapter's name for an answer. Raises ApiError 404 if the request names another."""
+        if requested is None or requested in self.names or self.adapters.get(requested) is not None:
+            return requested or self.names[0]
+        names = [*self.names, *self.adapters]
+        nearest = get_close_matches(requested, names, 1) if len(names) > 1 else []
+        advice = f"; the nearest is {nearest[0]}" if nearest else ""
+        raise ApiError(
+            404, f"the model {shown(requested)} does not exist; this server has {', '.join(names)}{advice}",
+            param="model", code="model_not_found",
+        )  # fmt: skip
 
     def check_text(self, text: str, params: SamplingParams, field: str) -> None:
         """Raise ApiError 400 for a text of the field that is found to be too long without tokenising it."""

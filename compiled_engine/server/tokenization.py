@@ -35,7 +35,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """count: of the tokens. max_model_len: the model's length."""
+    """count: of the tokens. max_model_len: the context length."""
 
     count: int
     max_model_len: int

@@ -49,7 +49,7 @@ class MeasuredProfile:
 def device_name() -> str:
     """Raises ValueError where there is no GPU to tune for."""
     if not torch.cuda.is_available():
-        raise ValueError("device is cpu; allowed: a CUDA GPU, for a CPU has no kernels that could be tuned")
+        raise ValueError("device is cpu; allowed: a CUDA GPU, since a CPU has no kernels to tune")
     return torch.cuda.get_device_name()
 
 

@@ -54,8 +54,8 @@ def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
 
 
 def _registers(groups: int, columns: int) -> int:
-    """Return the registers of a thread: few, so that another program fits beside it, unless the product has many
-    columns."""
+    """Return the registers of a thread: few, so that another program fits on the multiprocessor, unless the
+    product has many columns."""
     if columns <= 32:
         return 64
     return 128 if groups == 1 else 0

@@ -1,7 +1,7 @@
 """An entry of the compile cache: files that never change, and a manifest with the digest of each.
 
 An entry is never used in place. It is copied as a whole, each file checked before its content is used, into a separate
-folder; so files that the compiler writes beside its artifacts when they are loaded or first run stay outside.
+folder; so files that the compiler writes next to its artifacts when they are loaded or first run stay outside.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from compiled_engine.process.in_background import import_apart
 # The sources that shape a compiled graph: every file directly in these packages, and modules at the top.
 SOURCE_PACKAGES = (
     "quantisation",
+    "kv_format",
     "attention",
     "graphs.compiler",
     "models.textbook",

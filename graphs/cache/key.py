@@ -5,10 +5,12 @@ Every config field is in one of the lists below; a field in none is an error, so
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
+from compiled_engine.kv_format import AUTO
 from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import registered_passes, step_tensors
@@ -54,8 +56,18 @@ QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "ru
 POOLING_FIELDS = ("model.pooling.head",)
 OTHER_POOLING_FIELDS = tuple(
     f"model.pooling.{name}"
-    for name in ("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions")
+    for name in (
+        *("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions"),
+        "own_head",  # follows from model.architecture
+    )
 )
+# Fields of a model with recurrences.
+RECURRENCE_FIELDS = ("model.recurrences.states", "model.recurrences.num_rows")
+# Fields of an engine with adapters: the shapes of their slots.
+ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
+OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
+# A cache of 8 bits has other shapes, and scales. In the dtype of the model it is no factor.
+CACHE_FORMAT = "cache.kv_dtype"
 # These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
@@ -85,9 +97,13 @@ OTHER_FIELDS = (
     "model.max_model_len",
     "model.load_format",
     "model.seed",
+    "model.merged_adapter",
     "model.transformers",  # None, for the textbook's models
     "model.quantisation",  # None, for weights in model.dtype
     "model.pooling",  # None, for models that generate
+    "model.causal",  # these two follow from model.transformers.config, and from the head
+    "model.token_types",
+    "model.recurrences",  # None, for models of attention alone
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -118,6 +134,9 @@ OTHER_FIELDS = (
     "speculation.num_tokens",
     "speculation.lookup_max",
     "speculation.lookup_min",
+    "speculation.draft",  # a draft model has an entry of its own
+    "speculation.acceptance_rates",
+    "adapters",  # None, for an engine without them
 )
 
 
@@ -134,6 +153,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
         factors["source"] |= digests_of(RANK_PACKAGES)
     if config.model.transformers is not None:
         factors["source"] |= digests_of(("models.foreign",))
+    if config.model.recurrences is not None:
+        factors["source"] |= digests_of(("recurrence",))
     return factors
 
 
@@ -142,12 +163,17 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
 
     Raises RuntimeError for a field that is in neither list.
     """
-    flat = flat_fields(config)
-    optional = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS)
-    declared = {*GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
+    flat = flat_fields(replace(config, speculation=replace(config.speculation, draft=None)))
+    optional = (
+        *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
+        *(*ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS),
+    )
+    declared = {CACHE_FORMAT, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
-    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS)
+    if flat[CACHE_FORMAT] != AUTO:
+        factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
+    more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS, *ADAPTER_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

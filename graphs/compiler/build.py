@@ -19,6 +19,7 @@ from compiled_engine.graphs.compiler.record import PieceRecord, Record, module_t
 from compiled_engine.graphs.compiler.signature import FORWARD, Signature, callables_of
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
+from compiled_engine.kv_format import FP8
 from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.parallel.group import StandIn, in_group
 from compiled_engine.passes.framework.graph_inputs import describe_shards, shards_in
@@ -28,7 +29,11 @@ from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
 from compiled_engine.passes.linear import small_batch_linear_cpu
+from compiled_engine.passes.linear.adapters import Adapters
+from compiled_engine.passes.linear.gated_linear import GatedLinear
+from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
+from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
@@ -36,7 +41,7 @@ from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
-# Our stages in torch's structured trace (TORCH_TRACE=folder): tlparse shows them beside Dynamo's and Inductor's.
+# Our stages in torch's structured trace (TORCH_TRACE=folder): tlparse shows them next to Dynamo's and Inductor's.
 
 # Lowered graphs, each pass's diff; of each range its graph after the passes, its plan and its forward; output code.
 _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "forward.py", "pieces/*.py")
@@ -191,11 +196,12 @@ def apply_passes(
     """
     module, direct = traced.for_range(compile_range), traced.signature.direct
     structure = structure_passes(config, module.graph, compile_range, whole)
+    others, enabled = fusion_passes(config, traced.signature)
     with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
         reports = run_passes(
             module.graph,
-            (*structure, *(() if direct else registered_passes())),
-            (*(graph_pass.name for graph_pass in structure), *config.compile.passes),
+            (*structure, *others),
+            (*(graph_pass.name for graph_pass in structure), *enabled),
             compile_range,
             config.device,
             profile=profile_of(config.device),
@@ -208,6 +214,23 @@ def apply_passes(
     if expands and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
         module = expand_references(module)
     return module, reports
+
+
+def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
+    """The passes after those that structure_passes returns, in their order, and the names of the enabled ones.
+
+    With adapters, theirs is right behind merge_linears and always enabled. A linear and its activation then have the
+    adapters between them, so no pass puts both into one op.
+    """
+    if signature.direct:
+        return (), config.compile.passes
+    passes, enabled = registered_passes(), config.compile.passes
+    if not signature.adapted or config.adapters is None:
+        return passes, enabled
+    adapters = Adapters(config.adapters)
+    place = next(index for index, each in enumerate(passes, 1) if each.name == MergeLinears.name)
+    names = (*(name for name in enabled if name != GatedLinear.name), adapters.name)
+    return (*passes[:place], adapters, *passes[place:]), names
 
 
 def structure_passes(
@@ -225,4 +248,6 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
+    if config.cache.kv_dtype == FP8:
+        found.append(KVScales())
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Inductor on one piece: from its JSON to an artifact, with the compiler's own folders beside it."""
+"""Inductor on one piece: from its JSON to an artifact, with the compiler's own folders next to it."""
 
 from __future__ import annotations
 

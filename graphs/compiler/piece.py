@@ -28,7 +28,7 @@ _PLAIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     )
     for name in names
 }
-# Functions in sizes and strides beside arithmetic: a stride is at least one.
+# Functions in sizes and strides other than arithmetic: a stride is at least one.
 _OF_SIZES: dict[str, Any] = {"__builtins__": {}, "Max": torch.sym_max}
 _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 

@@ -7,7 +7,7 @@ all callables alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ from compiled_engine.attention.inputs import (
     attention_inputs_of,
     kv_cache_tensors,
     padding_of,
+    tensors_of_model,
 )
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import AdapterConfig, EngineConfig
 from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.pooling import Pooling
+from compiled_engine.recurrence.sequences import model_step_tensors
 
-FORWARD, LOGITS, POOLER = "forward", "logits", "pooler"
+FORWARD, LOGITS, POOLER, ADAPTED = "forward", "logits", "pooler", "adapted"
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 
@@ -40,7 +43,7 @@ class Signature:
     results: Python for each value that may be returned, by name, of `model`, the arguments and the results before it.
     returns: the names of the returned results; small_returns: that of a small range, if it differs. ranges: the last
     one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code does, so that a
-    start can load them without a compiler.
+    start can load them without a compiler. adapted: with the pass that adds the requests' adapters.
     """
 
     arguments: tuple[str, ...]
@@ -52,6 +55,7 @@ class Signature:
     asked: tuple[StepTensor, ...] = ()
     backend: str = ""
     direct: bool = False
+    adapted: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -98,20 +102,34 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
     """Return the callables of a model, by name."""
     pooling = config.model.pooling
     if pooling is None:
-        return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)}
+        adapted = {} if config.adapters is None else {ADAPTED: adapted_signature(config, config.adapters)}
+        return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)} | adapted
     return {FORWARD: forward_signature(config)} | ({POOLER: pooler_signature(config, pooling)} if pooling.head else {})
+
+
+def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:
+    """The step tensors that not every model has: those of this one, and those that passes ask for."""
+    adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
+    return (*_of_model(config), *step_tensors(config.compile.passes), *adapters)
+
+
+def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
+    return (*tensors_of_model(config.model.token_types), *model_step_tensors(config.model))
 
 
 def forward_signature(config: EngineConfig) -> Signature:
     """A step: hidden states of every token, and in ranges for small batches their logits if the model has them."""
     model = config.local_model
-    results = {"hidden_TD": f"model({', '.join(FORWARD_ARGUMENTS)})"}
+    own = _of_model(config)
+    arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
+    results = {"hidden_TD": f"model({', '.join(arguments)})"}
     if model.pooling is None:
         results["logits_TV"] = "model.logits(hidden_TD)"
-    caches = kv_cache_tensors(model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size), model.dtype)
+    shapes = model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size, config.cache_dtype)
+    caches = kv_cache_tensors(shapes, config.cache_dtype)
     return Signature(
-        FORWARD_ARGUMENTS,
-        (*STEP_TENSORS, *caches),
+        arguments,
+        (*STEP_TENSORS, *caches, *own),
         results,
         returns=("hidden_TD",),
         ranges=compile_ranges(config),
@@ -119,6 +137,16 @@ def forward_signature(config: EngineConfig) -> Signature:
         asked=step_tensors(config.compile.passes),
         backend=config.attention_backend,
     )
+
+
+def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signature:
+    """The forward for steps in which a request has an adapter. On a CPU the ranges for small batches have kernels that
+    such steps do not use.
+    """
+    forward = forward_signature(config)
+    ranges = forward.ranges if config.device.type == "cuda" else forward.ranges[-1:]
+    asked = (*forward.asked, *Adapters(adapters).step_tensors())
+    return replace(forward, asked=asked, ranges=ranges, adapted=True)
 
 
 def logits_signature(config: EngineConfig) -> Signature:

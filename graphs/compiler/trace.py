@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,12 @@ from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers
 from compiled_engine.graphs.compiler.signature import Signature
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
+from compiled_engine.models.checkpoint.parameters import states_of
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.passes.framework.matching import arg, fake_mode_of
-from compiled_engine.passes.framework.parameter import BUFFER, WEIGHT, Parameter
+from compiled_engine.passes.framework.parameter import BUFFER, KEPT, WEIGHT, Parameter
 from compiled_engine.passes.layout.lowering import lower
 
 
@@ -75,7 +76,7 @@ def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(_storageless(parameter, device), requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+            setattr(module, name, _storageless(buffer, device) if buffer.is_meta else buffer.to(device))
     return model
 
 
@@ -216,12 +217,12 @@ def _fresh_entry(signature: Signature) -> Callable[..., Any]:
 
 
 def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[Source | Parameter]:
-    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+    parameters, states = dict(model.named_parameters()) | dict(model.named_buffers()), states_of(model)
     sources: list[Source | Parameter | None] = []
     for node in graph.graph.find_nodes(op="placeholder"):
         name = node.meta["source_name"]
         is_tensor = isinstance(node.meta["example_value"], torch.Tensor)
-        sources.append(_named_source(name, parameters) if is_tensor else None)
+        sources.append(_named_source(name, parameters, states) if is_tensor else None)
     sized = [
         (source.name, dim, fake.shape[dim].node.expr)
         for source, fake in zip(sources, fakes, strict=True)
@@ -236,7 +237,7 @@ def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[
     return [source for source in sources if source is not None]
 
 
-def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source | Parameter:
+def _named_source(name: str, parameters: dict[str, torch.Tensor], states: Collection[str]) -> Source | Parameter:
     """Parse Dynamo's L['model']._modules['layers']._modules['0']._parameters['weight'] and similar names."""
     argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
     steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]
@@ -246,7 +247,8 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source | Pa
     if path not in parameters:
         raise RuntimeError(f"graph input {name} is not a parameter or buffer of the model")
     tensor = parameters[path]
-    return Parameter.of(path, tensor, WEIGHT if isinstance(tensor, nn.Parameter) else BUFFER)
+    role = KEPT if path in states else WEIGHT if isinstance(tensor, nn.Parameter) else BUFFER
+    return Parameter.of(path, tensor, role)
 
 
 def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:

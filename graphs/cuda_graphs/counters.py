@@ -16,7 +16,7 @@ log = logging.getLogger("compiled_engine")
 class Fallback(Enum):
     """Why a batch runs without a graph although graphs are on."""
 
-    NO_SUCH_GRAPH = "the mode captures decodes alone"
+    NO_SUCH_GRAPH = "the mode captures only decodes"
     TOO_LARGE = "larger than every captured size"
     DECODES_TOO_LARGE = "more decodes than every captured size"
     PROMPT_LOGPROBS = "prompt log-probabilities need the hidden states"

@@ -72,7 +72,7 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     return list(found.values())
 
 
-# The predicted memory of the graphs, kept beside the entry of the compile cache that they are captured from.
+# The predicted memory of the graphs, kept next to the entry of the compile cache that they are captured from.
 #
 # A prediction holds for one configuration on one device with one driver. Everything that it may depend on is a factor;
 # a file counts only if all its factors are those of this process.

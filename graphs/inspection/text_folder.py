@@ -46,7 +46,7 @@ def _passes(passes: Iterable[dict[str, Any]]) -> list[str]:
     for one in passes:
         state = f"{one['matches']} of {one['contract']}" if one["applied"] else one["reason"]
         lines.append(f"{one['range']:>12} {one['name']}: {state}")
-        lines += [f"{'':>12}   near miss: {reason}" for reason in one["near_misses"]]
+        lines += [f"{'':>12}   did not match: {reason}" for reason in one["near_misses"]]
         lines += [f"{'':>12}   {note}" for note in one["notes"]]
     return lines
 

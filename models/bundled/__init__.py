@@ -1,6 +1,6 @@
 """The model that ships with the package: five million parameters, trained on Python source, ready offline.
 
-`compiled_engine.models.bundled_training.train` trains it; README.md beside this file describes training and quality.
+`compiled_engine.models.bundled_training.train` trains it; README.md next to this file describes training and quality.
 """
 
 from __future__ import annotations

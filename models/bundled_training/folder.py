@@ -1,4 +1,4 @@
-"""Write the files beside the bundled model's weights: the record, the README and the licence."""
+"""Write the files next to the bundled model's weights: the record, the README and the licence."""
 
 from __future__ import annotations
 

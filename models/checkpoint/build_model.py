@@ -20,14 +20,16 @@ def build_model(config: ModelConfig) -> Any:
     """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
 
     It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and
-    `logits(hidden_RD) -> logits_RV`, or if it pools `pooler(pooled_RW) -> result_RL`. Buffers (rotary frequencies) are
-    fp32 on the CPU.
+    `logits(hidden_RD) -> logits_RV`, or if it pools `pooler(pooled_RW) -> result_RL`. An encoder takes the token types
+    too, if its tokens have any; with recurrences `forward` takes rows_R, see recurrence.sequences. Buffers (rotary
+    frequencies) are fp32 on the CPU.
     """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
     from compiled_engine.models.foreign.transformers_model import build_foreign_model  # imports transformers
 
-    return _with_pooler(build_foreign_model(config.transformers.config, config.dtype)[0], config)
+    model = build_foreign_model(config.transformers.config, config.dtype)[0]
+    return _with_pooler(_with_states(model, config), config)
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
@@ -35,18 +37,33 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
     transformers'."""
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
-    return _with_pooler(skeleton(find_description(config.transformers.config, config.dtype, cache_dir)), config)
+    model = skeleton(find_description(config.transformers.config, config.dtype, cache_dir))
+    return _with_pooler(_with_states(model, config), config)
+
+
+def _with_states(model: Any, config: ModelConfig) -> Any:
+    """The model with the states of its recurrences, buffers on the meta device; `row_states` has their names."""
+    if config.recurrences is not None:
+        model.row_states = frozenset(state.name for state in config.recurrences.states)
+        for state in config.recurrences.states:
+            owner, _, name = state.name.rpartition(".")
+            shape, dtype = (config.recurrences.num_rows, *state.shape), getattr(torch, state.dtype)
+            rows = torch.empty(shape, dtype=dtype, device="meta")
+            model.get_submodule(owner).register_buffer(name, rows, persistent=False)
+    return model
 
 
 def _with_pooler(model: Any, config: ModelConfig) -> Any:
-    """The model with a pooler in the place of its output projection, if it pools."""
-    if config.pooling is not None:
+    """The model with a pooler in the place of its output projection, if it pools; an encoder has none to replace."""
+    if config.pooling is None or config.pooling.own_head:
+        return model
+    if config.causal:
         children = dict(model.named_children())
         decoder = max(children, key=lambda name: len(list(children[name].parameters())))
         for name in children.keys() - {decoder}:
             delattr(model, name)
-        with torch.device("meta"):
-            model.pooler = Pooler(config.pooling.head).eval().requires_grad_(False)
+    with torch.device("meta"):
+        model.pooler = Pooler(config.pooling.head).eval().requires_grad_(False)
     return model
 
 

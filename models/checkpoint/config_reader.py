@@ -15,6 +15,7 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.pooling_folder import (
     PoolingOptions,
     causal_name,
+    headless_name,
     read_pooling,
     stated_length,
     why_pooling,
@@ -77,10 +78,12 @@ def read_model_config(
     architecture = stated.texts("architectures")[0]
     pools = why_pooling(architecture, path, pooling)
     if pools is not None:
-        if fields.values.get("is_causal") is False:
-            raise fields.error("is_causal", "true: no attention to later tokens is supported")
-        fields = JsonFields(fields.source, fields.values | {"architectures": [causal_name(architecture)]})
+        fields = fields.replaced(architectures=[causal_name(architecture)])
     textbook = _is_textbook(fields, model_impl, reasons)
+    if pools is not None and fields.values.get("is_causal") is False:
+        if model_impl == "textbook":
+            raise fields.error("is_causal", "true for models of the textbook")
+        textbook, reasons["model.transformers"] = False, "is_causal is false, and the textbook's models are causal"
     quantisation = _quantisation(fields, path, textbook, quantization, quantization_ignore)
     if quantisation is not None:
         fields = JsonFields(fields.source, {name: v for name, v in fields.values.items() if name != SECTION})
@@ -96,17 +99,23 @@ def read_model_config(
     if textbook:
         model, origin = textbook_model(fields, path, DTYPES[dtype])
     else:
+        names = fields.texts("architectures")[:1]
+        if pools is not None and (architecture not in names or fields.values.get("is_causal") is False):
+            names = list(dict.fromkeys((headless_name(architecture, pooling.convert), *names)))
         try:
-            model, origin = foreign_model(fields, path, DTYPES[dtype], cache_dir)
+            model, origin = foreign_model(fields, path, DTYPES[dtype], cache_dir, names)
         except UnknownArchitectureError as error:
             known, taken = _known_to_the_textbook(fields.texts("architectures")[0]), ""
             if causal_name(architecture) != architecture:
                 taken = f"the decoder of architecture {architecture!r}: "
             raise ValueError(f"{fields.source}: {taken}{error}; {known}") from error
+        if pools is None and (model.architecture != architecture or not model.causal):
+            raise ValueError(f"{fields.source}: {architecture} generates no text; allowed: runner='pooling'")
     supported_length = model.max_model_len
     if pools is not None:
         reasons["model.pooling"] = pools
-        model = replace(model, pooling=read_pooling(stated, path, pooling, model.hidden_size, reasons))
+        found = read_pooling(stated, path, pooling, model.hidden_size, reasons, causal=model.causal)
+        model = replace(model, pooling=found, token_types=model.token_types if found.own_head else 0)
         if (shorter := stated_length(path)) is not None and shorter[0] < supported_length:
             supported_length, origin = shorter[0], f"max_seq_length of {shorter[1]}"
     if max_model_len is None:

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from compiled_engine.config import HeadShape, ModelConfig, RopeConfig, TransformersModel
+from compiled_engine.config import HeadShape, ModelConfig, Recurrences, RopeConfig, TransformersModel
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.foreign.description import UnknownArchitectureError, transformers_version
 from compiled_engine.models.foreign.find_description import find_description
 
 
 def foreign_model(
-    fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None
+    fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: Sequence[str]
 ) -> tuple[ModelConfig, str]:
     """The model, and the source of its max_model_len, the longest supported.
 
+    names: architectures to try in turn; a later one is tried where transformers does not know the ones before.
     Raises ValueError, with the name, for a model that transformers does not have or the engine cannot run.
     """
-    config_json = json.dumps(fields.values, sort_keys=True)
+    name, *others = names
+    config_json = json.dumps(fields.replaced(architectures=[name]).values, sort_keys=True)
     try:
         description = find_description(config_json, dtype, cache_dir)
     except UnknownArchitectureError:
+        if others:
+            return foreign_model(fields, path, dtype, cache_dir, others)
         raise
     except ValueError as error:
         raise ValueError(f"{fields.source}: {error}") from error
+    if description.architecture != name:  # a decoder, which runs as a causal language model
+        return foreign_model(fields, path, dtype, cache_dir, [description.architecture])
     layers = description.layers
     heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers)
+    attending = [layer for layer in layers if layer.num_heads]
+    first = attending[0]
     for name in ("soft_cap", "sinks"):
-        if len({getattr(layer, name) for layer in layers}) > 1:
+        if len({getattr(layer, name) for layer in attending}) > 1:
             raise ValueError(f"{fields.source}: the layers of {description.architecture} differ in their {name}")
     length = description.max_position_embeddings
     model = ModelConfig(
@@ -43,7 +52,7 @@ def foreign_model(
         hidden_size=description.hidden_size,
         intermediate_size=description.intermediate_size,
         num_layers=len(layers),
-        **asdict(heads[0]),
+        **asdict(HeadShape(first.num_heads, first.num_kv_heads, first.head_dim)),
         max_position_embeddings=length,
         rms_norm_eps=0.0,
         rope=RopeConfig(0.0),
@@ -58,7 +67,10 @@ def foreign_model(
         seed=0,
         transformers=TransformersModel(transformers_version(), config_json),
         layer_heads=heads if len(set(heads)) > 1 else None,
-        attention_soft_cap=layers[0].soft_cap,
-        attention_sinks=layers[0].sinks,
+        attention_soft_cap=first.soft_cap,
+        attention_sinks=first.sinks,
+        causal=first.causal,
+        token_types=description.token_types,
+        recurrences=Recurrences(description.states) if description.states else None,
     )
     return model, "the model's max_position_embeddings"

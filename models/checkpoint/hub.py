@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
+from compiled_engine.models.checkpoint.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
 from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files, name_some
 from compiled_engine.process.progress import Advance, Progress
@@ -111,6 +112,21 @@ def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot
             raise ValueError(f"{_named(repository)}, which has none of {', '.join(TOKENIZER_FILES)}")
         folder = _download_first(repository, names[0])
         _download(repository, folder, names, listed, progress)
+    return Snapshot(folder, f"from {constants.ENDPOINT}")
+
+
+def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
+    """A snapshot with an adapter's two files. Raises as `find_checkpoint`."""
+    if all(_cached(repository, name) for name in (CONFIG_FILE, WEIGHTS_FILE)):
+        folder = _cached(repository, WEIGHTS_FILE)
+        assert folder is not None
+        return Snapshot(folder, "from the cache of huggingface_hub")
+    with _errors_in_words(repository, "its adapter"):
+        listed = _list_files(repository)
+        if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in listed]:
+            raise ValueError(f"{_named(repository)}, which has no {missing[0]}; allowed: an adapter as safetensors")
+        folder = _download_first(repository, CONFIG_FILE)
+        _download(repository, folder, [WEIGHTS_FILE], listed, progress)
     return Snapshot(folder, f"from {constants.ENDPOINT}")
 
 

@@ -57,6 +57,10 @@ class JsonFields:
             raise ValueError(f"{path} must hold a JSON object, got a {type(values).__name__}")
         return cls(str(path), values)
 
+    def replaced(self, **values: Any) -> JsonFields:
+        """Return the fields with other values for these names."""
+        return JsonFields(self.source, self.values | values)
+
     def __contains__(self, name: str) -> bool:
         """Return whether the field is present and not null."""
         return self.values.get(name) is not None

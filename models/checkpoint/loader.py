@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.adapter_folder import read_adapter
+from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scales_of
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
+from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
@@ -21,7 +24,15 @@ from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
 from compiled_engine.models.checkpoint.wrappers import text_tensors
 from compiled_engine.models.foreign.placement import Placement
-from compiled_engine.passes.framework.parameter import BUFFER, CODES, INPUT_SCALE, QUANTISED, SCALES, Parameter
+from compiled_engine.passes.framework.parameter import (
+    BUFFER,
+    CODES,
+    INPUT_SCALE,
+    KV_SCALES,
+    QUANTISED,
+    SCALES,
+    Parameter,
+)
 from compiled_engine.process.progress import Progress
 
 log = logging.getLogger("compiled_engine")
@@ -73,6 +84,8 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
+    if config.merged_adapter is not None:
+        tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
         tensors = pooling_tensors(tensors, dict(model.named_parameters(remove_duplicate=False)), config)
     matched = match_tensors(tensors, model, config, cache_dir)
@@ -81,15 +94,32 @@ def load_weights(
         parts[leaf.name] = _parts(leaf, _placements(leaf, matched, tensors, config), rank, num_ranks)
         twins = _parts(leaf, matched.twins.get(leaf.name, ()), rank, num_ranks)
         _require_equal(parts[leaf.name], twins, tensors, config.path)
+    kv_scales = _kv_scales(weights, tensors, config, rank, num_ranks)
     order = {name: place for place, name in enumerate(tensors)}
     with progress.stage("load weights", sum(map(len, parts.values()))) as advance:
         for batch in weights.batches():
             placed = [(part, target) for leaf, target in batch for part in parts[leaf.name]]
             placed.sort(key=lambda item: order[item[0].source])
             _copy([_copy_of(part, tensors, target) for part, target in placed], advance)
+            for target, scales_2K in (
+                (target, kv_scales[leaf.name]) for leaf, target in batch if leaf.name in kv_scales
+            ):
+                target.copy_(scales_2K)
             for leaf, target in batch:
                 if _is_zero(leaf, rank):
                     target.zero_()
+
+
+def _kv_scales(
+    weights: Weights, tensors: Mapping[str, torch.Tensor], config: ModelConfig, rank: int, num_ranks: int
+) -> dict[str, torch.Tensor]:
+    """Return the values of all parameters with scales of keys and values, by name. Warn if the checkpoint has none."""
+    leaves = [leaf for leaf in weights.leaves() if leaf.role == KV_SCALES]
+    names = find_kv_scales(tensors)
+    if leaves and not names and rank == 0:
+        log.warning("%s has no k_scale and v_scale for an FP8 KV cache: 1.0 is used", config.path)
+    heads = {leaf.name: config.heads_of(int(leaf.name.split(".")[1])).num_kv_heads for leaf in leaves}
+    return {leaf.name: kv_scales_of(leaf, tensors, names, heads[leaf.name], rank, num_ranks) for leaf in leaves}
 
 
 def _placements(
@@ -172,6 +202,9 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
     for batch in weights.batches():
         for leaf, target in batch:
             if leaf.role == BUFFER:
+                continue
+            if leaf.role == KV_SCALES:
+                target.fill_(1.0)
                 continue
             digest = hashlib.sha256(f"{seed} {leaf.name}".encode()).digest()
             generator = torch.Generator(target.device)

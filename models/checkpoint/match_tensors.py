@@ -56,7 +56,7 @@ def match_tensors(
     else:
         kept = model.state_dict().keys()
         own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-        of_pooler = [name for name in shapes if name.startswith(POOLER)]
+        of_pooler = [name for name in shapes if name.startswith(f"{POOLER}.")]
         stated = {name: shape for name, shape in shapes.items() if name not in of_pooler}
         try:
             plan = find_weight_plan(config.transformers, config.dtype, stated, cache_dir)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
 from compiled_engine.parallel.shards import Shard
-from compiled_engine.passes.framework.parameter import BUFFER, KEPT, QUANTISED, WEIGHT, Parameter, compute
+from compiled_engine.passes.framework.parameter import BUFFER, KEPT, KV_SCALES, QUANTISED, WEIGHT, Parameter, compute
 
 GIB = 2**30
 # Most bytes at a time of tensors that are on the device only until others are made of them.
@@ -65,7 +66,14 @@ class Weights:
 def parameters_of(model: nn.Module, shards: Mapping[str, Shard] | None = None) -> tuple[Parameter, ...]:
     """Describe all parameters of a model, none packed, as it needs them without a compiler. shards: by name."""
     shards = shards or {}
-    return tuple(Parameter.of(name, p, shard=shards.get(name)) for name, p in model.named_parameters())
+    states = (Parameter.of(name, model.get_buffer(name), KEPT) for name in sorted(states_of(model)))
+    return (*(Parameter.of(name, p, shard=shards.get(name)) for name, p in model.named_parameters()), *states)
+
+
+def states_of(model: nn.Module) -> frozenset[str]:
+    """The names of the buffers that are states of recurrences, which are kept parameters."""
+    names: Any = getattr(model, "row_states", frozenset())
+    return frozenset(names)
 
 
 def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch.device) -> Weights:
@@ -84,12 +92,13 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
     named = {p.renamed(lambda name: owners.get(name, name)): None for p in parameters if p.members or p.role != BUFFER}
     stored = sorted(named, key=lambda parameter: not parameter.members)  # members are placed with what they are part of
     _check(stored, {name: model.get_parameter(name) for name in names})
-    buffers = dict(model.named_buffers())
+    states = states_of(model)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in states}
     _check_memory(stored, buffers.values(), device)
 
     tensors: dict[str, torch.Tensor] = {name: buffer.to(device) for name, buffer in buffers.items()}
     for parameter in stored:
-        if parameter.members or (parameter.role in QUANTISED and parameter.name not in tensors):
+        if parameter.members or (parameter.role in (*QUANTISED, KV_SCALES) and parameter.name not in tensors):
             tensor = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=device)
         elif parameter.role == KEPT:
             tensor = torch.zeros(parameter.shape, dtype=parameter.torch_dtype, device=device)
@@ -103,7 +112,7 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
 
     for owner in names.keys() & tensors.keys():
         tensors |= dict.fromkeys(names[owner], nn.Parameter(tensors[owner], requires_grad=False))
-    for name in (*owners, *buffers):
+    for name in (*owners, *buffers, *states):
         if name in tensors:
             path, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(path), attribute, tensors[name])

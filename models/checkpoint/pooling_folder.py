@@ -38,8 +38,8 @@ POOLING_FILES = (MODULES, PROMPTS, *LENGTHS)
 CAUSAL = "ForCausalLM"
 LM_HEAD = "LMHeadModel"
 CLASSIFIER = "ForSequenceClassification"
-# Names of architectures that are the same decoder with another head.
-SUFFIXES = (CLASSIFIER, "ForTextEncoding", "Model")
+# Names of architectures that are the same model with another head.
+SUFFIXES = (CLASSIFIER, "ForTextEncoding", "ForMaskedLM", "ForPreTraining", "Model")
 # Fields of older configurations of sentence-transformers, one for each kind.
 OLD_FIELDS = {
     "pooling_mode_cls_token": "cls",
@@ -50,12 +50,13 @@ OLD_FIELDS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 # Names of tensors: of the head in the model, and in checkpoints.
-POOLER = "pooler."
+POOLER = "pooler.linears"
 _OUTPUT = "lm_head.weight"
 _OTHER_HEADS = (_OUTPUT, "score.weight", "score.bias")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 WITHOUT_EFFECT = ("Dropout",)
+_CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID}  # their activations
 RERANKERS = ("Qwen3ForCausalLM",)
 NO_YES = ("no", "yes")
 # Qwen3-Reranker's: what is before a pair, the pair, and what is behind it, each tokenised by itself.
@@ -82,7 +83,7 @@ class _Stated(NamedTuple):
     include_prompt: bool
     head: tuple[Dense, ...]
     normalises: bool
-    score_tokens: tuple[int, int] | None
+    score_tokens: tuple[int, ...] | None
 
 
 def causal_name(architecture: str) -> str:
@@ -95,6 +96,16 @@ def causal_name(architecture: str) -> str:
     for suffix in SUFFIXES:
         if architecture.endswith(suffix):
             return architecture.removesuffix(suffix).removesuffix("Text") + CAUSAL
+    return architecture
+
+
+def headless_name(architecture: str, convert: str) -> str:
+    """The model without its head, BertForMaskedLM's is BertModel; a classifier keeps its own unless it embeds."""
+    if architecture.endswith(CLASSIFIER) and convert != EMBED:
+        return architecture
+    for suffix in (*SUFFIXES, CAUSAL):
+        if architecture.endswith(suffix):
+            return architecture.removesuffix(suffix) + "Model"
     return architecture
 
 
@@ -117,9 +128,9 @@ def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | N
 
 
 def read_pooling(
-    fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str]
+    fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str], *, causal: bool
 ) -> Pooling:
-    """The pooling of a model that has one. fields: of config.json.
+    """The pooling of a model that has one. fields: of config.json. causal: False for an encoder.
 
     Raises ValueError for an option that the checkpoint does not allow, and for a field that is wrong or not supported.
     """
@@ -129,19 +140,20 @@ def read_pooling(
         classifies = architecture.endswith(CLASSIFIER) or (stated is not None and stated.score_tokens is not None)
         convert = CLASSIFY if classifies else EMBED
     if convert == EMBED:
-        pooling = _embedding(stated, path, reasons)
+        pooling = _embedding(stated, path, reasons, causal)
     elif architecture.endswith(CLASSIFIER):
-        pooling = _classifier(fields, hidden_size, reasons)
+        pooling = _classifier(fields, hidden_size, reasons, causal)
     else:
         pooling = _reranker(fields, path, stated, hidden_size, reasons)
     return _overridden(pooling, asked.override, hidden_size, reasons)
 
 
-def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str]) -> Pooling:
+def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str], causal: bool) -> Pooling:
     if stated is None:
-        reasons["model.pooling.kinds"] = f"no {MODULES}: the last token, as decoders are trained"
+        usual = "the last token, as decoders are trained" if causal else "the mean, as sentence-transformers has it"
+        reasons["model.pooling.kinds"] = f"no {MODULES}: {usual}"
         reasons["model.pooling.activation"] = f"no {MODULES}: vectors of length 1"
-        return Pooling(EMBED, LAST, (), NORMALISE)
+        return Pooling(EMBED, LAST if causal else ("mean",), (), NORMALISE)
     reasons["model.pooling.kinds"] = reasons["model.pooling.activation"] = f"from {MODULES}"
     values = _json(path / PROMPTS)
     prompts = values.section("prompts").values
@@ -157,7 +169,7 @@ def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str]) -> P
     )
 
 
-def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str]) -> Pooling:
+def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], causal: bool) -> Pooling:
     named = fields.section("id2label").values
     count = len(named) or fields.integer("num_labels", 2)
     labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(count))
@@ -168,9 +180,20 @@ def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str]) -
         activation, why = SIGMOID, f"problem_type is {problem}" if problem else "one label"
     else:
         activation, why = SOFTMAX, "labels exclude each other"
-    reasons["model.pooling.kinds"] = "classifiers of decoders read the last token"
+    stated = fields.section("sentence_transformers").values.get("activation_fn")
+    stated = stated or fields.text("sbert_ce_default_activation_function", "")
+    if known := _CROSS_ENCODERS.get(str(stated).rpartition(".")[2]):
+        activation, why = known, f"activation_fn of the cross encoder is {stated}"
     reasons["model.pooling.activation"] = why
-    return Pooling(CLASSIFY, LAST, (Dense("score", hidden_size, count),), activation, labels)
+    if causal:
+        reasons["model.pooling.kinds"] = "classifiers of decoders read the last token"
+        return Pooling(CLASSIFY, LAST, (Dense("score", hidden_size, count),), activation, labels)
+    kind = fields.text("classifier_pooling", "cls")
+    if kind not in KINDS:
+        raise fields.error("classifier_pooling", f"one of {', '.join(KINDS)}")
+    reasons["model.pooling.kinds"] = "classifiers of encoders read the first token, unless classifier_pooling is stated"
+    head = (Dense("classifier", hidden_size, count),)
+    return Pooling(CLASSIFY, (kind,), head, activation, labels, own_head=True)
 
 
 def _reranker(
@@ -190,9 +213,12 @@ def _reranker(
             f"known for it; allowed: a {CLASSIFIER}, or a config.json with classifier_from_token"
         )
     reasons["model.pooling.kinds"] = "the logits after the last token judge"
-    reasons["model.pooling.activation"] = f"the probability of {words[-1]!r} against {words[0]!r}"
+    alone = len(tokens) == 1
+    against = "alone, by its sigmoid" if alone else f"against {words[0]!r}"
+    reasons["model.pooling.activation"] = f"the probability of {words[-1]!r} {against}"
     head = Dense("", hidden_size, len(tokens), tokens=tokens)
-    return Pooling(CLASSIFY, LAST, (head,), SOFTMAX, labels=(words[-1],), template=RERANKER_TEMPLATE)
+    activation = SIGMOID if alone else SOFTMAX
+    return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=RERANKER_TEMPLATE)
 
 
 def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reasons: dict[str, str]) -> Pooling:
@@ -231,7 +257,7 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
     kinds: tuple[str, ...] = LAST
     include_prompt, normalises = True, False
     head: list[Dense] = []
-    score_tokens = None
+    score_tokens: tuple[int, ...] | None = None
     for module in _list(path / MODULES):
         kind = module.text("type").rpartition(".")[2]
         folder = path / str(module.values.get("path") or "")
@@ -245,9 +271,9 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
         elif kind == "LogitScore":
             scores = JsonFields.from_file(folder / "config.json")
             false, true = (scores.values.get(name) for name in ("false_token_id", "true_token_id"))
-            if type(true) is not int or type(false) is not int:
-                raise scores.error("true_token_id", "a token id, and false_token_id too")
-            score_tokens = false, true
+            if type(true) is not int or type(false) not in (int, type(None)):
+                raise scores.error("true_token_id", "a token id, and false_token_id another one or null")
+            score_tokens = (true,) if false is None else (false, true)
         elif kind != "Transformer" and kind not in WITHOUT_EFFECT:
             raise module.error("type", "a Transformer, Pooling, Dense, Normalize, LogitScore or Dropout")
     return _Stated(kinds, include_prompt, tuple(head), normalises, score_tokens)
@@ -309,12 +335,25 @@ def pooling_tensors(
     own: the model's names. Raises ValueError if tensors of the head are missing.
     """
     assert config.pooling is not None
-    found = {name if name in own or f"model.{name}" not in own else f"model.{name}": t for name, t in tensors.items()}
+    if not config.causal:
+        linears = () if config.pooling.own_head else config.pooling.head
+        return {**tensors, **_of_linears([_of_head(dense, tensors, config) for dense in linears])}
+    found = {_own_name(name, own): tensor for name, tensor in tensors.items()}
     heads = [_of_head(dense, found, config) for dense in config.pooling.head]
-    found = {name: tensor for name, tensor in found.items() if name not in _OTHER_HEADS}
-    for number, head in enumerate(heads):
-        found |= {f"{POOLER}linears.{number}.{name}": tensor for name, tensor in head.items()}
-    return found
+    return {name: tensor for name, tensor in found.items() if name not in _OTHER_HEADS} | _of_linears(heads)
+
+
+def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of a head's linears by their names in the model."""
+    named = ((f"{POOLER}.{number}.{name}", t) for number, head in enumerate(heads) for name, t in head.items())
+    return dict(named)
+
+
+def _own_name(name: str, own: Collection[str]) -> str:
+    """The model's name of a tensor of a decoder, which may be stored without a prefix; scales go with their weight."""
+    weight = f"{name.rpartition('.')[0]}.weight"
+    is_stored_alone = any(f"model.{each}" in own and each not in own for each in (name, weight))
+    return f"model.{name}" if is_stored_alone else name
 
 
 def _of_head(dense: Dense, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:

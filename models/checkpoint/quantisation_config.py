@@ -1,4 +1,7 @@
-"""quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt, all in FP8."""
+"""quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt, all in FP8.
+
+Rules can also be written as compressed-tensors.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +75,8 @@ def _compressed_tensors(config: JsonFields) -> Quantisation:
             raise group.error("output_activations", "null")
         scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
         rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
-    if not rules:
-        raise config.error("config_groups", "an object of at least one group")
+    if not rules and not config.values.get("kv_cache_scheme"):
+        raise config.error("config_groups", "an object of at least one group, or empty together with kv_cache_scheme")
     return Quantisation("compressed-tensors", tuple(rules), tuple(_list(config, "ignore")))
 
 
@@ -157,3 +160,52 @@ def _modelopt(config: JsonFields) -> Quantisation:
 def _list(config: JsonFields, name: str) -> list[str]:
     """A list of strings, which may be empty, absent or null."""
     return config.texts(name) if config.values.get(name) else []
+
+
+# The way back: the section that llm-compressor writes, of which each field has the library's default or the rules'.
+
+
+def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
+    """Return the section that states these rules; `read_quantisation` reads the same ones."""
+    return {
+        "config_groups": {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)},
+        "format": "float-quantized",
+        "global_compression_ratio": None,
+        "ignore": list(quantisation.ignore),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def _group(rule: Rule) -> dict[str, Any]:
+    scheme = LinearScheme.parse(rule.scheme)
+    return {
+        "format": "float-quantized",
+        "input_activations": None if scheme.inputs is None else _arguments(scheme.inputs, of_inputs=True),
+        "output_activations": None,
+        "targets": list(rule.targets),
+        "weights": _arguments(scheme.weight, of_inputs=False),
+    }
+
+
+def _arguments(rounding: Rounding, *, of_inputs: bool) -> dict[str, Any]:
+    rows, columns = rounding.rows, rounding.columns
+    if rows and columns:
+        strategy = "group" if of_inputs else "block"
+    else:
+        strategy = "tensor" if not rows else "token" if of_inputs else "channel"
+    return {
+        "actorder": None,
+        "block_structure": [rows, columns] if strategy == "block" else None,
+        "dynamic": of_inputs and not rounding.static,
+        "group_size": columns if strategy == "group" else None,
+        "num_bits": 8,
+        "observer": None if of_inputs and not rounding.static else "minmax",
+        "observer_kwargs": {},
+        "strategy": strategy,
+        "symmetric": True,
+        "type": "float",
+    }

@@ -1,4 +1,4 @@
-"""Quantised weights as a checkpoint holds them: codes beside their scales, checked, and placed as their weight is."""
+"""Quantised weights as a checkpoint holds them: codes and their scales, checked, and placed as their weight is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
 INPUT_SCALE_NAME = "input_scale"
-# Keys and values are cached in the model's dtype, so these are not read.
+# Not weights: kv_scales.py reads those of keys and values where the cache is in FP8.
 KV_SCALES = re.compile(r".*(\.[qkv]_scale|\.[kv]_proj\.output_scale)$")
 
 

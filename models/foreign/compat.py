@@ -8,7 +8,13 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -30,6 +36,19 @@ def causal_lm_name(config: PreTrainedConfig) -> str | None:
     """The class that transformers has for a configuration as a causal language model; None if it has none."""
     mapping: Any = AutoModelForCausalLM._model_mapping
     return mapping[type(config)].__name__ if type(config) in mapping else None
+
+
+def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
+    """The classes that transformers has for a configuration as a model without a head and as a classifier: the Auto
+    class that makes each, by its name.
+    """
+    found: dict[str, Any] = {}
+    for auto in (AutoModel, AutoModelForSequenceClassification):
+        mapping: Any = auto._model_mapping
+        if type(config) in mapping:
+            made = mapping[type(config)]
+            found[(made[0] if isinstance(made, tuple) else made).__name__] = auto
+    return found
 
 
 def fill_buffers(model: PreTrainedModel) -> None:

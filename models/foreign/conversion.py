@@ -85,6 +85,22 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
     return WeightPlan(tuple(placements), tuple(unexpected))
 
 
+def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
+    """The same for the `model` of an Encoder. Tensors of heads that it does not have are left out."""
+    plan = plan_weights(model, shapes)
+    prefix = f"{model.base_model_prefix}."
+    has_prefix = any(name.startswith(prefix) for name in shapes)
+    bare = model.base_model is model
+    unexpected = tuple(
+        name
+        for name in plan.unexpected
+        if name.removeprefix(prefix).partition(".")[0] != "pooler"
+        and not (bare and has_prefix != name.startswith(prefix))
+    )
+    placements = tuple(replace(each, target=f"model.{each.target}") for each in plan.placements)
+    return WeightPlan(placements, unexpected)
+
+
 def _scales_of(name: str) -> str:
     """The name of the scales of packed values; empty for any other name."""
     return name.removesuffix(_BLOCKS) + "_scales" if name.endswith(_BLOCKS) else ""

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.config import RowState
+
 FOLDER = "models"
 _SOURCE = Path(__file__).parent
 log = logging.getLogger("compiled_engine")
 
 
 class UnknownArchitectureError(ValueError):
-    """transformers has no causal language model of that name in its own code."""
+    """transformers has no model of that name in its own code."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Attention of one layer: heads, visible keys per query (None: all), and soft cap and sinks as in
-    attention.inputs.
+    """Attention of one layer: heads (0: it does not attend), visible keys per query (None: all), and soft cap and sinks
+    as in attention.inputs.
     """
 
     num_heads: int
@@ -53,11 +55,15 @@ class LayerShape:
     sliding_window: int | None
     soft_cap: float
     sinks: bool
+    causal: bool = True
 
 
 @dataclass(frozen=True)
 class Description:
-    """Sizes, what each layer's attention is like, and all tensors."""
+    """Sizes, what each layer's attention is like, all tensors, and the states of recurrences.
+
+    max_position_embeddings: tokens of a text. token_types: how many types tokens may have; 0 if the code reads none.
+    """
 
     architecture: str
     vocab_size: int
@@ -67,6 +73,8 @@ class Description:
     layers: tuple[LayerShape, ...]
     parameters: tuple[TensorDescription, ...]
     buffers: tuple[TensorDescription, ...]
+    token_types: int = 0
+    states: tuple[RowState, ...] = ()
 
     @staticmethod
     def from_json(text: str) -> Description:
@@ -76,7 +84,8 @@ class Description:
             for kind in ("parameters", "buffers")
         }
         layers = tuple(LayerShape(**layer) for layer in data.pop("layers"))
-        return Description(layers=layers, **tensors, **data)
+        states = tuple(RowState(**state | {"shape": tuple(state["shape"])}) for state in data.pop("states"))
+        return Description(layers=layers, states=states, **tensors, **data)
 
 
 class Skeleton(nn.Module):
@@ -102,7 +111,7 @@ def read_file(path: Path) -> str:
     """Return the text that write_file has written. Raises ValueError if its digest does not match."""
     digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     if digest != _digest(text):
-        raise ValueError("its digest is another")
+        raise ValueError("its digest does not match")
     return text
 
 

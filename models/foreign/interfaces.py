@@ -11,7 +11,8 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import attention_or_value
+from compiled_engine.attention.op import attention_or_value, packed_attention_or_value
+from compiled_engine.recurrence.sequences import Sequences
 
 # The arguments of a step on their way to attention, past code that does not know of them.
 
@@ -20,13 +21,21 @@ class Step:
     """All attention modules of a model share this object; the model's forward fills it in, except the windows, which
     are constant.
 
-    Keyword arguments would be simpler, but not all families pass them to their attention.
+    Keyword arguments would be simpler, but not all families pass them to their attention. rows_R: see
+    recurrence.sequences, None in a model without recurrences.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None]) -> None:
         self.sliding_windows = tuple(sliding_windows)
         self.inputs: AttentionInputs | None = None
         self.kv_caches: list[torch.Tensor] = []
+        self.rows_R: torch.Tensor | None = None
+
+    def sequences(self) -> Sequences:
+        """The step's requests as recurrences see them."""
+        assert self.inputs is not None
+        assert self.rows_R is not None
+        return Sequences(self.rows_R, self.inputs.query_start_loc_R1, self.inputs.seq_lens_R)
 
 
 # Experts as a function of transformers' `ExpertsInterface`, as the textbook writes them, which a pass makes one op.
@@ -112,3 +121,29 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
+
+
+# The same for encoders, whose attention modules need not have the number of their layer.
+PACKED_NAME = "compiled_engine_packed"
+
+
+def attend_packed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `attend`, among the tokens of each text; `module` has `step` and `packed_window`."""
+    q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    own: Any = module
+    out_THd = packed_attention_or_value(q_THd, k_TKd, v_TKd, own.step.inputs, scale, own.packed_window, softcap, s_aux)
+    return out_THd.unsqueeze(0), None
+
+
+AttentionInterface.register(PACKED_NAME, attend_packed)

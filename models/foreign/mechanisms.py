@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from compiled_engine.models.foreign.recurrence import recurrent_modules
+
 # Names of module classes.
 _MODULES = (
-    ("GatedDeltaNet", "the gated delta rule"),
     ("DeltaAttention", "Kimi delta attention"),
     ("Mamba|BambaMixer|FalconH1Mixer", "the scan of a state space model (Mamba)"),
     ("LightningAttention", "lightning attention"),
-    ("ShortConv", "short convolutions"),
     ("Rglru", "a gated linear recurrence (RG-LRU)"),
     ("^Rwkv", "the recurrence of RWKV"),
     ("^xLSTM", "the recurrence of xLSTM"),
@@ -28,6 +28,7 @@ _MODULES = (
     ("MoA$", "experts of attention heads"),
     ("DecoderWrapper$|^ProphetNetDecoder$", "the decoder of an encoder-decoder model"),
     ("Patcher$", "patches of bytes"),
+    ("^MPNetSelfAttention$|^Deberta|^T5Attention$", "biases of attention scores by relative positions"),
     ("^XLNetRelativeAttention$", "attention to relative positions in two streams"),
     ("^(Bloom|Mpt)Attention$", "positions as biases of attention scores (ALiBi)"),
     ("^Conv1d$", "convolutions over tokens"),
@@ -36,9 +37,18 @@ _MODULES = (
 _COUNTS = "create_position_ids_from_input_ids"
 
 
-def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> tuple[str, ...]:
+def first_position(model: nn.Module) -> int:
+    """The position of a text's first token: the one behind that of padding, where padding has one (RoBERTa)."""
+    for name, module in model.named_modules():
+        is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
+        if is_padded and name.rpartition(".")[2] == "position_embeddings":
+            return int(module.padding_idx) + 1  # type: ignore[arg-type]
+    return 0
+
+
+def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, encodes: bool = False) -> tuple[str, ...]:
     """Name what the model needs and the engine does not have. model: None for one that could not be built."""
-    modules = [] if model is None else list(model.modules())
+    modules = [] if model is None else _outside_recurrences(model)
     classes = {type(module).__name__ for module in modules}
     found = [text for pattern, text in _MODULES if any(re.search(pattern, name) for name in classes)]
 
@@ -46,7 +56,7 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> tup
         return vars(config).get(name)
 
     stated = {
-        "positions that are counted from the token ids": any(hasattr(each, _COUNTS) for each in modules),
+        "positions that are counted from the token ids": not encodes and any(hasattr(m, _COUNTS) for m in modules),
         "chunked attention": "chunked_attention" in (value("layer_types") or ()),
         "multi-head latent attention": value("kv_lora_rank"),
         "keys and values shared between layers": value("num_kv_shared_layers") or "Assistant" in type(config).__name__,
@@ -56,3 +66,9 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> tup
     found += [text for text, needed in stated.items() if needed]
     general = "convolutions over tokens"  # a part of most recurrences
     return tuple(text for text in found if text != general or len(found) == 1)
+
+
+def _outside_recurrences(model: nn.Module) -> list[nn.Module]:
+    """The modules without the parts of those whose recurrences the engine has functions for."""
+    inside = {part for _, module in recurrent_modules(model) for part in module.modules() if part is not module}
+    return [module for module in model.modules() if module not in inside]

@@ -5,7 +5,7 @@ Unsupported features are found here, and refused, before a weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +17,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from compiled_engine.config import RowState
+from compiled_engine.models.foreign.recurrence import (
+    ACTIVATIONS,
+    CONV_STATE,
+    RULE_STATE,
+    functions_used,
+    recurrent_modules,
+)
+
 _NAME = "compiled_engine_observing"
 _TOKENS = 3
 # Arguments of attention that say nothing about its result.
 _WITHOUT_EFFECT = (
     *("dropout", "position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache"),
-    *("layer_idx", "num_items_in_batch", "output_hidden_states", "output_router_logits", "cache", "past_key_values"),
+    *(
+        "deterministic",
+        "layer_idx",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "cache",
+        "past_key_values",
+    ),
 )
 _POSITIONS = 1 << 20  # at which masks are looked at
 
@@ -33,7 +50,11 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One call of attention. Window: how many keys a query sees, itself included; None for all. soft_cap 0: none."""
+    """One call of attention. Window: how many keys a query sees, itself included; None for all. soft_cap 0: none. A
+    layer that does not attend has no heads.
+
+    causal: whether a query sees no later keys. If it does, the window counts the keys on either side.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -41,14 +62,21 @@ class LayerAttention:
     sliding_window: int | None
     soft_cap: float
     sinks: bool
+    causal: bool = True
+
+
+_NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """`layers_path`: the module list of decoder layers, empty if it was not found; `signatures`: for each of them what
-    it does, equal for layers that do the same; `in_tuple`: whether a layer returns its hidden states in a tuple."""
+    """`layers_path`: the module list of layers, empty if it was not found; `signatures`: for each of them what it does,
+    equal for layers that do the same; `in_tuple`: whether a layer returns its hidden states in a tuple. `modules`: the
+    attention of each layer that attends. `states`: of recurrences, in the order of the layers."""
 
     attention: tuple[LayerAttention, ...]
+    modules: tuple[nn.Module, ...]
+    states: tuple[RowState, ...]
     layers_path: str
     signatures: tuple[int, ...]
     in_tuple: bool
@@ -62,9 +90,12 @@ class _Mask:
     function: Callable[..., Any]
 
     @cached_property
-    def window(self) -> int | None:
-        """The number of keys that the mask leaves; None for all. Raises UnsupportedModelError."""
-        return _window_of(self.function)
+    def sight(self) -> tuple[int | None, bool]:
+        """The number of keys that the mask leaves on a side, None for all; whether it hides all later keys.
+
+        Raises UnsupportedModelError.
+        """
+        return _sight_of(self.function)
 
 
 class _Observer(TorchDispatchMode):
@@ -73,6 +104,7 @@ class _Observer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[int, LayerAttention] = {}
+        self.modules: dict[int, nn.Module] = {}
         self.masks: list[_Mask] = []
         self.layer: int | None = None
         self.ops: dict[int, list[Any]] = {}
@@ -132,29 +164,83 @@ class _Observer(TorchDispatchMode):
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)
+        if layer is None and module not in self.modules.values():  # encoders need no number
+            layer = len(self.calls)
         strange = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
         found = [mask for mask in self.masks if mask.tensor is attention_mask]
         if not isinstance(layer, int) or layer in self.calls:
             raise UnsupportedModelError("its layers attend several times, or are run several times")
         if strange:
             raise UnsupportedModelError(f"its attention takes {', '.join(strange)}")
-        if is_causal is False or not found:
+        if not found:
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
         self._records = False  # the mask does not matter to the first layer that requests it
-        window = found[0].window
+        window, causal = found[0].sight
         self._records = True
+        if is_causal is not None and is_causal != causal:
+            raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if sliding_window is not None and sliding_window != window:
-            raise UnsupportedModelError(f"its sliding window is {sliding_window} beside a mask with {window}")
+            raise UnsupportedModelError(f"its sliding window is {sliding_window}, but its mask has {window}")
+        self.modules[layer] = module
         self.calls[layer] = LayerAttention(
-            query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None
+            query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None, causal
         )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
 
 
-def observe(model: PreTrainedModel, num_layers: int) -> Observation:
-    """Run the model, which is on the meta device, and say what it did.
+class _Recurrences:
+    """Implements Functions: records the states that calls need."""
+
+    def __init__(self, paths: Mapping[nn.Module, str]) -> None:
+        self.module: Any = None
+        self.states: dict[str, RowState] = {}
+        self.layers: set[int] = set()
+        self._paths = paths
+
+    def convolve(
+        self,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModelError(f"its convolutions over tokens end in {activation}")
+        num_channels, width = weight.shape
+        self._add(CONV_STATE, (num_channels, width - 1), hidden_states.dtype, others)
+        return torch.empty_like(hidden_states)
+
+    def apply_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if g.shape != value.shape[:-1]:
+            raise UnsupportedModelError("its delta rule decays the parts of a key differently")
+        self._add(RULE_STATE, (value.shape[2], key.shape[3], value.shape[3]), torch.float32, others)
+        return torch.empty_like(value), None
+
+    def _add(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, others: Mapping[str, Any]) -> None:
+        strange = [name for name, given in others.items() if given and name not in _WITHOUT_EFFECT]
+        if strange:
+            raise UnsupportedModelError(f"its recurrences take {', '.join(strange)}")
+        layer, name = getattr(self.module, "layer_idx", None), f"{self._paths[self.module]}.{kind}"
+        if not isinstance(layer, int) or name in self.states:
+            raise UnsupportedModelError("its recurrences run several times, or outside of layers")
+        self.layers.add(layer)
+        self.states[name] = RowState(name, shape, str(dtype).removeprefix("torch."))
+
+
+def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:
+    """Run the model, which is on the meta device, and say what it did. encodes: it takes no cache.
 
     Raises UnsupportedModelError for what the engine cannot do.
     """
@@ -165,18 +251,31 @@ def observe(model: PreTrainedModel, num_layers: int) -> Observation:
     before = config._attn_implementation
     config._attn_implementation = _NAME
     path, layers = _layers(model, num_layers)
+    paths = {module: path for path, module in recurrent_modules(model)}
+    recurrences = _Recurrences(paths)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    # With recurrences transformers reads whether the mask hides anything, so it has values.
+    mask = torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu" if paths else "meta")
     try:
-        with torch.no_grad(), _watched(observer, layers), observer:
-            model(input_ids=ids, position_ids=ids.clone(), attention_mask=torch.ones_like(ids), use_cache=False)
+        options = {} if encodes else {"use_cache": False}
+        with torch.no_grad(), functions_used(model, recurrences), _watched(observer, layers), observer:
+            model(input_ids=ids, position_ids=ids.clone(), attention_mask=mask, **options)
     finally:
         config._attn_implementation = before
-    if sorted(observer.calls) != list(range(num_layers)):
-        missing = [layer for layer in range(num_layers) if layer not in observer.calls]
+    if not observer.calls:
+        raise UnsupportedModelError("its layers do not attend through transformers' AttentionInterface")
+    found = observer.calls.keys() | recurrences.layers
+    if sorted(found) != list(range(num_layers)):
+        missing = [layer for layer in range(num_layers) if layer not in found]
         which = f"its layers {missing}" if len(missing) < num_layers else "its layers"
         raise UnsupportedModelError(f"{which} do not attend through transformers' AttentionInterface")
+    attention = tuple(observer.calls.get(layer, _NO_ATTENTION) for layer in range(num_layers))
+    if len({layer.causal for layer in attention}) > 1:
+        raise UnsupportedModelError("some of its layers attend in both directions, others do not")
     signatures = tuple(hash(repr(observer.ops.get(number))) for number in range(num_layers))
-    return Observation(tuple(observer.calls[layer] for layer in range(num_layers)), path, signatures, observer.in_tuple)
+    modules = tuple(observer.modules[layer] for layer in sorted(observer.modules))
+    states = tuple(recurrences.states.values())
+    return Observation(attention, modules, states, path, signatures, observer.in_tuple)
 
 
 def _layers(model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
@@ -208,17 +307,19 @@ def _watched(observer: _Observer, layers: nn.ModuleList) -> Iterator[None]:
         yield
 
 
-def _window_of(mask_function: Callable[..., Any]) -> int | None:
-    """The sliding window of a causal mask, or None. Raises UnsupportedModelError for another mask."""
+def _sight_of(mask_function: Callable[..., Any]) -> tuple[int | None, bool]:
+    """The sliding window of a mask, or None; whether it is causal. Raises UnsupportedModelError for another mask."""
     keys = torch.arange(_POSITIONS + 2)
 
     def seen_by(query: int) -> torch.Tensor:
         return mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys).expand(keys.shape)
 
-    hidden = int((~seen_by(_POSITIONS)[:_POSITIONS]).sum())
+    seen = seen_by(_POSITIONS)
+    hidden, causal = int((~seen[:_POSITIONS]).sum()), not bool(seen[-1])
     window = None if not hidden else _POSITIONS + 1 - hidden
     for query in (_POSITIONS, _POSITIONS - 1, _POSITIONS * 2 // 3, (window or 0) // 2, 0):
-        expected = (keys <= query) & (keys > query - (window or _POSITIONS + 2))
+        far = window or _POSITIONS + 2
+        expected = (keys > query - far) & (keys < query + (1 if causal else far))
         if not torch.equal(seen_by(query), expected):
             raise UnsupportedModelError("its mask is neither causal nor causal with a sliding window")
-    return window
+    return window, causal

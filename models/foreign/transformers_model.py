@@ -17,16 +17,18 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.models.foreign.compat import causal_lm_name, fill_buffers, supported_version
+from compiled_engine.models.foreign.compat import causal_lm_name, encoder_names, fill_buffers, supported_version
 from compiled_engine.models.foreign.description import (
     Description,
     LayerShape,
     TensorDescription,
     UnknownArchitectureError,
 )
+from compiled_engine.models.foreign.encoder import Encoder, make_encoder
 from compiled_engine.models.foreign.interfaces import NAME, Step, UnknownExpertsError, experts_by_columns
 from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
+from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
 
 
 class CausalLM:
@@ -47,9 +49,11 @@ class CausalLM:
         positions_T: torch.Tensor,
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches."""
-        self.step.inputs, self.step.kv_caches = attention_inputs, kv_caches
+        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches, and with
+        recurrences their states. rows_R: see recurrence.sequences."""
+        self.step.inputs, self.step.kv_caches, self.step.rows_R = attention_inputs, kv_caches, rows_R
         output = self.base_model(
             input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
         )
@@ -70,6 +74,43 @@ class Decoder:
         return super().forward(*arguments, **keywords)  # type: ignore[misc]
 
 
+class TextAngles:
+    """A mixin of modules that make rotary angles of positions in three dimensions, which are equal for text."""
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [3, 1, T] to cos and sin, [1, T, d], in the dtype of x."""
+        angles = position_ids[0, ..., None].float() * self.inv_freq.float()
+        both = torch.cat((angles, angles), dim=-1)
+        return (both.cos() * self.attention_scaling).to(x.dtype), (both.sin() * self.attention_scaling).to(x.dtype)
+
+
+class OrderedHeads:
+    """A mixin of Qwen3-Next's delta nets: splits their projections without shapes that torch 2.11 cannot infer."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    def fix_query_key_value_ordering(self, mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor) -> list[torch.Tensor]:
+        """q, k, v, z by heads, and b, a, of [1, T, ...] each, from what is ordered by the heads of keys."""
+        group, batch = self.num_v_heads // self.num_k_heads, mixed_ba.shape[:2]
+        width = group * self.head_v_dim
+        by_head = mixed_qkvz.view(*batch, self.num_k_heads, 2 * self.head_k_dim + 2 * width)
+        q, k, *wide = by_head.split([self.head_k_dim, self.head_k_dim, width, width], dim=-1)
+        narrow = mixed_ba.view(*batch, self.num_k_heads, 2 * group).split([group, group], dim=-1)
+        values = [x.contiguous().view(*batch, self.num_v_heads, self.head_v_dim) for x in wide]
+        return [
+            q.contiguous(),
+            k.contiguous(),
+            *values,
+            *(x.contiguous().view(*batch, self.num_v_heads) for x in narrow),
+        ]
+
+
 class HandedOn:
     """The decoder output that the family's code receives."""
 
@@ -86,8 +127,8 @@ class HandedOn:
 def read_hf_config(config_json: str) -> PreTrainedConfig:
     """The configuration in the text of a config.json.
 
-    Raises UnknownArchitectureError for an architecture without a causal LM in transformers' code, ValueError for
-    invalid values.
+    Raises UnknownArchitectureError for an architecture that is neither a causal LM in transformers' code nor a model
+    without a head or a classifier, ValueError for invalid values.
     """
     supported_version()
     values = json.loads(config_json)
@@ -102,7 +143,7 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
         config = AutoConfig.for_model(kind, **values)
     except Exception as error:  # each field has checks of its own
         raise ValueError(f"it is no configuration of a {name}: {' '.join(str(error).split())}") from error
-    if causal_lm_name(config) != name:
+    if name not in (causal_lm_name(config), *encoder_names(config)):
         raise UnknownArchitectureError(f"transformers has no causal language model {name!r} of type {kind!r}{remote}")
     return config
 
@@ -110,10 +151,18 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
 def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Observation]:
     """The model on the meta device, its buffers on the CPU, and what was observed of it.
 
+    Of an architecture that is no causal LM, an encoder if its attention is not causal, else the causal LM.
     Raises UnsupportedModelError, with the name, for a model that the engine cannot run.
     """
     whole = read_hf_config(config_json)
+    stated = json.loads(config_json)["architectures"][0]
+    if stated != causal_lm_name(whole):
+        encoder = _build_encoder(whole, stated, dtype)
+        if encoder is not None:
+            return encoder
     config, name = whole.get_text_config(decoder=True), causal_lm_name(whole)
+    if name is None:
+        raise UnknownArchitectureError(f"transformers has no causal language model for {stated!r}")
     model: Any = None
     try:
         _require_fixed_angles(config)
@@ -122,6 +171,8 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         model = _on_the_meta_device(config, dtype)
         _require_mechanisms(config, model)
         observation = observe(model, config.num_hidden_layers)
+        if not observation.attention[0].causal:
+            raise UnsupportedModelError("its mask is neither causal nor causal with a sliding window")
         _adapt(model, observation)
         _require_head_alone(model)
         if config is not whole:
@@ -141,10 +192,30 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
             cause = str(missing)
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {cause}") from error
     fill_buffers(model)
+    _experts_by_columns(model)
+    return model, observation
+
+
+def _build_encoder(config: PreTrainedConfig, name: str, dtype: torch.dtype) -> tuple[Encoder, Observation] | None:
+    """Return None if its attention is causal. Raises as build_foreign_model."""
+    try:
+        _require_fixed_angles(config)
+        found = make_encoder(config, encoder_names(config)[name], dtype, classifies=name.endswith("Classification"))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {error}") from error
+    except Exception as error:
+        logging.getLogger(__name__).debug("%s", name, exc_info=True)
+        cause = "it needs more than token ids and positions, or reads values of tensors"
+        raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {cause}") from error
+    if found is not None:
+        fill_buffers(found[0].model)
+    return found
+
+
+def _experts_by_columns(model: Any) -> None:
     for module, attribute in experts_by_columns(model):
         transposed = getattr(module, attribute).mT.contiguous().mT
         setattr(module, attribute, nn.Parameter(transposed, requires_grad=False))
-    return model, observation
 
 
 def _require_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> None:
@@ -205,7 +276,10 @@ def _require_head_alone(model: Any) -> None:
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
     """Build and describe the model. Raises what build_foreign_model raises."""
     model, observation = build_foreign_model(config_json, dtype)
-    config = model.config.get_text_config(decoder=True)
+    inner, token_types, before = model, 0, 0
+    if isinstance(model, Encoder):
+        inner, token_types, before = model.model, model.token_types, model.first_position
+    config = inner.config.get_text_config(decoder=True)
     first: dict[int, str] = {}
     parameters = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -217,14 +291,16 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
         for name, buffer in model.named_buffers()
     ]
     return Description(
-        architecture=type(model).__name__,
+        architecture=type(inner).__name__,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=_one_integer(getattr(config, "intermediate_size", None)),
-        max_position_embeddings=_one_integer(getattr(config, "max_position_embeddings", None)),
+        max_position_embeddings=max(0, _one_integer(getattr(config, "max_position_embeddings", None)) - before),
         layers=tuple(LayerShape(**asdict(layer)) for layer in observation.attention),
         parameters=tuple(parameters),
         buffers=tuple(buffers),
+        token_types=token_types,
+        states=observation.states,
     )
 
 
@@ -248,6 +324,11 @@ def _adapt(model: Any, observation: Observation) -> None:
     for module in model.modules():
         if module is model or hasattr(module, "layer_idx"):
             module.step = step
+        if hasattr(module, "recomposition_frequencies") and isinstance(getattr(module, "mrope_section", None), list):
+            module.__class__ = _mixed(TextAngles, type(module))
+        if hasattr(module, "fix_query_key_value_ordering"):
+            module.__class__ = _mixed(OrderedHeads, type(module))
+    use_functions(model, StepFunctions(step))
     model.layers_path = observation.layers_path
     model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
 

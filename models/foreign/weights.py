@@ -1,4 +1,4 @@
-"""Placements of a checkpoint's tensors in a model of transformers, from a file beside its description or computed."""
+"""Placements of a checkpoint's tensors in a model of transformers, from a file next to its description or computed."""
 
 from __future__ import annotations
 
@@ -61,9 +61,11 @@ def find_weight_plan(
             return WeightPlan.from_json(read_file(path))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("%s is damaged and made anew: %s", path, error)
-    from compiled_engine.models.foreign.conversion import plan_weights  # imports transformers
+    from compiled_engine.models.foreign.conversion import plan_of_encoder, plan_weights  # imports transformers
+    from compiled_engine.models.foreign.encoder import Encoder
     from compiled_engine.models.foreign.transformers_model import build_foreign_model
 
-    plan = plan_weights(build_foreign_model(model.config, dtype)[0], shapes)
+    built = build_foreign_model(model.config, dtype)[0]
+    plan = plan_of_encoder(built.model, shapes) if isinstance(built, Encoder) else plan_weights(built, shapes)
     write_file(path, plan.to_json())
     return plan

@@ -76,7 +76,7 @@ def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
 
 
 def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None:
-    """gate * sigmoid(alpha * gate) beside up + 1, both of clamped values."""
+    """gate * sigmoid(alpha * gate), and up + 1, both of clamped values."""
     if not (is_call(raised, aten.add.Tensor) and raised.args[1:] in ((1,), (1.0,)) and not raised.kwargs):
         return None
     up: Any = raised.args[0]

@@ -5,6 +5,7 @@ Each placeholder's `meta["source"]` is a `Source` or a `Parameter`; each node's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
     """Give the graph an input for a parameter, behind its other inputs."""
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
-        node = graph.placeholder(parameter.name.replace(".", "_"))
+        node = graph.placeholder(re.sub(r"\W", "_", parameter.name))
     like = next(p.meta["val"] for p in placeholders if is_parameter(p))
     with like.fake_mode:
         node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=like.device)

@@ -95,8 +95,8 @@ class GraphPass(Protocol):
         ...
 
     def step_tensors(self) -> tuple[StepTensor, ...]:
-        """The step tensors that the pass reads beside those of every forward; `graph_inputs.argument` finds their
-        inputs in the graph. They exist wherever the pass is enabled."""
+        """The step tensors that the pass reads in addition to those of every forward. They exist wherever the pass is
+        enabled; `graph_inputs.argument` finds their inputs in the graph."""
         return ()
 
     def run(self, graph: fx.Graph) -> PassResult: ...

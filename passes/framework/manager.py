@@ -91,7 +91,7 @@ def require_contracts(compile_range: CompileRange, reports: Sequence[PassReport]
         if report.matches < report.contract:
             raise ContractError(
                 f"pass {report.name} matched {report.matches} times over {compile_range.name} tokens, its contract is "
-                f"{report.contract}; near misses: {'; '.join(report.near_misses) or 'none'}"
+                f"{report.contract}; candidates that did not match: {'; '.join(report.near_misses) or 'none'}"
             )
 
 

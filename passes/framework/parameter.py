@@ -19,6 +19,8 @@ from compiled_engine.passes.framework import rounding
 WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
 # Roles of a quantised weight of a checkpoint: its codes, their scales, and the scale of the linear's inputs.
 CODES, SCALES, INPUT_SCALE = QUANTISED = ("codes", "scales", "input_scale")
+# The role of factors of the codes in an FP8 KV cache: no tensor of the model, filled by the loader.
+KV_SCALES = "kv_scales"
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
 Steps = tuple[tuple[str, float | str], ...]
 STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
@@ -40,10 +42,11 @@ class Parameter:
 
     Without members it is a tensor of the model, under the model's name. role: a weight is read from the checkpoint, a
     buffer has the model's values. A kept one is no tensor of the model: it begins as zeros, and its pass fills it. The
-    QUANTISED roles are the parts of a quantised weight in a checkpoint; they are named `weight name.role`. scheme: how
-    that weight is quantised, as text. shard: the part of the undivided tensor; None for all of it. With members it
-    contains their rows, and they are views of it. With `make` it is the result of these steps on those rows, and
-    members have memory of their own only if they are named elsewhere too.
+    QUANTISED roles are the parts of a quantised weight in a checkpoint; they are named `weight name.role`. KV_SCALES
+    are those of a layer's keys and values, [2, K]. scheme: how a weight is quantised, as text. shard: the part of the
+    undivided tensor; None for all of it. With members it contains their rows, and they are views of it. With `make` it
+    is the result of these steps on those rows, and members have memory of their own only if they are named elsewhere
+    too.
     """
 
     name: str

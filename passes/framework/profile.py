@@ -47,7 +47,7 @@ class DeviceProfile:
         tokens, gain = min(measured.items(), key=lambda item: item[1])
         if gain >= -self.noise_us:
             return None
-        return f"it does not pay on {self.device}: {-gain:.1f} microseconds lost a step of {tokens} tokens"
+        return f"it is slower on {self.device}: {-gain:.1f} microseconds in a step of {tokens} tokens"
 
 
 def profile_path(device_name: str) -> Path:

@@ -10,9 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.inputs import padding_of, step_of
+from compiled_engine.attention.inputs import TOKEN_TYPES, padding_of, step_of
+from compiled_engine.attention.kv_codes import encode, planes
+from compiled_engine.kv_format import is_coded
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, Parameter, compute
+from compiled_engine.passes.framework.parameter import (
+    CODES,
+    INPUT_SCALE,
+    KEPT,
+    KV_SCALES,
+    SCALES,
+    Parameter,
+    compute,
+)
 
 MOST_CONTEXT = 24
 
@@ -36,10 +46,16 @@ class RandomInputs:
         self._fill_batch(num_tokens, int(block_size))
         num_blocks = int(self._arguments["attention_inputs.block_table_RB"].max()) + 2
         for name, fake in caches.items():
-            self._arguments[name] = self._normal((num_blocks, *fake.shape[1:]), fake.dtype)
+            self._arguments[name] = self._cache((num_blocks, *fake.shape[1:]), fake.dtype)
         sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
         asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
-        self._arguments |= padding_of(asked, sizes, device)
+        self._arguments |= padding_of((*asked, TOKEN_TYPES), sizes, device)
+        if "rows_R" in placeholders:  # of states of recurrences, as far as these go
+            sources = map(source_of, placeholders.values())
+            num_rows = min(s.shape[0] for s in sources if isinstance(s, Parameter) and s.role == KEPT)
+            rows_R = torch.arange(sizes["requests"], dtype=torch.int32)
+            rows_R[num_rows:] = -1
+            self._arguments["rows_R"] = rows_R.to(device)
         for name, node in placeholders.items():  # rows of a callable's own, such as hidden states
             if source_of(node).kind == "argument" and name not in self._arguments:
                 fake = node.meta["val"]
@@ -64,6 +80,8 @@ class RandomInputs:
                 value = value.exp() / 1e3 * self._scale
             elif parameter.role == INPUT_SCALE:  # of linears that may be merged
                 value = torch.full_like(value, 0.02)
+            elif parameter.role == KV_SCALES:
+                value = (0.3 * value).exp()
             elif len(shape) > 1:
                 value *= self._scale if "embed" in name else self._scale / shape[-1] ** 0.5
             else:
@@ -74,6 +92,17 @@ class RandomInputs:
     def _normal(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         sizes = tuple(int(size) for size in shape)
         return torch.randn(sizes, generator=self._generator).to(self._device, dtype)
+
+    def _cache(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return normal keys and values; of 8 bits as the writing kernels round them."""
+        if not is_coded(dtype):
+            return self._normal(shape, dtype)
+        cache = torch.zeros(tuple(int(size) for size in shape), dtype=dtype, device=self._device)
+        codes, *_ = of_cache = planes(cache)
+        values_TKd = self._normal(codes.flatten(0, 1).shape, torch.float32)
+        for plane, values in zip(of_cache, encode(values_TKd, dtype, None), strict=True):
+            plane.copy_(values.unflatten(0, codes.shape[:2]))
+        return cache
 
     def _integers(self, high: int, count: int) -> torch.Tensor:
         return torch.randint(high, (count,), generator=self._generator)

@@ -44,7 +44,7 @@ class LayoutOps:
             return self._stack(node)
         if node.target in _BY_DIMENSION:
             return self._by_dimension(node)
-        if is_call(node, aten.select.int):
+        if is_call(node, aten.select.int, aten.unbind.int):
             return self._select(node)
         if is_call(node, aten.clone.default):
             form = self.ordered(self.form(arg(node, 0)))
@@ -81,12 +81,12 @@ class LayoutOps:
 
     def _select(self, node: fx.Node) -> Form | None:
         form = self.form(arg(node, 0))
-        place = arg(node, 1) % form.rank
+        place = (arg(node, 1) if len(node.args) > 1 else 0) % form.rank
         gone = form.dims[place]
         if gone is None:
             return None
         left = [*form.dims[:place], *form.dims[place + 1 :]]
-        core = emit_like(self.graph, node, form.core, gone, arg(node, 2))
+        core = emit_like(self.graph, node, form.core, gone, *node.args[2:])
         return Form(core, tuple(None if dim is None else dim - (dim > gone) for dim in left))
 
     def _cat(self, node: fx.Node) -> Form | None:

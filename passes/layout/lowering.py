@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import fx
 
-from compiled_engine.attention.op import ATTENTION, ATTENTION_VALUE
+from compiled_engine.attention.op import ATTEND_PACKED, ATTEND_PACKED_VALUE, ATTENTION, ATTENTION_VALUE
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.manager import PassReport, run_passes
@@ -21,9 +22,10 @@ from compiled_engine.passes.framework.matching import (
     named,
     only_user,
 )
-from compiled_engine.passes.framework.parameter import Parameter, made
+from compiled_engine.passes.framework.parameter import KEPT, Parameter, made
 from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
 from compiled_engine.passes.norm.norms import is_scaled_by_root
+from compiled_engine.recurrence.op import VALUES
 
 # Arithmetic on a parameter alone is done when weights are loaded: Gemma's 1 + weight, a weight in another dtype.
 #
@@ -97,32 +99,61 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each layer's cache: a model attends wherever it has one."""
+        """One for each layer's cache, since a model attends wherever it has one; without caches each attention."""
         inputs = graph.find_nodes(op="placeholder")
-        return sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
+        caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
+        return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
 
     def run(self, graph: fx.Graph) -> PassResult:
-        matches = graph.find_nodes(op="call_function", target=ATTENTION_VALUE)
-        for node in matches:
-            with graph.inserting_before(node):
-                out = _buffer_like(graph, arg(node, 0))
-                emit_named(graph, ATTENTION, named(node) | {"out_THd": out})
-            node.replace_all_uses_with(out)
-            graph.erase_node(node)
-        return PassResult(len(matches))
+        matches = 0
+        for value, op in ((ATTENTION_VALUE, ATTENTION), (ATTEND_PACKED_VALUE, ATTEND_PACKED)):
+            for node in graph.find_nodes(op="call_function", target=value):
+                with graph.inserting_before(node):
+                    out = _buffer_like(graph, arg(node, 0))
+                    emit_named(graph, op, named(node) | {"out_THd": out})
+                node.replace_all_uses_with(out)
+                graph.erase_node(node)
+                matches += 1
+        return PassResult(matches)
 
 
-def _buffer_like(graph: fx.Graph, query: fx.Node) -> fx.Node:
+# Recurrences become the engine's ops likewise, which write to their states.
+
+
+class Recurrences(GraphPass):
+    name = "recurrences"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each state."""
+        inputs = graph.find_nodes(op="placeholder")
+        return sum(1 for node in inputs if node.users and is_parameter(node) and parameter_of(node).role == KEPT)
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        matches: Counter[str] = Counter()
+        for value, (op, out_name, like) in VALUES.items():
+            for node in graph.find_nodes(op="call_function", target=value):
+                with graph.inserting_before(node):
+                    arguments = named(node)
+                    out = _buffer_like(graph, arguments[like])
+                    emit_named(graph, op, arguments | {out_name: out})
+                node.replace_all_uses_with(out)
+                graph.erase_node(node)
+                matches[op.name()] += 1
+        notes = tuple(f"{count} x {name}" for name, count in matches.items())
+        return PassResult(matches.total(), notes=notes)
+
+
+def _buffer_like(graph: fx.Graph, given: fx.Node) -> fx.Node:
     keywords: Any = {"pin_memory": False, "memory_format": torch.contiguous_format}
-    out = graph.call_function(aten.empty_like.default, (query,), keywords)
-    like = query.meta["val"]
+    out = graph.call_function(aten.empty_like.default, (given,), keywords)
+    like = given.meta["val"]
     with fake_mode_of(like):
         out.meta["val"] = torch.empty_like(like, memory_format=torch.contiguous_format)
     return out
 
 
-# The placeholder of attention in a trace cannot be executed, so it cannot be compared.
-_FIRST: tuple[GraphPass, ...] = (ForeignAttention(),)
+# The placeholders of these in a trace cannot be executed, so they cannot be compared.
+_FIRST: tuple[GraphPass, ...] = (ForeignAttention(), Recurrences())
 _THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
 
 
@@ -130,8 +161,10 @@ def lower(
     graph: fx.Graph, compile_range: CompileRange, device: torch.device, *, strict: bool = False, verify: bool = False
 ) -> tuple[PassReport, ...]:
     """Rewrite a graph of foreign code in place. Raises what `run_passes` raises."""
+    recurs = any(node.target in VALUES for node in graph.nodes)
     reports: tuple[PassReport, ...] = ()
-    for passes, verified in ((_FIRST, False), (_THEN, verify)):
+    for every, verified in ((_FIRST, False), (_THEN, verify)):
+        passes = [graph_pass for graph_pass in every if not isinstance(graph_pass, Recurrences) or recurs]
         names = [graph_pass.name for graph_pass in passes]
         reports += run_passes(graph, passes, names, compile_range, device, strict=strict, verify=verified)
     return reports

@@ -43,7 +43,7 @@ class HopperTiles:
     """A program takes `groups` (1 to 3) times 64 / `parts` rows of the weight, with gate and up half of them each, and
     up to `tokens` tokens, in `stages` stages of shared memory, each of `products` times `parts` (1, 2, or 4 unless gate
     and up are there) times 64 columns. registers: of a thread, fewer than there are where the kernels before and after
-    it are to run beside it; 0: all."""
+    it are to run on the same multiprocessor; 0: all."""
 
     groups: int
     tokens: int

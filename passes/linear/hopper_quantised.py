@@ -13,7 +13,7 @@ from compiled_engine.quantisation import LinearScheme
 
 # Columns of a product of 8-bit codes on the tensor cores, and so of the tiles that may share a scale.
 COLUMNS = 128
-# Shared memory of a program, in bytes, beside barriers.
+# Shared memory of a program, in bytes, without barriers.
 SHARED_MEMORY = 226 << 10
 # The share of multiprocessors that a launch should have programs for.
 BUSY = 0.9

@@ -7,6 +7,7 @@ handles only some formats of weights checks `format`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,15 +166,15 @@ def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
     return None if found is None or found.transposed else found
 
 
-def multiplied_values(graph: fx.Graph) -> Counter[fx.Node]:
+def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_parameter) -> Counter[fx.Node]:
     """Values of tokens, with the number of matrices of parameters [N, K] that each is multiplied with: the contracts'
-    count.
+    count. counts: whether a parameter does.
 
     Every op that reads such a matrix and a value of tokens counts, whether `linear_of` recognises it or not. An op that
     takes weight^T and reads a parameter as it is multiplies with a matrix [K, N], as GPT-2 does.
     """
     readers: dict[fx.Node, fx.Node] = {}
-    for parameter in filter(is_parameter, graph.find_nodes(op="placeholder")):
+    for parameter in filter(counts, graph.find_nodes(op="placeholder")):
         if parameter.meta["val"].dim() != 2:
             continue
         transposes = [user for user in parameter.users if _transposed(user) is parameter]

@@ -121,10 +121,24 @@ def _merge(graph: fx.Graph, group: list[Linear]) -> list[Replacement]:
     replacements = [Replacement(x.node.name, output) for x, output in zip(group, outputs, strict=True)]
     for linear, output in zip(group, outputs, strict=True):
         linear.node.replace_all_uses_with(output)
+        _keep_views(output)
         graph.erase_node(linear.node)
         for node in dict.fromkeys((linear.operand, *linear.parameters)):
             graph.erase_node(node)
     return replacements
+
+
+def _keep_views(value: fx.Node) -> None:
+    """Copy where a view of a linear's own rows is none of columns of a wider one."""
+    for user in [user for user in value.users if is_call(user, aten.view.default)]:
+        arguments = fx.map_arg(user.args, lambda node: node.meta["val"])
+        with fake_mode_of(value.meta["val"]):
+            try:
+                user.meta["val"] = user.target(*arguments)  # type: ignore[operator]
+            except (RuntimeError, ValueError):
+                user.target = aten.reshape.default
+                continue
+        _keep_views(user)
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:

@@ -31,11 +31,12 @@ MOST_FEW = TOKEN_BUCKETS[-1]
 # The first compute capability with products of e4m3.
 CAPABILITY = (8, 9)
 
-HOPPER, LIBRARY, TRITON, TORCH = "Hopper's kernel", "torch._scaled_mm", "Triton's product", "plain torch"
+HOPPER_LINEAR, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product"
+LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
 
 
 class Choice(NamedTuple):
-    """A kernel, and why it is none that is faster; None for the fastest."""
+    """A kernel, and why no faster one is used; None for the fastest."""
 
     kernel: str
     reason: str | None = None
@@ -75,7 +76,7 @@ def choose(
         by_hopper = "it has a bias"
     if by_hopper is not None:
         return Choice(TRITON, by_hopper)
-    return Choice(HOPPER)
+    return Choice(HOPPER_LINEAR if num_tokens <= MOST_FEW else HOPPER_PRODUCT)
 
 
 def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:
@@ -121,7 +122,7 @@ def launch(
         x_TK, inputs_CT = round_inputs.launch(x_TK, scheme.inputs, input_scale_1, *norm)
     elif norm_weight_K is not None:
         x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
-    if kernel == HOPPER:
+    if kernel in (HOPPER_LINEAR, HOPPER_PRODUCT):
         scaling = scaling_of(scales_RC, inputs_CT, scheme)
         return _on_hopper(x_TK, codes_NK, scaling, bias_N, residual_TM, silu_mul, activation, dtype)
     if kernel == TRITON:

@@ -29,6 +29,7 @@ from compiled_engine.passes.framework.matching import (
     rewrite_calls,
 )
 from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.norm.norms import is_scaled_and_weighted
 
 # Up to this many tokens, smaller programs are needed to use every multiprocessor.
 FEW_TOKENS = 128
@@ -113,10 +114,14 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """The number of products of an activation of whole tokens with another value: the contracts' count."""
+    """The number of products of an activation of whole tokens with another value that is no norm: the contracts'
+    count."""
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
-    return sum(any(left is node is not right for left, right in factors(product)) for node, product in products)
+    return sum(
+        any(left is node is not right and not is_scaled_and_weighted(right) for left, right in factors(product))
+        for node, product in products
+    )
 
 
 class SiluMul(GraphPass):

@@ -182,5 +182,9 @@ def is_sum(value: Any) -> bool:
 
 def has_normed_addend(total: fx.Node) -> bool:
     """Return whether an addend of a sum is a value scaled by a root, times a weight."""
-    addends = total.all_input_nodes
-    return any(is_scaled_by_root(factor) for addend in addends for factor, _ in factors(through_cast(addend)))
+    return any(map(is_scaled_and_weighted, total.all_input_nodes))
+
+
+def is_scaled_and_weighted(value: Any) -> bool:
+    """Return whether a value is another scaled by a root, times a weight."""
+    return any(is_scaled_by_root(factor) for factor, _ in factors(through_cast(value)))

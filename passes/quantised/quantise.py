@@ -77,7 +77,7 @@ class Quantise(GraphPass):
                 choose(capability, count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype)
                 for count in (MOST_FEW, MOST_FEW + 1)
             )
-            kernels = str(few) if few == many else f"up to {MOST_FEW} tokens {few}; beyond {many}"
+            kernels = f"any number of tokens: {few}" if few == many else f"up to {MOST_FEW} tokens: {few}; more: {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
         return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernels}"
 

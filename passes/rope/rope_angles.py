@@ -138,7 +138,7 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     angles = arg(cos, 0)
     sines = [user for user in angles.users if is_call(user, aten.sin.default)]
     if len(sines) != 1 or len(angles.users) != 2:
-        return "no sin of the same angles beside it"
+        return "there is no sin of the same angles"
     with_heads = is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1
     of_pairs = _of_pairs(angles.args[0] if with_heads else angles)
     if isinstance(of_pairs, str):

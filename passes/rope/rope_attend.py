@@ -56,8 +56,9 @@ def unfused(
 ) -> None:
     """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
     slot_mapping_T = inputs_of(others).slot_mapping_T
+    kv_scales_2K = Scoring(*without_inputs(others)[OF_ROTATION:]).kv_scales_2K
     rotated_THd = rope_kv_write.rope_kv_write(
-        q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, *others[:OF_ROTATION]
+        q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, *others[:OF_ROTATION]
     )
     attention(rotated_THd, kv_cache_N2PKd, out_THd, *others[OF_ROTATION:])
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from compiled_engine.attention.inputs import Rotation
 from compiled_engine.attention.op import ROTATION, write_kv
+from compiled_engine.kv_format import head_dim_of, is_coded
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement, SplittingOp
 from compiled_engine.passes.framework.matching import (
     always_equal,
@@ -70,18 +71,19 @@ def rope_kv_write(
     v_TKd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None,
     *rotation: Any,
 ) -> torch.Tensor:
     """Norm and rotate q and k as `reference` does, store k and v at each token's slot, and return q [T, H, d].
 
     q, k and v may be views of one tensor, with any strides of tokens and heads; the result is contiguous. Slot -1
-    stores nothing. rotation: the fields of Rotation. The compiled forward calls this directly, without torch's
-    dispatcher.
+    stores nothing. kv_scales_2K: see Scoring. rotation: the fields of Rotation. The compiled forward calls this
+    directly, without torch's dispatcher.
     """
     if q_THd.is_cuda:
-        return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, *rotation)
+        return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, *rotation)
     rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *rotation)
-    write_kv(rotated_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, "torch")
+    write_kv(rotated_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, "torch")
     return rotated_THd.contiguous()
 
 
@@ -90,7 +92,7 @@ torch.library.custom_op(
     rope_kv_write,
     mutates_args=("kv_cache_N2PKd",),
     schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) kv_cache_N2PKd, Tensor slot_mapping_T, "
-    f"{ROTATION}) -> Tensor",
+    f"Tensor? kv_scales_2K, {ROTATION}) -> Tensor",
 ).register_fake(lambda q_THd, *others: torch.empty_like(q_THd, memory_format=torch.contiguous_format))
 
 
@@ -140,7 +142,7 @@ def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
     """The mismatch of shapes, strides or dtypes of the parts with the op, if any."""
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
-    dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd)}
+    dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd) if not is_coded(value.dtype)}
     if len(dtypes) > 1 or not {cos_T1d.dtype, sin_T1d.dtype} <= dtypes | ({torch.float32} if q.form.wide else set()):
         return f"the dtypes of q, k, v, cos, sin and cache differ: {', '.join(str(value.dtype) for value in values)}"
     if any(value.dim() != 3 or not always_equal(value.stride(-1), 1) for value in values[:5]):
@@ -150,7 +152,7 @@ def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
     widths = [w for w in (rotary_dim, rotary_dim // 2) if _equal(cos_T1d.shape, (tokens, 1, w))]
     if not widths or not _equal(sin_T1d.shape, (tokens, 1, widths[0])) or rotary_dim % 2 or head_dim % 2:
         return "cos or sin is not [tokens, 1, head size]"
-    kv_shape = (tokens, *cache_N2PKd.shape[3:])
+    kv_shape = (tokens, cache_N2PKd.shape[3], head_dim_of(cache_N2PKd))
     if not (_equal(k_TKd.shape, kv_shape) and _equal(v_TKd.shape, kv_shape) and _equal(kv_shape[2:], (head_dim,))):
         return "the shapes of q, k, v and cache do not go together"
     return None

@@ -16,9 +16,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.inputs import Rotation
+from compiled_engine.attention.triton_codes import key_offset, scale_pointers, scales_of
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2, require_dense
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.rope.rope_steps import load_pairs, normed_and_rotated, places, store_pairs
+from compiled_engine.passes.rope.rope_steps import load_pairs, normed_and_rotated, places, rounded_pairs, store_pairs
 
 # A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
 ELEMENTS_PER_WARP = 32 * 16
@@ -39,6 +40,7 @@ def rope_kv_write_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,
@@ -54,6 +56,7 @@ def rope_kv_write_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_P: tl.constexpr,
@@ -130,10 +133,27 @@ def rope_kv_write_kernel(
             NORM_LAST,
         )
         if slot >= 0:
-            cache_ptr += (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-            store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_k_HP, other_k_HP)
-            cache_ptr += BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
-            store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_v_HP, other_v_HP)
+            cache_ptr += key_offset(slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
+            HALF_BLOCK: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * WIDTH
+            if cache_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+                dtype: tl.constexpr = cache_ptr.dtype.element_ty
+                k_scale_ptr, v_scale_ptr = scale_pointers(
+                    scales_ptr, slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
+                )
+                mask_H1 = head_H1 < NUM_KV_HEADS
+                one_k_codes_HP, other_k_codes_HP = rounded_pairs(
+                    one_k_HP, other_k_HP, mask_HP, k_scale_ptr, head_H1, mask_H1, dtype
+                )
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_k_codes_HP, other_k_codes_HP)
+                one_v_codes_HP, other_v_codes_HP = rounded_pairs(
+                    one_v_HP, other_v_HP, mask_HP, v_scale_ptr, head_H1, mask_H1, dtype
+                )
+                cache_ptr += HALF_BLOCK
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_v_codes_HP, other_v_codes_HP)
+            else:
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_k_HP, other_k_HP)
+                cache_ptr += HALF_BLOCK
+                store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_v_HP, other_v_HP)
 
 
 def launch(
@@ -142,6 +162,7 @@ def launch(
     v_TKd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None,
     *rotation: Any,
 ) -> torch.Tensor:
     """`compiled_engine.passes.rope.rope_kv_write.rope_kv_write` on CUDA. Compiled once for a model.
@@ -155,7 +176,7 @@ def launch(
     num_tokens, num_heads, head_dim = q_THd.shape
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     strides = q_THd.stride(), k_TKd.stride(), v_TKd.stride(), cos_T1d.stride(), sin_T1d.stride()
-    programs, token_strides, constants = _constants(num_heads, head_dim, kv_cache_N2PKd.shape[2:4], strides)
+    programs, token_strides, constants = _constants(num_heads, head_dim, kv_cache_N2PKd.shape[2:], strides)
     rope_kv_write_kernel[(num_tokens * programs,)](
         q_THd,
         k_TKd,
@@ -165,6 +186,7 @@ def launch(
         cos_T1d,
         sin_T1d,
         kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, kv_scales_2K),
         slot_mapping_T,
         out_THd,
         how.eps,
@@ -184,10 +206,11 @@ def launch(
 
 @cache
 def _constants(
-    num_heads: int, head_dim: int, block: tuple[int, int], strides: tuple[tuple[int, ...], ...]
+    num_heads: int, head_dim: int, block: tuple[int, int, int], strides: tuple[tuple[int, ...], ...]
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """Programs of a token, strides of tokens, and what the kernel is compiled with. block: its slots and K/V heads."""
-    block_size, num_kv_heads = block
+    """Programs of a token, strides of tokens, and what the kernel is compiled with. block: its slots, K/V heads and
+    elements that a head takes."""
+    block_size, num_kv_heads, width = block
     tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
     token_strides = tuple(stride[0] for stride in strides)
     constants = {
@@ -198,6 +221,7 @@ def _constants(
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
+        "WIDTH": width,
         "BLOCK_SIZE": block_size,
         "TILE_H": tile_h,
         "TILE_P": tile_p,

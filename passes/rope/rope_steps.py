@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from compiled_engine.attention.triton_codes import codes_of, int8_scale, wide_scale
 from compiled_engine.attention.triton_rotation import rounded, weighted
 
 
@@ -55,6 +56,30 @@ def store_pairs(
 ) -> None:
     tl.store(ptr + offsets + first, one, mask=mask)
     tl.store(ptr + offsets + second, other, mask=mask)
+
+
+@triton.jit
+def rounded_pairs(
+    one_HP: tl.tensor,
+    other_HP: tl.tensor,
+    mask_HP: tl.tensor,
+    scale_ptr: tl.tensor,
+    head_H1: tl.tensor,
+    mask_H1: tl.tensor,
+    dtype: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Codes of both elements of the pairs of heads, for a cache of this type; scales of int8 are stored. See
+    triton_codes.rounded_heads."""
+    one_HP = tl.where(mask_HP, one_HP.to(tl.float32), 0.0)
+    other_HP = tl.where(mask_HP, other_HP.to(tl.float32), 0.0)
+    scale_H1 = None
+    if dtype == tl.uint8:
+        stored_H1 = int8_scale(tl.max(tl.maximum(tl.abs(one_HP), tl.abs(other_HP)), 1, keep_dims=True))
+        tl.store(scale_ptr + head_H1, stored_H1, mask=mask_H1)
+        scale_H1 = wide_scale(stored_H1)
+    elif scale_ptr is not None:
+        scale_H1 = tl.load(scale_ptr + head_H1, mask=mask_H1, other=1.0)
+    return codes_of(one_HP, scale_H1, dtype), codes_of(other_HP, scale_H1, dtype)  # type: ignore[arg-type]
 
 
 @triton.jit

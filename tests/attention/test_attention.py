@@ -21,7 +21,6 @@ from attention_cases import (
     CASES,
     LAYERS,
     PADDING,
-    PLAIN,
     SOME_LAYERS,
     WITH_GARBAGE,
     Case,
@@ -33,6 +32,7 @@ from attention_cases import (
     mistake,
     outcome,
     refusal,
+    run_in_the_interpreter,
     step,
     wrong_layers,
     wrong_lists,
@@ -138,7 +138,7 @@ ASKED = AttentionCase("cpu", torch.float32, 4, 2, 64, KVFormat(torch.float32, 16
         ({"cache": None}, "cache is None; allowed: a paged cache"),
         (
             {"cache": KVFormat(torch.int8, 16)},
-            "kv_cache_dtype is torch.int8; allowed: that of queries, torch.float32",
+            "kv_cache_dtype is torch.int8; allowed: torch.float32, torch.uint8, torch.float8_e4m3fn",
         ),
         ({"value_dim": 32}, "value_dim is 32; allowed: head_dim 64"),
         ({"num_heads": 5}, "num_heads is 5; allowed: multiples of num_kv_heads 2"),
@@ -165,13 +165,12 @@ def test_too_large_a_group_is_refused() -> None:
     assert refusal("triton", case) == "num_heads is 66; allowed: up to 32 times num_kv_heads 2"
 
 
-def test_triton_in_the_interpreter() -> None:
-    """The whole table without a GPU; the interpreter is on or off for a process, so the table runs in its own."""
-    script = SUPPORT / "attention_cases.py"
+def test_triton_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    """The table without a GPU; the interpreter is on or off for a process, so the table runs in its own."""
+    every: bool = pytestconfig.getoption("--all")
+    script = [SUPPORT / "attention_cases.py", "triton", *(["--all"] if every else [])]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, script, "triton"], env=environment, capture_output=True, text=True, check=False
-    )
+    process = subprocess.run([sys.executable, *script], env=environment, capture_output=True, text=True, check=False)
     if INTERPRETER_IS_BROKEN:
         assert "only 0-dimensional arrays can be converted" in process.stderr
         return
@@ -181,7 +180,8 @@ def test_triton_in_the_interpreter() -> None:
     assert outcomes.pop("wrong layers") == []
     assert outcomes.pop("neighbours") is False
     assert outcomes.pop("garbage") == {case.name: False for case in WITH_GARBAGE}
-    assert outcomes == {"torch.float32": expected("triton"), "torch.float16": expected("triton", PLAIN)}
+    cases = run_in_the_interpreter(every)
+    assert outcomes == {str(dtype): expected("triton", each) for dtype, each in cases.items()}
 
 
 @pytest.mark.gpu

@@ -18,14 +18,18 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_S
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
+from compiled_engine.attention.backends.triton_packed import FEW_TOKENS, SEARCHED, packed_kernel, packed_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode_kernel
 from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
 from compiled_engine.attention.backends.work_list import HEADER, list_kernel
+from compiled_engine.kv_format import head_width
 
 HOPPER, ADA = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 89, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-ELEMENTS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+ELEMENTS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
+# Of caches of 8 bits.
+SCALES = {torch.uint8: "*i16", torch.float8_e4m3fn: "*fp32"}
 INDICES = {
     "query_start_loc_ptr": "*i32",
     "seq_lens_ptr": "*i32",
@@ -35,7 +39,7 @@ INDICES = {
     "arrived_ptr": "*i32",
     "sinks_ptr": "*bf16",
 }
-PLAIN = {"sinks_ptr": None, "CAP_SCALE": 0.0}
+PLAIN = {"sinks_ptr": None, "scales_ptr": None, "CAP_SCALE": 0.0}
 # Bytes that may be spilled where registers hold a whole tile; Triton 3.9 spills more than 3.6.
 SPILLED = 400
 # Query heads, K/V heads, head size: those of small Qwen and Llama models, and the extremes that are allowed.
@@ -60,6 +64,7 @@ def check(tmp_path: Path) -> Callable[..., str]:
         constants: dict[str, Any],
         spilled: int = 0,
         programs: int = 1,
+        cache: torch.dtype | None = None,
         **options: Any,
     ) -> str:
         kernel = getattr(kernel, "jit_function", kernel)
@@ -69,8 +74,14 @@ def check(tmp_path: Path) -> Callable[..., str]:
                 signature[name] = "constexpr"
             elif name in INDICES:
                 signature[name] = INDICES[name]
+            elif name == "scales_ptr":
+                signature[name] = SCALES[cache]
             elif name.endswith("_ptr"):
-                signature[name] = "*fp32" if name.startswith("partial") else ELEMENTS[dtype]
+                signature[name] = (
+                    "*fp32"
+                    if name.startswith("partial")
+                    else ELEMENTS[cache if cache and name == "cache_ptr" else dtype]
+                )
                 attributes[(index,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
@@ -105,6 +116,7 @@ def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) 
         "BLOCK_SIZE": 16,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
+        "WIDTH": head_dim,
         "TILE_D": triton.next_power_of_2(head_dim),
         **further,
     }
@@ -123,6 +135,20 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
         prefill_kernel, dtype, chosen, spilled=104 if shape[2] == 256 else 0, programs=tiles.programs, **options
     )
     assert ("wgmma" in ptx) == (dtype != torch.float32)
+    assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.product(one_in=2)
+@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (12, 12, 32)), *VARIANTS])
+def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], num_tokens: int) -> None:
+    tiles = packed_tiles(shape[2], dtype.itemsize, num_tokens)
+    sizes = {"TILE_M": tiles.queries, "TILE_N": tiles.keys, "SEARCHED": SEARCHED, "DEPENDENT_LAUNCH": True}
+    chosen = constants(*shape, K_HEAD_STRIDE=shape[2], V_HEAD_STRIDE=shape[2], **sizes)
+    chosen = {name: chosen[name] for name in packed_kernel.arg_names if name in chosen}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+    ptx = check(packed_kernel, dtype, chosen, spilled=64, **options)
+    assert ("wgmma" in ptx) == (dtype != torch.float32 and tiles.queries >= 64)
     assert "cp.async.cg.shared.global" in ptx
 
 
@@ -237,7 +263,9 @@ def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, n
         "V_HEAD_STRIDE": head_dim,
         "BLOCK_SIZE": 16,
         "NUM_KV_HEADS": num_kv_heads,
+        "scales_ptr": None,
         "HEAD_DIM": head_dim,
+        "WIDTH": head_dim,
         "TILE_K": triton.next_power_of_2(num_kv_heads),
         "TILE_D": triton.next_power_of_2(head_dim),
         "DEPENDENT_LAUNCH": True,
@@ -245,3 +273,73 @@ def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, n
     ptx = check(write_kv_kernel, torch.bfloat16, chosen, num_warps=num_warps)
     assert "ld.global.v4" in ptx
     assert "st.global.v4" in ptx
+
+
+def coded(cache: torch.dtype, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The constants over a cache of 8 bits with scales."""
+    del chosen["scales_ptr"]
+    return chosen | {"WIDTH": head_width(cache, chosen["HEAD_DIM"])}
+
+
+def _prefill_over_codes(
+    dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int
+) -> tuple[Any, Any, dict[str, Any], int]:
+    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
+    listed = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "DEPENDENT_LAUNCH": True}
+    programs = tiles.programs if dtype.itemsize == 2 else 1
+    return prefill_kernel, tiles, {"TILE_M": tiles.rows, "TILE_N": tiles.keys, **listed}, programs
+
+
+def _decode_over_codes(
+    dtype: torch.dtype, shape: tuple[int, int, int], programs: int
+) -> tuple[Any, Any, dict[str, Any], int]:
+    tiles = decode_tiles(shape[2], dtype.itemsize, programs)
+    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True}
+    return decode_kernel, tiles, {"TILE_M": max(16, shape[0] // shape[1]), "TILE_N": tiles.keys, **further}, 1
+
+
+def _listed_decode_over_codes(
+    dtype: torch.dtype, shape: tuple[int, int, int], _: int
+) -> tuple[Any, Any, dict[str, Any], int]:
+    tiles = listed_decode_tiles(shape[2], dtype.itemsize)
+    listed = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
+    rows = max(16, shape[0] // shape[1])
+    return listed_decode_kernel, tiles, {"TILE_M": rows, "TILE_N": tiles.keys, **listed}, tiles.programs
+
+
+def _rope_decode_over_codes(
+    dtype: torch.dtype, shape: tuple[int, int, int], _: int
+) -> tuple[Any, Any, dict[str, Any], int]:
+    tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
+    further = {f"{name}_HEAD_STRIDE": shape[2] for name in ("Q", "K", "V", "OUT")}
+    further |= {"OFFSET": 0.0, "WIDE": False, "STRIDE_MULTIPLE": 8, "GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
+    further |= {"FIRST_N": tiles.keys, "TILE_M": max(16, shape[0] // shape[1]), "TILE_N": tiles.keys}
+    return rope_decode_kernel, tiles, further, 1
+
+
+@pytest.mark.product(one_in=30)
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (_prefill_over_codes, SHORT_CONTEXT),
+        (_prefill_over_codes, SHORT_CONTEXT + 1),
+        *((_decode_over_codes, programs) for programs in (1, 2, SMALL)),
+        (_listed_decode_over_codes, 0),
+        (_rope_decode_over_codes, 0),
+    ],
+)
+@pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
+def test_caches_of_8_bits(
+    check: Callable[..., str],
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    cache: torch.dtype,
+    kind: Callable[..., tuple[Any, Any, dict[str, Any], int]],
+    number: int,
+) -> None:
+    """Codes become numbers in registers, which may spill a little."""
+    kernel, tiles, further, programs = kind(dtype, shape, number)
+    chosen = coded(cache, constants(*shape, **further))
+    spilled = 2 * SPILLED if kernel is rope_decode_kernel else SPILLED
+    check(kernel, dtype, chosen, spilled=spilled, programs=programs, cache=cache, **_options(tiles))

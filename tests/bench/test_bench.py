@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from quantised_checkpoints import LAYOUTS, write_quantised
 from typer.testing import CliRunner
 
 from compiled_engine.bench.ablation import COUNTS, Asked, Preparation, make_plan, measure
@@ -20,7 +22,7 @@ from compiled_engine.bench.large_tokenizer import SPECIAL_TOKENS, write_tokenize
 from compiled_engine.bench.plots import whole_name
 from compiled_engine.bench.processes import ProcessError, run_worker
 from compiled_engine.bench.start_up import torch_alone
-from compiled_engine.bench.variants import Variant, chosen, variants
+from compiled_engine.bench.variants import QUANTISED_NOTE, Variant, chosen, variants
 from compiled_engine.bench.worker_workloads import AblationWorkload, ablation_workload
 from compiled_engine.bench.workloads import request_lengths
 from compiled_engine.cli.app import app
@@ -122,6 +124,21 @@ def test_on_a_cpu_there_are_no_variants_with_graphs() -> None:
     found = variants("cpu", ["silu_mul"])
     assert [variant.name for variant in found] == ["eager", "compiled", "compiled without silu_mul"]
     assert [variant.name for variant in chosen(found, ["compiled", "eager"])] == ["eager", "compiled"]
+
+
+def test_quantised_linears_are_variants_if_they_are_named(tmp_path: Path) -> None:
+    names = ("compiled", "compiled in fp8", "compiled in fp8_block")
+    plan = make_plan({}, None, Asked(quick=True, variants=names))
+    assert tuple(variant.name for variant in plan.variants) == names
+    options = [variant.engine_options(plan.shared).get("quantization") for variant in plan.variants]
+    assert options == [None, "fp8", "fp8_block"]
+    assert QUANTISED_NOTE in plan.notes
+    assert whole_name([{"name": variant.name, "options": variant.options} for variant in plan.variants]) == "compiled"
+    assert not any("quantization" in variant.options for variant in make_plan({}, None, Asked()).variants)
+    make_checkpoint(tmp_path / "plain", "llama")
+    write_quantised(tmp_path / "plain", tmp_path, LAYOUTS["fp8, block"], ["lm_head"])
+    with pytest.raises(ValueError, match="variant is 'compiled in fp8'; allowed: eager, compiled, "):
+        make_plan({"model": tmp_path}, None, Asked(quick=True, variants=names))
 
 
 def test_each_pass_alone_is_all_the_others_left_out() -> None:

@@ -78,7 +78,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(server: RunningServer, offli
         (["--url", "http://[::1"], "url is 'http://[::1': "),
         (["--url", "http://a b:80"], "the server at a b:80 fails"),
         (["--url", "http://127.0.0.1:9"], "the server at 127.0.0.1:9 fails"),
-        (["--url", "http://127.0.0.1:9", "--mode", "eager"], "mode is an option of an engine here"),
+        (["--url", "http://127.0.0.1:9", "--mode", "eager"], "mode is an option of a local engine"),
         (["--n", "2"], "n is 2"),
         (["one", "--model", "two"], "given twice"),
         (["/no/such/folder"], "/no/such/folder"),

@@ -65,7 +65,8 @@ def test_sampling_arguments_are_sampling_params() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["config"], ["demo"], ["inspect"], ["tune"], ["cache", "ls"], ["bench", "serve"]]
+    "command",
+    [[], ["generate"], ["config"], ["demo"], ["inspect"], ["tune"], ["quantise"], ["cache", "ls"], ["bench", "serve"]],
 )
 def test_help_has_examples_and_needs_no_torch(command: list[str]) -> None:
     code = (

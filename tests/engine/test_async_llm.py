@@ -18,6 +18,7 @@ from small_engines import PROMPTS
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
+from compiled_engine.core.engine_core import CALLS
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
@@ -349,7 +350,7 @@ def test_reset_prefix_cache(engine: AsyncLLM) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("close", {}, "call is 'close'; allowed: metrics, reset_prefix_cache, check_integrity"),
+        ("close", {}, f"call is 'close'; allowed: {', '.join(CALLS)}"),
         ("reset_prefix_cache", {"some": 1}, "reset_prefix_cache: TypeError: .* unexpected keyword argument 'some'"),
     ],
 )

@@ -328,7 +328,7 @@ def test_a_second_thread_is_refused_and_costs_nothing(llm: LLM) -> None:
     assert inside.wait(60)
     stream = llm.stream(PROMPTS[1], GREEDY)
     for call in (lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False), lambda: next(stream), llm.close):
-        with pytest.raises(RuntimeError, match="at work in another call; allowed: one call at a time, from one thread"):
+        with pytest.raises(RuntimeError, match="busy with another call; allowed: one call at a time, from one thread"):
             call()
     outside.set()
     thread.join()
@@ -342,7 +342,7 @@ def test_a_token_mask_that_calls_its_engine_ends_its_own_request(llm: LLM) -> No
     params = [SamplingParams(temperature=0.0, max_tokens=4, token_mask=Calling(call)), GREEDY]
     failed, other = llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert failed.outputs[0].finish_reason == "error"
-    assert "at work in another call" in str(failed.outputs[0].stop_reason)
+    assert "busy with another call" in str(failed.outputs[0].stop_reason)
     assert len(other.outputs[0].token_ids) == 12
 
 

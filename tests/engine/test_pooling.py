@@ -196,6 +196,23 @@ def test_a_reranker_judges_by_two_tokens_in_its_template(tmp_path: Path, engine:
         assert output.outputs.score == pytest.approx(float(torch.softmax(logits, dim=0)[1]), abs=1e-4)
 
 
+def test_one_token_may_judge_alone(tmp_path: Path, engine: Engine) -> None:
+    model = make_reranker(tmp_path)
+    (tmp_path / "modules.json").write_text(
+        json.dumps(
+            [
+                {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Transformer"},
+                {"idx": 1, "name": "1", "path": "1", "type": "sentence_transformers.cross_encoder.modules.LogitScore"},
+            ]
+        )
+    )
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "config.json").write_text(json.dumps({"true_token_id": 7, "false_token_id": None}))
+    (output,) = engine(tmp_path).score("fox", "dog")
+    logit = model(torch.tensor([output.prompt_token_ids])).logits[0, -1, 7]
+    assert output.outputs.score == pytest.approx(float(torch.sigmoid(logit)), abs=1e-4)
+
+
 def test_prompts_and_lengths_of_the_folder(tmp_path: Path, engine: Engine) -> None:
     make_embedder(tmp_path, kinds=("lasttoken",), prompts={"query": "find: ", "document": ""}, max_length=20)
     llm = engine(tmp_path)

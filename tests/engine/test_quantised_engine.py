@@ -13,8 +13,10 @@ import torch
 from checkpoints import make_checkpoint
 from quantised_checkpoints import LAYOUTS, compressed, write_quantised
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.cli.app import app
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "mode": "compiled", "progress": False, "strict_passes": True}
 PROMPTS = ["def ", "import os\n\n\ndef read(path):\n    ", "class Node:\n    def __init__(self, ", "for i in range("]
@@ -63,6 +65,8 @@ def test_each_layout_computes_what_its_codes_stand_for(
 BLOCK = LAYOUTS["compressed-tensors, block"]
 TOKEN = LAYOUTS["compressed-tensors, channel and token"]
 ODD = {"hidden_size": 204, "intermediate_size": 336, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 40}
+# Rows of every linear are in whole tiles.
+EVEN = ODD | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 IDS = [[(7 * i * i + 3 * j) % 130 for j in range(3 + 8 * i)] for i in range(4)]
 
 
@@ -158,3 +162,20 @@ def test_weights_are_quantised_while_they_are_loaded(
         rows = (output.prompt_logprobs or [])[1:]
         losses.append(-sum(row[token].logprob for row, token in zip(rows, ids[1:], strict=True) if row) / len(rows))
     assert 0 < abs(losses[0] - losses[1]) < 0.05
+
+
+@pytest.mark.parametrize(("quantization", "sizes"), [("fp8", ODD), ("fp8_block", EVEN)])
+def test_a_written_folder_computes_what_loading_quantises(
+    quantization: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    sizes = sizes | {"num_hidden_layers": 2, "tie_word_embeddings": False}
+    make_checkpoint(tmp_path / "plain", "llama", **sizes, dtype=torch.bfloat16)
+    command = ["quantise", str(tmp_path / "plain"), str(tmp_path / "fp8"), "--scheme", quantization]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=3, prompt_logprobs=1, detokenize=False)
+    found = []
+    for folder, options in ((tmp_path / "plain", {"quantization": quantization}), (tmp_path / "fp8", {})):
+        with LLM(folder, **OPTIONS, skip_tokenizer_init=True, **options) as llm:
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in IDS], params, use_tqdm=False)
+        found.append([(list(o.outputs[0].token_ids), list(o.outputs[0].logprobs), o.prompt_logprobs) for o in outputs])
+    assert found[0] == found[1]

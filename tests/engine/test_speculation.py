@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import write_first_layers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,11 @@ def ngram(num_drafts: int, longest: int = 3, shortest: int = 1) -> dict[str, Any
     return {"speculative_config": drafts | {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}}
 
 
+def draft_model(num_drafts: int) -> dict[str, Any]:
+    """Without the path, which the fixture adds."""
+    return {"speculative_config": {"method": "draft_model", "num_speculative_tokens": num_drafts}}
+
+
 @pytest.fixture(scope="module")
 def text(bundled_model_path: Path) -> str:
     return (bundled_model_path / "held_out.txt").read_text()
@@ -53,12 +59,24 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "recorded, one draft": {"async_scheduling": True, **ngram(1, 4, 2)},
     "recorded, more drafts than a step has room for": {"max_num_seqs": 3, **ngram(20)},
     "two ranks": {"mode": "compiled", "async_scheduling": True, "tensor_parallel_size": 2, **ngram(4)},
+    "a draft model, eager, in torch": {"mode": "eager", "attention_backend": "torch", **draft_model(3)},
+    "a draft model, recorded, two steps in flight": {"async_scheduling": True, **draft_model(5)},
+    "a draft model, two ranks": {"mode": "compiled", "tensor_parallel_size": 2, **draft_model(1)},
 }
 
 
+@pytest.fixture(scope="module")
+def first_layers(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is often right, and often wrong."""
+    return write_first_layers(bundled_model_path, tmp_path_factory.mktemp("draft"), 5)
+
+
 @pytest.fixture(scope="module", params=DRAFTED)
-def drafted(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM(**ENGINE | DRAFTED[request.param]) as llm:
+def drafted(request: pytest.FixtureRequest, first_layers: Path) -> Iterator[LLM]:
+    options = ENGINE | DRAFTED[request.param]
+    if options["speculative_config"]["method"] == "draft_model":
+        options["speculative_config"] = options["speculative_config"] | {"model": str(first_layers)}
+    with LLM(**options) as llm:
         yield llm
         llm.core.check_integrity()
         metrics = llm.metrics()
@@ -166,3 +184,16 @@ def test_an_abort_among_drafts_leaves_no_trace(steps: int, text: str) -> None:
         for name, output in zip(found, expected, strict=True):
             assert found[name] == list(output.outputs[0].token_ids)[: len(found[name])]
             assert name == "0" or len(found[name]) == 30
+
+
+def test_a_request_without_a_token_ends_alone() -> None:
+    """The next step is under way when it is known that no token may come."""
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(async_scheduling=True, mode="eager", **ENGINE, **ngram(2)) as llm:
+        end = llm.get_tokenizer().eos_token_id
+        never = SamplingParams(allowed_token_ids=[end], min_tokens=2, max_tokens=5)
+        (expected,) = llm.generate([REPETITIVE], plain, use_tqdm=False)
+        failed, other = llm.generate([REPETITIVE[:20], REPETITIVE], [never, plain], use_tqdm=False)
+        llm.core.check_integrity()
+    assert (list(failed.outputs[0].token_ids), failed.outputs[0].finish_reason) == ([], "error")
+    assert list(other.outputs[0].token_ids) == list(expected.outputs[0].token_ids)

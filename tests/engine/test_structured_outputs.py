@@ -208,7 +208,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {"not": {}}}, r'structured_outputs: Unimplemented keys: \["not"\]'),
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"regex": ""}, "structured_outputs.regex must not be empty"),
-        ({"choice": []}, "structured_outputs.choice must have at least one text"),
+        ({"choice": []}, "structured_outputs.choice must have at least one string"),
         ({"choice": ["a", ""]}, r"structured_outputs.choice\[1\] must not be empty"),
         ({"choice": [str(i) * 3 for i in range(20_000)]}, "structured_outputs.choice must have at most 131072 bytes"),
         ({"grammar": "start: undefined"}, "structured_outputs: "),
@@ -248,7 +248,7 @@ def test_what_rules_each_other_out() -> None:
             structured({"regex": "a"}, **further)
     with pytest.raises(TypeError, match="structured_outputs must be StructuredOutputs or a dict"):
         SamplingParams(structured_outputs=5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"structured_outputs.regex must be text, got 5"):
+    with pytest.raises(TypeError, match=r"structured_outputs.regex must be a string, got 5"):
         SamplingParams(structured_outputs={"regex": 5})  # type: ignore[arg-type]
 
 

@@ -80,7 +80,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         r"messages\[0\]\['role'\] must be one of system, developer, user, assistant, tool, got 'usr'",
     ),
     ([{"content": "a"}], {}, ValueError, r"messages\[0\]\['role'\] must be one of .*, got None"),
-    ([{"role": "user"}], {}, ValueError, r"messages\[0\]\['content'\] must be text, got None"),
+    ([{"role": "user"}], {}, ValueError, r"messages\[0\]\['content'\] must be a string, got None"),
     ([{"role": "user", "content": 7}], {}, TypeError, r"messages\[0\]\['content'\] must be a string or a list"),
     (
         [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
@@ -150,10 +150,10 @@ def test_chat_takes_a_template_or_the_path_of_one(llm: LLM, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ("template.jinja", ValueError, "chat_template is 'template.jinja', which is no Jinja template, and there is"),
-        (Path("a/b"), ValueError, "chat_template is 'a/b', which is no Jinja template, and there is no such file"),
-        ("", ValueError, "chat_template is '', which is no Jinja template"),
-        ("a" * 5000, ValueError, "which is no Jinja template"),
+        ("template.jinja", ValueError, "chat_template is 'template.jinja', which is neither a Jinja template nor"),
+        (Path("a/b"), ValueError, "chat_template is 'a/b', which is neither a Jinja template nor an existing file"),
+        ("", ValueError, "chat_template is '', which is neither a Jinja template"),
+        ("a" * 5000, ValueError, "which is neither a Jinja template"),
         (5, TypeError, "chat_template must be a Jinja template, the path of a file with one, or None, got 5"),
     ],
 )

@@ -239,7 +239,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
     tokenizer = load_tokenizer(tmp_path)
     assert read_chat_template("rag", tokenizer) == "rag"
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match=r"none of the tokenizer's is the default; \['rag'\]"):
+    with pytest.raises(ValueError, match=r"the tokenizer's templates have no default: \['rag'\]"):
         render_chat(load_tokenizer(tmp_path), [USER])
 
 

@@ -54,6 +54,10 @@ def test_it_is_the_list_that_would_be_made_at_once(num_top: int) -> None:
     for part in (slice(2), slice(-3, None), slice(None, None, -1), slice(5, 2), slice(1, 9, 3)):
         assert found[part] == expected[part]
     assert repr(found) == repr(expected)
+    ids, values = found.arrays()
+    assert ids.shape == (len(expected), 1 + num_top)
+    pairs = [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    assert pairs == [{token: entry.logprob for token, entry in each.items()} for each in expected]
     assert found != expected[1:]
     assert found != tuple(expected)
     assert expected[3] in found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from tiny_models import tiny_config
 
 from compiled_engine.config import (
+    AdapterConfig,
+    DraftConfig,
     EngineConfig,
     ExpertsConfig,
     GraphMode,
@@ -27,6 +31,7 @@ from compiled_engine.graphs.cache.environment import (
 )
 from compiled_engine.graphs.cache.key import (
     ANGLE_SCALE_FIELDS,
+    CACHE_FORMAT,
     GRAPH_FIELDS,
     OTHER_FIELDS,
     cache_factors,
@@ -62,6 +67,7 @@ def base_config() -> EngineConfig:
 PERTURBED: dict[str, Any] = {
     "model.path": Path("/elsewhere"),
     "model.hub_name": "org/name",
+    "model.merged_adapter": Path("/an/adapter"),
     "model.wrapper": "LlavaForConditionalGeneration",
     "model.revision": "0" * 40,
     "model.architecture": "LlamaForCausalLM",
@@ -111,6 +117,7 @@ PERTURBED: dict[str, Any] = {
     "cache.num_blocks": 5,
     "cache.gpu_memory_utilization": 0.5,
     "cache.enable_prefix_caching": False,
+    "cache.kv_dtype": "fp8_e4m3",
     "scheduler.max_num_seqs": 3,
     "scheduler.max_num_batched_tokens": 128,
     "scheduler.max_model_len": 99,
@@ -140,10 +147,12 @@ PERTURBED: dict[str, Any] = {
     "speculation.num_tokens": 3,
     "speculation.lookup_max": 5,
     "speculation.lookup_min": 2,
+    "speculation.acceptance_rates": (0.5,),
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
-APART = {"device", "model.transformers", "model.quantisation", "model.pooling"}
+APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
+APART |= {"model.recurrences", "speculation.draft", "adapters"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -164,16 +173,24 @@ def perturbed(config: EngineConfig, field: str) -> EngineConfig:
     return with_value(config, field, PERTURBED[field])
 
 
-def final_graph(config: EngineConfig) -> list[Any]:
-    """What a compiler would be given: for each range its plan and its unique pieces; and the compiler's options."""
+def versions(config: EngineConfig) -> Iterator[Any]:
+    """What a compiler would be given: its options, then for each range its plan and its unique pieces."""
+    yield INDUCTOR_OPTIONS, compile_ranges(config)
     model = without_storage(build_model(config.local_model), config.device)
     traced = trace_rank(config, model, forward_signature(config))
-    versions: list[Any] = [INDUCTOR_OPTIONS]
     for compile_range in compile_ranges(config):
         module, _ = apply_passes(config, traced, compile_range)
         plan, pieces = make_plan(module.graph, split(module.graph))
-        versions.append((compile_range, plan, pieces))
-    return versions
+        yield compile_range, plan, pieces
+
+
+def final_graph(config: EngineConfig) -> list[Any]:
+    return list(versions(config))
+
+
+def differs(config: EngineConfig, graph: list[Any]) -> bool:
+    """Whether the graph of the config is another one: it is made as far as the first difference."""
+    return any(one != other for one, other in zip_longest(versions(config), graph))
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +205,7 @@ def test_every_field_is_perturbed(base: EngineConfig) -> None:
 
 
 def test_every_field_is_declared_once(base: EngineConfig) -> None:
-    assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
+    assert sorted([CACHE_FORMAT, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
 
 
 def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> None:
@@ -198,6 +215,30 @@ def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> N
     assert len(set(keys)) == 3
     prompted = with_value(base, "model.pooling", replace(plain, prompts=(("query", "find: "),)))
     assert str(cache_factors(prompted, ENVIRONMENT)) == keys[1]
+
+
+def test_a_draft_model_has_a_key_of_its_own(base: EngineConfig) -> None:
+    draft = DraftConfig(with_value(base, "model.hidden_size", 128).model, base.compile, base.graph)
+    drafted = with_value(base, "speculation.draft", draft)
+    assert cache_factors(drafted, ENVIRONMENT) == cache_factors(base, ENVIRONMENT)
+    assert drafted.draft is not None
+    assert drafted.draft == with_value(base, "model.hidden_size", 128)
+    assert cache_factors(drafted.draft, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
+
+
+def test_the_slots_of_adapters_change_the_key(base: EngineConfig) -> None:
+    few = AdapterConfig(max_loras=2, max_lora_rank=16, max_cpu_loras=2)
+    variants = (None, few, replace(few, max_loras=3), replace(few, max_lora_rank=8))
+    keys = [str(cache_factors(with_value(base, "adapters", each), ENVIRONMENT)) for each in variants]
+    assert len(set(keys)) == len(variants)
+    more = with_value(base, "adapters", replace(few, max_cpu_loras=9))
+    assert str(cache_factors(more, ENVIRONMENT)) == keys[1]
+
+
+def test_a_cache_in_the_dtype_of_the_model_is_no_factor(base: EngineConfig) -> None:
+    assert "cache.kv_dtype" not in cache_factors(base, ENVIRONMENT)["config"]
+    keys = {str(cache_factors(with_value(base, "cache.kv_dtype", name), ENVIRONMENT)) for name in ("auto", "int8")}
+    assert len(keys) == 2
 
 
 @cache
@@ -211,7 +252,7 @@ def test_a_field_that_changes_the_graph_changes_the_key(field: str) -> None:
     base, base_graph = base_with(architecture_with(field))
     config = perturbed(base, field)
     assert cache_factors(config, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
-    assert final_graph(config) != base_graph
+    assert differs(config, base_graph)
 
 
 @pytest.mark.parametrize("which", [0, 1])

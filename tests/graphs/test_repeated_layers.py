@@ -85,8 +85,9 @@ ALIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
     [pytest.param(name, marks=pytest.mark.product(one_in=10) if name in ALIKE else ()) for name in sorted(FAMILIES)],
 )
 def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(architecture, 5, dtype=torch.bfloat16)
-    config = replace(config, compile=replace(config.compile, ranges=((1, 8),)))
+    """In the range of all sizes; passes of another one see the same trace."""
+    config = tiny_config(architecture, 4, dtype=torch.bfloat16)
+    config = replace(config, compile=replace(config.compile, ranges=()))
     few, every, num_traced = both_ways(config, monkeypatch)
     assert num_traced == 3
     assert plans(config, few) == plans(config, every)
@@ -147,7 +148,7 @@ def share_weights(model: nn.Module) -> None:
 
 def share_a_module(model: nn.Module) -> None:
     stack: Any = stack_of(model)
-    stack[4].mlp = stack[3].mlp
+    stack[3].mlp = stack[2].mlp
 
 
 class _Sly(float):
@@ -171,7 +172,7 @@ def change_the_stack(model: Any) -> None:
         def forward(self, x_TD: torch.Tensor, *arguments: Any) -> torch.Tensor:
             *shared, kv_caches = arguments
             for number, layer in enumerate(self):
-                x_TD = layer(x_TD * 2 if number == 5 else x_TD, *shared, kv_caches[number])
+                x_TD = layer(x_TD * 2 if number == 3 else x_TD, *shared, kv_caches[number])
             return x_TD
 
     model.model.layers = Stack(list(model.model.layers))
@@ -236,17 +237,17 @@ def name_the_layers_of(kind: type) -> Callable[[nn.Module], None]:
         (name_the_layers_of(bool), 4),
         (name_the_layers_of(int), 4),
         # Where layers do not repeat one another, all are traced: at once, or when that has shown.
-        (share_weights, 8),
-        (share_a_module, 8),
-        (change_the_stack, 8),
-        (pretend, 8),
-        (use_a_middle_layer_again, 8),
+        (share_weights, 5),
+        (share_a_module, 5),
+        (change_the_stack, 5),
+        (pretend, 5),
+        (use_a_middle_layer_again, 5),
     ],
 )
 def test_whatever_a_model_does_the_graph_is_that_of_a_whole_trace(
     change: Callable[[nn.Module], None], num_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config("LlamaForCausalLM", 8)
+    config = tiny_config("LlamaForCausalLM", 5)
     few, every, found = both_ways(config, monkeypatch, change)
     assert found == num_traced
     assert ops(few) == ops(every)

@@ -17,6 +17,7 @@ from recorded_capture import RecordedCapture
 from torch import fx
 
 from compiled_engine.attention.inputs import FIELDS, STEP_TENSORS, StepTensor
+from compiled_engine.bench.fused_forward import BLOCK_SIZE, fuse
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.signature import forward_signature
@@ -42,6 +43,7 @@ from compiled_engine.runner import model_runner
 from compiled_engine.runner.input_batch import InputBuffers, empty_batch, make_batch, prepare, step_of_batch
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.tune.pass_gains import make_step_inputs
 
 NO_SLOT = 7
 
@@ -150,6 +152,15 @@ def test_compiled_and_recorded_engines_read_it(expected: list[list[int]]) -> Non
         metrics = llm.metrics()
     assert (metrics["cache"], metrics["traces"]) == ("hit", 0)
     assert metrics["recorded_replays"] > 0
+
+
+@pytest.mark.usefixtures("registered")
+def test_measurements_of_a_forward_give_it_padding() -> None:
+    config = resolve(EngineOptions(device="cpu", block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=32))
+    assert SignBySlot.name in config.compile.passes
+    given, expected = (fuse(each).logprobs(PROMPTS[1:3], [(7, 12)]) for each in (config, without(config)))
+    torch.testing.assert_close(given, expected)
+    assert make_step_inputs(config, 4, 9, decodes=True).arguments[-1].tolist() == [NO_SLOT] * 4
 
 
 @pytest.mark.usefixtures("registered")

@@ -72,7 +72,7 @@ def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypat
 def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(mode="eager", dtype="float32", progress=False) as llm:
         runner = runner_of(llm)
-        monkeypatch.setattr(runner.model, "run", lambda *arguments: 1 / 0)
+        monkeypatch.setattr(runner.model, "run", lambda *arguments, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
 
@@ -85,7 +85,7 @@ def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyP
         started.append(threading.get_ident())
         go_on.wait(60)
 
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         go_on.set()
         raise KeyboardInterrupt
 

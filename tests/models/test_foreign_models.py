@@ -170,7 +170,6 @@ SMALL_DEEPSEEK = {
             {"architectures": ["MyForCausalLM"], "model_type": "my", "auto_map": {"AutoModelForCausalLM": "my.My"}},
             ("MyForCausalLM", "auto_map", "never executed"),
         ),
-        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, ("BertForMaskedLM",)),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"} | SMALL_DEEPSEEK,
             ("DeepseekV3ForCausalLM", "latent"),

@@ -12,13 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from compiled_engine.bench.families import FAMILIES, TINY, WRAPPERS
 from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.checkpoint.wrappers import WRAPPERS as ARCHITECTURES
 
-KNOWN = {case.name: case.config() for case in (*FAMILIES, *WRAPPERS)}
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 4}
+KNOWN = {case.name: case.config() for case in FAMILIES}
+# Of multimodal types transformers' causal language model may be the text model, which has a type of its own.
+KNOWN |= {
+    case.name: case.config() for case in WRAPPERS if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(case.name) in ARCHITECTURES
+}
 # Values of types that TINY is not enough for.
 VALUES: dict[str, dict[str, Any]] = {
-    "lfm2": CONVOLUTIONS,
-    "lfm2_moe": CONVOLUTIONS,
     "gemma4_assistant": {"text_config": TINY | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "attn_layers": ["lsh", "local", "lsh"]},
     "qwen4_exp": {"text_config": TINY},
@@ -33,6 +35,7 @@ CAUSES = (
     r"its mask is neither causal nor causal with a sliding window",
     r"its attention is not causal, or its mask is made in an unsupported way",
     r"its heads of q, k and v differ in size",
+    r"its attention takes \w+",
     r"its head calls the decoder in an unsupported way",
     r"its rotary angles depend on a request's length",
     r"the experts have .*; allowed: act\(gate\) \* up, and GPT-OSS's gate",
@@ -79,10 +82,7 @@ def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "mechanism"),
     [
-        ("qwen3_next", "the gated delta rule"),
-        ("qwen3_5", "the gated delta rule"),
         ("bamba", r"the scan of a state space model \(Mamba\)"),
-        ("lfm2", "short convolutions"),
         ("llama4", "chunked attention"),
         ("deepseek_v3", "multi-head latent attention"),
         ("deepseek_v32", "sparse attention by an index, multi-head latent attention"),

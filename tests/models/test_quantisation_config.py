@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quantised_checkpoints import GROUP, LAYOUTS, TOKEN, compressed
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
+from compiled_engine.models.checkpoint.quantisation_config import as_compressed_tensors, read_quantisation
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding, Rule, online
 
 SCHEMES = {
@@ -122,6 +122,13 @@ roundings = st.builds(Rounding, st.just("e4m3"), sizes, sizes)
 def test_schemes_are_text_and_back(weight: Rounding, inputs: Rounding | None) -> None:
     scheme = LinearScheme(weight, inputs)
     assert LinearScheme.parse(str(scheme)) == scheme
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith("compressed-tensors")])
+def test_what_is_written_states_the_same_rules(name: str) -> None:
+    found = read(LAYOUTS[name].config(["lm_head", "re:.*gate$"]))
+    assert found is not None
+    assert read(as_compressed_tensors(found)) == found
 
 
 @given(st.integers(1, 400), st.integers(0, 400))

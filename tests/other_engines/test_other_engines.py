@@ -31,6 +31,8 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("device_ids", [1], {"device": "cuda:1"}),
     ("seed", 7, {"seed": 7}),
     ("load_format", "dummy", {"load_format": "dummy"}),
+    ("kv_cache_dtype", "int8_per_token_head", {"kv_cache_dtype": "int8"}),
+    ("kv_cache_dtype", "fp8_e4m3", {"kv_cache_dtype": "fp8_e4m3"}),
     ("max_model_len", 128, {"max_model_len": 128}),
     ("max_num_seqs", 4, {"max_num_seqs": 4}),
     ("max_num_batched_tokens", 64, {"max_num_batched_tokens": 64}),
@@ -52,6 +54,10 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("runner", "pooling", {"runner": "pooling"}),
     ("convert", "embed", {"convert": "embed"}),
     ("pooler_config", {"normalize": False}, {"pooler_config": {"normalize": False}}),
+    ("enable_lora", True, {"enable_lora": True}),
+    ("max_loras", 4, {"max_loras": 4}),
+    ("max_lora_rank", 32, {"max_lora_rank": 32}),
+    ("max_cpu_loras", 8, {"max_cpu_loras": 8}),
     ("model_impl", "vllm", {}),
     ("model_impl", "transformers", {"model_impl": "transformers"}),
     ("quantization", "fp8", {"quantization": "fp8"}),
@@ -172,15 +178,15 @@ def test_what_has_no_effect_is_accepted_with_a_warning(name: str, row: WithoutEf
 
 
 def test_all_keywords_without_effect_are_in_one_warning() -> None:
-    with pytest.warns(UserWarning, match="swap_space.*max_loras") as caught:
-        translate({"swap_space": 4, "seed": 1, "max_loras": 4}, on_gpu=True)
+    with pytest.warns(UserWarning, match="swap_space.*lora_dtype") as caught:
+        translate({"swap_space": 4, "seed": 1, "lora_dtype": "bfloat16"}, on_gpu=True)
     assert len(caught) == 1
 
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"nnodes": 2}, "nnodes is 2: this way to use several GPUs is not supported"),
+        ({"nnodes": 2}, "nnodes is 2: this kind of parallelism is not supported"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb is True"),
         ({"enforce_eager": 1}, "enforce_eager is 1; allowed: True, False"),
         ({"tokenizer_mode": "slow"}, "tokenizer_mode is 'slow'; allowed"),

@@ -68,7 +68,7 @@ def test_log_probabilities_are_made_by_scripts_too() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("structured_outputs_config", {"disable_any_whitespace": True}, "one form of JSON for all requests"),
+        ("structured_outputs_config", {"disable_any_whitespace": True}, "one JSON format for all requests"),
         ("structured_outputs_config", {"disable_additional_properties": True}, "give it to SamplingParams"),
         ("vllm_config", object(), "give its fields as keywords"),
     ],

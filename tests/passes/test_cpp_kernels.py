@@ -82,7 +82,7 @@ def test_linears_that_the_kernel_does_not_know_are_the_references(case: Case, dt
 def test_rotation_and_write(form: Any, normed: bool) -> None:
     given = in_form if len(form) == 3 else random_arguments
     arguments, guarded = given(form, torch.float32, normed)  # type: ignore[operator]
-    q, k, v, cache, slots, *rotation = arguments
+    q, k, v, cache, slots, _, *rotation = arguments
     expected = expected_of(arguments, guarded)
     rotated = rotate_and_write(q, k, v, Rotation(*rotation), cache, slots)
     assert rotated is not None
@@ -90,6 +90,6 @@ def test_rotation_and_write(form: Any, normed: bool) -> None:
 
 
 def test_bfloat16_is_left_to_others() -> None:
-    (q, k, v, cache, slots, *rotation), guarded = random_arguments(SHAPES[0], torch.bfloat16, True)
+    (q, k, v, cache, slots, _, *rotation), guarded = random_arguments(SHAPES[0], torch.bfloat16, True)
     assert rotate_and_write(q, k, v, Rotation(*rotation), cache, slots) is None
     assert guarded.isnan().all()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from pass_cases import (
     CPU,
-    DTYPES,
     DYNAMIC,
     FAMILIES,
     GEMMA3,
@@ -50,7 +49,9 @@ def reports_of(
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("num_layers", [2, pytest.param(8, marks=pytest.mark.product(one_in=10))])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.product(one_in=4))], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dtype, num_layers: int) -> None:
     ropes = 2 if family is GEMMA3 else 1
@@ -135,7 +136,10 @@ class Never(GraphPass):
 
 
 def test_strict_mode_names_the_pass_below_its_contract() -> None:
-    with pytest.raises(ContractError, match=r"pass never matched 0 times over 1-8 tokens, its contract is 1; near"):
+    with pytest.raises(
+        ContractError,
+        match=r"pass never matched 0 times over 1-8 tokens, its contract is 1; candidates that did not match: ",
+    ):
         run_all(QWEN3, torch.float32, SMALL, (Never(),))
 
 
@@ -153,9 +157,9 @@ PROFILE = DeviceProfile("a test", {"silu_mul": {1: -9.0, 8: -4.0, 64: 7.0}, "rms
 @pytest.mark.parametrize(
     ("name", "compile_range", "reason"),
     [
-        ("silu_mul", SMALL, "it does not pay on a test: 9.0 microseconds lost a step of 1 tokens"),
+        ("silu_mul", SMALL, "it is slower on a test: 9.0 microseconds in a step of 1 tokens"),
         ("silu_mul", CompileRange(1, 64), None),  # it gains somewhere in the range
-        ("silu_mul", CompileRange(2, 32), "it does not pay on a test: 4.0 microseconds lost a step of 8 tokens"),
+        ("silu_mul", CompileRange(2, 32), "it is slower on a test: 4.0 microseconds in a step of 8 tokens"),
         ("silu_mul", CompileRange(9, 63), None),  # nothing was measured there
         ("rms_norm", SMALL, None),  # less than the noise
         ("merge_linears", SMALL, None),  # never measured

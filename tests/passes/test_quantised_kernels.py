@@ -26,7 +26,15 @@ from compiled_engine.passes.linear.hopper_quantised import (
     PRODUCT_TILES,
     quantised_tiles,
 )
-from compiled_engine.passes.linear.quantised_kernels import HOPPER, LIBRARY, TORCH, TRITON, choose, scaling_of
+from compiled_engine.passes.linear.quantised_kernels import (
+    HOPPER_LINEAR,
+    HOPPER_PRODUCT,
+    LIBRARY,
+    TORCH,
+    TRITON,
+    choose,
+    scaling_of,
+)
 from compiled_engine.passes.linear.quantised_linear_op import launch, reference
 from compiled_engine.quantisation import LinearScheme
 
@@ -151,9 +159,10 @@ def test_each_linear_has_its_kernel_with_a_reason() -> None:
         given = {"capability": (9, 0), "silu_mul": False, "bias": False, "dtype": torch.bfloat16} | more
         return str(choose(num_tokens=tokens, num_rows=rows, k=k, scheme=LinearScheme.parse(scheme), **given))
 
-    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 128)} == {HOPPER}
+    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 128)} == {HOPPER_LINEAR}
     assert kernel(BY_ROWS, 129) == LIBRARY
-    assert kernel(BY_BLOCKS, 129) == kernel(BY_BLOCKS, 8192, dtype=torch.float16) == HOPPER
+    assert kernel(BY_BLOCKS, 129) == kernel(BY_BLOCKS, 8192, dtype=torch.float16) == HOPPER_PRODUCT
+    assert kernel(BY_ROWS, 129, dtype=torch.float16) == HOPPER_PRODUCT
     assert kernel(BY_BLOCKS, 8192, bias=True) == f"{TRITON}: it has a bias"
     assert kernel(BY_BLOCKS, 1, k=72, rows=20).startswith(f"{TRITON}: its sizes [20, 72]")
     assert "results are float32" in kernel(BY_ROWS, 1, dtype=torch.float32)

@@ -72,7 +72,9 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("merged", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.product(one_in=4))], ids=str
+)
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_every_layer_of_every_family(architecture: str, dtype: torch.dtype, merged: bool) -> None:
     module = traced_model(architecture, dtype)

@@ -56,12 +56,12 @@ def random_arguments(
     guarded = torch.full((blocks + 2, 2, block_size, kv_heads, d), float("nan"), dtype=dtype, device=device)
     slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
     slots[1::3] = -1
-    return (q, k, v, guarded[1:-1], slots.to(device), *Rotation(*weights, 3e-4, cos, sin)), guarded
+    return (q, k, v, guarded[1:-1], slots.to(device), None, *Rotation(*weights, 3e-4, cos, sin)), guarded
 
 
 def expected_of(arguments: Arguments, guarded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, guarded cache) by the formulas of transformers, pair by pair."""
-    q, k, v, cache, slots, *others = arguments
+    q, k, v, cache, slots, _, *others = arguments
     q_weight, k_weight, eps, cos, sin, _, _, rotary_dim, interleaved, wide_rope, norm_last = others
     rotary_dim = rotary_dim or q.shape[-1]
 
@@ -96,7 +96,7 @@ def check(op: Callable[..., torch.Tensor], arguments: Arguments, guarded: torch.
     del poison
     rotated = op(*arguments)
     assert rotated.is_contiguous()
-    normed = arguments[5] is not None
+    normed = arguments[6] is not None
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[rotated.dtype] if normed else 0.0
     torch.testing.assert_close((rotated, guarded), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -109,8 +109,8 @@ def in_form(
     arguments, guarded = random_arguments((5, 6, 2, head_dim), dtype, normed, device)
     width = (rotary_dim or head_dim) // (2 if of_pairs else 1)
     # A wide rotation may have angles in fp32.
-    angles = [angles[..., :width].to(torch.float32 if wide and interleaved else dtype) for angles in arguments[8:10]]
-    return (*arguments[:8], *angles, 0.0, False, rotary_dim, interleaved, wide, norm_last), guarded
+    angles = [angles[..., :width].to(torch.float32 if wide and interleaved else dtype) for angles in arguments[9:11]]
+    return (*arguments[:9], *angles, 0.0, False, rotary_dim, interleaved, wide, norm_last), guarded
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -157,8 +157,19 @@ def test_the_kernel_interpreted() -> None:
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("element", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("shape", [(1, 16, 8, 128), (1, 4, 4, 80), (1, 32, 1, 256)])
-def test_compiled_for_hopper(shape: tuple[int, int, int, int], element: str, normed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "cache"),
+    [
+        ((1, 16, 8, 128), None),
+        ((1, 4, 4, 80), None),
+        ((1, 32, 1, 256), None),
+        ((1, 16, 8, 128), ("*u8", "*i16")),
+        ((1, 16, 8, 128), ("*fp8e4nv", "*fp32")),
+    ],
+)
+def test_compiled_for_hopper(
+    shape: tuple[int, int, int, int], cache: tuple[str, str] | None, element: str, normed: bool, tmp_path: Path
+) -> None:
     """Needs no GPU: it spills nothing, moves 16 bytes at a time, and waits for the kernel before it."""
     _, heads, kv_heads, d = shape
     launched = rope_kv_write_kernel.rope_kv_write_kernel
@@ -166,10 +177,13 @@ def test_compiled_for_hopper(shape: tuple[int, int, int, int], element: str, nor
     tile_h, tile_p, num_warps = rope_kv_write_kernel.tiles(heads, d)
     constants: dict[str, Any] = {name: d for name in kernel.arg_names if name.endswith("_HEAD_STRIDE")}
     constants |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": d, "BLOCK_SIZE": 16, "STRIDE_MULTIPLE": 8}
+    constants |= {"WIDTH": d} | ({} if cache else {"scales_ptr": None})
     constants |= {"TILE_H": tile_h, "TILE_P": tile_p, "DEPENDENT_LAUNCH": True, "OFFSET": 0.0, "WIDE": False}
     constants |= {"ROTARY": d, "INTERLEAVED": False, "OF_PAIRS": False, "ROPE_WIDE": False, "NORM_LAST": False}
     constants |= {} if normed else {"q_weight_ptr": None, "k_weight_ptr": None}
+    constants |= {"WIDTH": d + 2} if cache and cache[0] == "*u8" else {}
     types = {"slot_mapping_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= {"cache_ptr": cache[0], "scales_ptr": cache[1]} if cache else {}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         signature[name] = types.get(name, element if name.endswith("_ptr") else "i32")
@@ -180,7 +194,7 @@ def test_compiled_for_hopper(shape: tuple[int, int, int, int], element: str, nor
     source = ASTSource(kernel, signature, values, attributes)
     program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "griddepcontrol.wait" in program.asm["ptx"]
-    assert not re.search(r"(ld|st)\.global\.(b|u)(16|32)\b", program.asm["ptx"])
+    assert cache or not re.search(r"(ld|st)\.global\.(b|u)(16|32)\b", program.asm["ptx"])
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(program.asm["cubin"])
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

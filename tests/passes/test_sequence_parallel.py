@@ -126,9 +126,9 @@ BREAKS: dict[str, tuple[str, Edit]] = {
     f"{broken}: {what}": (broken, edit)
     for broken, target in (("all_reduce_residual_rms_norm", SUMMED), ("sequence_parallel", DIVIDED))
     for what, edit in {
-        "wrong eps": set_argument(target, 3, lambda eps: 100 * eps),
-        "the weight of another norm": take_from_next(target, 2),
-        "no residual": copy_argument(target, 0, 1),
+        "wrong eps": set_argument(target, "eps", lambda eps: 100 * eps),
+        "the weight of another norm": take_from_next(target, "weight_D"),
+        "no residual": copy_argument(target, "x_TD", "residual_TD"),
         "sum and norm swapped": swap_results(target),
     }.items()
 }

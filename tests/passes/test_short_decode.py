@@ -113,7 +113,7 @@ def _hopper() -> None:
 
 def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
     q, k, v, cache, out = arguments[:5]
-    scoring, inputs = Scoring(*arguments[16:20]), inputs_of(tuple(arguments))
+    scoring, inputs = Scoring(*arguments[16:21]), inputs_of(tuple(arguments))
     rotation = Rotation(*arguments[5:16])
     short_decode(q, k, v, rotation, cache, out, inputs, inputs.seq_lens_R.shape[0], scoring, tiles)
 

@@ -23,6 +23,7 @@ from left_over import SOON_S, wait_until, workers
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine.core.control import ControlError
+from compiled_engine.core.executor import RANK_CALLS
 from compiled_engine.llm import LLM
 from compiled_engine.messages import ControlCall
 from compiled_engine.parallel.connect import RankLayout
@@ -161,8 +162,8 @@ def test_a_call_that_fails_on_ranks_fails_alone() -> None:
     """It comes after the steps that were sent before it, and the ranks go on."""
     with LLM(**ENGINE) as llm:
         before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
-        wrong = r"call is 'nothing'; allowed: metrics"
-        with pytest.raises(ControlError, match=rf"^rank 0 of 2: {wrong}; rank 1 of 2: {wrong}$"):
+        wrong = f"call is 'nothing'; allowed: {', '.join(RANK_CALLS)}"
+        with pytest.raises(ControlError, match=f"^rank 0 of 2: {wrong}; rank 1 of 2: {wrong}$"):
             llm.core.executor.call(ControlCall("nothing"))
         assert len(llm.core.executor.call(ControlCall("metrics"))) == 2
         after = llm.generate(PROMPTS, SHORT, use_tqdm=False)

@@ -19,6 +19,7 @@ FOLDERS = {
 LAYERS = (
     "process",
     "quantisation",
+    "kv_format",
     "pooling",
     "config",
     "schema",
@@ -26,6 +27,7 @@ LAYERS = (
     "rows",
     "attention",
     "attention.backends",
+    "recurrence",
     "models.bundled",
     "models.textbook",
     "parallel",

@@ -46,6 +46,25 @@ def test_compile_ranges_follow_one_another() -> None:
     assert resolved(compile_ranges=(64, 8)).compile.ranges == ((1, 8), (9, 64))
 
 
+def test_a_limit_that_is_not_given_follows_the_other() -> None:
+    scheduler = resolved(max_num_batched_tokens=8).scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (8, 8)
+    scheduler = resolved(max_num_seqs=4000).scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4000, 4000)
+
+
+@pytest.mark.parametrize(("most", "ranges"), [(65, ((1, 64),)), (64, ((1, 63),)), (2, ((1, 1),)), (1, ())])
+def test_the_range_of_small_batches_ends_below_the_largest(most: int, ranges: tuple[tuple[int, int], ...]) -> None:
+    assert resolved(max_num_batched_tokens=most).compile.ranges == ranges
+
+
+def test_ranks_may_be_several_for_each_kv_head() -> None:
+    config = resolved(tensor_parallel_size=4)
+    assert config.model.num_kv_heads == 2
+    assert config.parallel.tensor_parallel_size == 4
+    assert config.local_model.num_kv_heads == 1
+
+
 def test_without_a_compiler_auto_is_eager_and_compiled_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from compiled_engine.attention.backend import choose_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat
@@ -34,7 +35,8 @@ def resolved(
         graphed=mode == "graphed",
         attention=choose_backend(backend, "auto", [case]),
         short_contexts=short_contexts,
-        recording_obstacle="calls are recorded on a CPU alone",
+        recording_obstacle="calls are recorded only on a CPU",
+        model=tiny_config().model,
         scheduler=scheduler,
         device=torch.device(device),
         reasons=reasons,
@@ -75,7 +77,7 @@ def test_each_size_has_its_own_short_contexts() -> None:
 def test_where_attention_cannot_be_captured_it_runs_between_graphs_of_up_to_512_tokens() -> None:
     graph, reasons = resolved(backend="torch")
     assert graph == GraphConfig(GraphMode.FULL_AND_PIECEWISE, default_capture_sizes(256), default_capture_sizes(512))
-    assert "attention backend torch can be captured for uniform decode alone" in reasons["graph.mode"]
+    assert "attention backend torch can be captured only for uniform decode" in reasons["graph.mode"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_decodes_without_graphs_of_their_own_all_have_one() -> None:
 def test_a_backend_that_captures_decodes_alone_has_no_full_mode() -> None:
     with pytest.raises(
         ValueError,
-        match=r"for uniform decode alone; allowed: .*full_and_piecewise, attention_backend",
+        match=r"only for uniform decode; allowed: .*full_and_piecewise, attention_backend",
     ):
         resolved(backend="torch", graph_mode="full")
     assert resolved(backend="torch")[0].mode is GraphMode.FULL_AND_PIECEWISE

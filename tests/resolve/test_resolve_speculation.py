@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
-from compiled_engine.config import SchedulerConfig, SpeculationConfig
+from compiled_engine.config import GraphMode, SchedulerConfig, SpeculationConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.pooling import EMBED, LAST, NORMALISE, Pooling
+from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.speculation import resolve_speculation
 
-SCHEDULER = SchedulerConfig(4, 16, 64, "fcfs")
+SCHEDULER = SchedulerConfig(4, 16, 256, "fcfs")
 
 
-def resolved(value: Any, device: str = "cpu", *, pools: bool = False, **options: Any) -> SpeculationConfig:
+def resolved(
+    value: Any, device: str = "cpu", *, pools: bool = False, vocab_size: int = 4096, **options: Any
+) -> SpeculationConfig:
     given = EngineOptions(speculative_config=value, **options)
-    return resolve_speculation(given, torch.device(device), SCHEDULER, {}, pools=pools)
+    config = tiny_config(vocab_size=vocab_size)
+    stages = (1,) * given.pipeline_parallel_size if given.pipeline_parallel_size > 1 else ()
+    parallel = replace(config.parallel, tensor_parallel_size=given.tensor_parallel_size, stage_layers=stages)
+    model = replace(config.model, pooling=Pooling(EMBED, LAST, (), NORMALISE) if pools else None)
+    config = replace(config, model=model, scheduler=SCHEDULER, device=torch.device(device), parallel=parallel)
+    return resolve_speculation(given, config, SilentProgress())
 
 
 def of(**more: Any) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": 3, **more}
+
+
+def synthetic(**more: Any) -> dict[str, Any]:
+    return of(rejection_sample_method="synthetic", **more)
 
 
 @pytest.mark.parametrize("value", [None, {}, "{}"])
@@ -51,7 +69,28 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
         (of(num_speculativ_tokens=3), "has no key 'num_speculativ_tokens'; did you mean 'num_speculative_tokens'?"),
         ({"method": "ngram"}, "speculative_config has no 'num_speculative_tokens', which it must have"),
         ({"num_speculative_tokens": 2}, "speculative_config has no 'method', which it must have"),
-        (of(method="eagle"), "speculative_config['method'] is 'eagle'; allowed: ngram"),
+        (of(method="eagle"), "speculative_config['method'] is 'eagle'; allowed: ngram, draft_model"),
+        (of(method="draft_model"), "speculative_config has no 'model', which it must have"),
+        (of(model="a"), "speculative_config['model'] is 'a', but 'method' is 'ngram'; allowed with it: 'draft_model'"),
+        (
+            {**of(method="draft_model", model="a"), "prompt_lookup_max": 2},
+            "speculative_config['prompt_lookup_max'] is 2, but 'method' is 'draft_model'; allowed with it: 'ngram'",
+        ),
+        (of(rejection_sample_method="block"), "['rejection_sample_method'] is 'block'; allowed: standard, synthetic"),
+        (
+            of(synthetic_acceptance_length=2),
+            "but 'rejection_sample_method' is None; allowed with it: 'synthetic'",
+        ),
+        (of(rejection_sample_method="synthetic"), "synthetic_acceptance_length, got neither"),
+        (synthetic(synthetic_acceptance_length=2, synthetic_acceptance_rates=[1, 1, 0]), "got both"),
+        (synthetic(synthetic_acceptance_length=4.5), "['synthetic_acceptance_length'] is 4.5; allowed: at most 4"),
+        (synthetic(synthetic_acceptance_length=0.5), "['synthetic_acceptance_length'] is 0.5; allowed: at least 1"),
+        (synthetic(synthetic_acceptance_rates=[0.5, 0.5]), "is [0.5, 0.5]; allowed: 3 numbers from 0 to 1"),
+        (synthetic(synthetic_acceptance_rates=[0.5, 0.6, 0.1]), "allowed: 3 numbers from 0 to 1, none above"),
+        (
+            synthetic(synthetic_acceptance_rates=[1.5, 0.6, 0.1]),
+            "synthetic_acceptance_rates'] is 1.5; allowed: from 0",
+        ),
         (of(num_speculative_tokens=0), "['num_speculative_tokens'] is 0; allowed: an integer from 1 to 64"),
         (of(num_speculative_tokens=True), "['num_speculative_tokens'] is True; allowed: an integer from 1 to 64"),
         (of(num_speculative_tokens=16), "is 16; allowed: at most 15, one less than max_num_batched_tokens"),
@@ -63,6 +102,71 @@ def test_values_that_are_refused(value: Any, message: str) -> None:
         resolved(value)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ({"synthetic_acceptance_length": 1}, (0, 0, 0)),
+        ({"synthetic_acceptance_length": 2.6}, (1, 0.6, 0)),
+        ({"synthetic_acceptance_length": 4}, (1, 1, 1)),
+        ({"synthetic_acceptance_rates": [0.8, 0.5, 0.5]}, (0.8, 0.5, 0.5)),
+    ],
+)
+def test_synthetic_acceptance(given: dict[str, Any], rates: tuple[float, ...]) -> None:
+    assert resolved(synthetic(**given)).acceptance_rates == pytest.approx(rates)
+    assert resolved(of(rejection_sample_method="standard")).acceptance_rates == ()
+
+
+def test_a_draft_model(bundled_model_path: Path) -> None:
+    """It is run in the type, with the passes and with the length of the model that it drafts for."""
+    speculation = resolved(of(method="draft_model", model=bundled_model_path))
+    assert (speculation.method, speculation.num_tokens) == ("draft_model", 3)
+    assert speculation.draft is not None
+    draft, config = speculation.draft, tiny_config()
+    assert (draft.model.num_layers, draft.model.dtype, draft.model.max_model_len) == (6, torch.float32, 256)
+    assert draft.compile.passes == config.compile.passes
+    assert draft.graph.mode is GraphMode.NONE
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "options", "message"),
+    [
+        ({"vocab_size": 100}, {}, {}, "vocab_size is 100; allowed: that of the model it drafts for, 4096"),
+        ({"architectures": ["FooForCausalLM"]}, {}, {}, "architecture 'FooForCausalLM' is not known; the textbook has"),
+        ({"max_position_embeddings": 128}, {}, {}, "max_model_len must be a whole number from 1 to 128"),
+        ({"intermediate_size": 641}, {}, {"tensor_parallel_size": 2}, "does not divide the 641 rows of the MLP"),
+        (
+            {},
+            {"draft_tensor_parallel_size": 2},
+            {},
+            "draft_tensor_parallel_size is 2; allowed: tensor_par",
+        ),
+        ({}, {"revision": "main"}, {}, "revision is 'main', but model is"),
+    ],
+)
+def test_draft_models_that_are_refused(
+    fields: dict[str, Any],
+    more: dict[str, Any],
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    bundled_model_path: Path,
+) -> None:
+    stated = json.loads((bundled_model_path / "config.json").read_text()) | fields
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    config = of(method="draft_model", model=str(tmp_path), **more)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        resolved(config, load_format="dummy", **options)
+    assert str(error.value).startswith(f"speculative_config['model'] is {str(tmp_path)!r}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"speculative_config\['model'\] is .* model must be a folder that holds"):
+        resolved(of(method="draft_model", model=str(tmp_path / "none")))
+    with pytest.raises(TypeError, match=r"speculative_config\['model'\] is '3': model is 3; allowed: the path"):
+        resolved(of(method="draft_model", model=3))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.runner.drafts import ngram_drafts
+from compiled_engine.runner.proposers import ngram_drafts
 
 
 def drafts(token_ids: list[int], longest: int, shortest: int, count: int) -> list[int]:
@@ -36,6 +36,7 @@ def test_what_followed_the_longest_newest_match(token_ids: list[int], a: int, b:
         ([1, 2, 3, 4, 1, 2], [3, 4, 1]),
         ([1, 2, 3, 9, 2, 4, 1, 2], [3, 9, 2]),  # a longer match counts more than a newer one
         ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),
+        ([5, 1, 2, 7, 4, 1, 2, 8, 5, 1, 2], [8, 5, 1]),  # more than two tokens are not compared
         ([7, 7], [7, 7, 7]),
         ([1, 2, 3], []),
         ([1], []),

@@ -161,7 +161,7 @@ def test_attention_of_real_rows_is_bit_identical_whatever_stands_in_the_padding(
         kv_cache, out = cache.clone(), torch.full_like(q, float("nan"))
         kv_cache[[0, 1, 5, 6, 7]] = poison  # blocks that belong to nobody
         before = kv_cache.clone()
-        write_and_attend(q, k, v, kv_cache, out, 0.125, 0, 0.0, None, *replace(inputs, backend="torch").flat())
+        write_and_attend(q, k, v, kv_cache, out, 0.125, *[0, 0.0, None, None], *replace(inputs, backend="torch").flat())
         changed = (kv_cache != before) & ~(kv_cache.isnan() & before.isnan())
         assert set(torch.nonzero(changed.flatten(3).any(-1).any(1))[:, 0].tolist()) == {3, 4}
         results.append(out[:2].clone())

@@ -37,7 +37,7 @@ IN_THE_INTERPRETER: dict[str, Callable[[], Any]] = {
         for num_samples, vocab_size, dtype in (
             (1, 4099, torch.float32),
             (20, 77, torch.bfloat16),
-            (4, 151_936, torch.float16),
+            (2, 151_936, torch.float16),
         )
         for filtered in (False, True)
     ],
@@ -46,16 +46,16 @@ IN_THE_INTERPRETER: dict[str, Callable[[], Any]] = {
             cases.thresholds_match("cpu", num_samples, vocab_size, dtype, ties)
             for num_samples, vocab_size, dtype in (
                 (60, 40, torch.float32),
-                (30, 4099, torch.float32),
-                (15, 9000, torch.bfloat16),
+                (12, 4099, torch.float32),
+                (6, 9000, torch.bfloat16),
             )
             for ties in (False, True)
         ),
-        cases.thresholds_match("cpu", 3, 151_936, torch.bfloat16, False),
+        cases.thresholds_match("cpu", 1, 151_936, torch.bfloat16, False),
     ],
     "edits": lambda: [
         cases.edits_match("cpu", num_samples, vocab_size)
-        for num_samples, vocab_size in ((1, 4099), (30, 77), (12, 2500))
+        for num_samples, vocab_size in ((1, 4099), (16, 77), (7, 2500))
     ],
     "masks": lambda: [
         cases.masks_match("cpu", num_samples, vocab_size)

@@ -45,6 +45,7 @@ def test_defaults() -> None:
         "bad_words": [],
         "truncate_prompt_tokens": None,
         "bad_words_token_ids": (),
+        "disable_spec_decode": False,
         "extra_args": None,
         "token_mask": None,
         "structured_outputs": None,
@@ -306,9 +307,9 @@ def test_a_later_assignment_may_make_room_for_another() -> None:
         ({"prompt_logprobs": 11}, "prompt_logprobs must be <= 10 (the vocabulary size), got 11"),
         (
             {"min_tokens": 20, "max_tokens": None},
-            "min_tokens must be <= 19 (the model's length less one prompt token), got 20",
+            "min_tokens must be <= 19 (the context length less one prompt token), got 20",
         ),
-        ({"truncate_prompt_tokens": 21}, "truncate_prompt_tokens must be <= 20 (the model's length), got 21"),
+        ({"truncate_prompt_tokens": 21}, "truncate_prompt_tokens must be <= 20 (the context length), got 21"),
     ],
 )
 def test_what_a_model_cannot_do(given: dict[str, Any], message: str) -> None:

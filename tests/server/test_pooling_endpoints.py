@@ -91,7 +91,8 @@ def test_results_of_each_token(embedder: RunningServer) -> None:
         ({"input": [999]}, "input", "within the vocabulary, 0 to 399, got 999"),
         ({"input": ["a", "b " * 60]}, "input", "at most 40 tokens"),
         ({"input": "a", "prompt_name": "x"}, "prompt_name", "allowed: query"),
-        ({"input": "a", "messages": []}, "messages", "give texts"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "has no chat template"),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input", "absent where there are messages"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format", "'float'"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": "a", "model": "other"}, "model", "does not exist"),
@@ -104,6 +105,13 @@ def test_bad_input_is_one_line(embedder: RunningServer, body: dict[str, Any], pa
     assert error["param"] == param
     assert message in error["message"]
     assert "\n" not in error["message"]
+
+
+def test_usage_has_the_tokens_of_cached_prefixes(embedder: RunningServer) -> None:
+    used = [post(embedder, "/v1/embeddings", input="c " * 17).json()["usage"] for _ in range(2)]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
+    assert cached == [0, 16 * (used[0]["prompt_tokens"] // 16)]
+    assert cached[1] > 0
 
 
 def test_too_long_texts_are_cut_on_request(embedder: RunningServer) -> None:
@@ -134,6 +142,36 @@ def test_documents_come_in_the_order_of_their_scores(reranker: RunningServer, pa
     assert shown == ([None] * 3 if path == "/v2/rerank" else [{"text": DOCUMENTS[index]} for index in order])
     best = post(reranker, path, query="fox", documents=DOCUMENTS, top_n=1, return_documents=False).json()["results"]
     assert [(result["index"], "document" in result) for result in best] == [(order[0], False)]
+    every = post(reranker, path, query="fox", documents=DOCUMENTS, top_n=0).json()["results"]
+    assert [result["index"] for result in every] == order
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/score", {"queries": "a"}, "documents", "documents must be a string or a list of strings, got None"),
+        ("/score", {"documents": "a"}, "queries", "queries must be a string or a list of strings, got None"),
+        ("/score", {"text_1": "a"}, "text_2", "text_2 must be a string or a list of strings, got None"),
+        ("/score", {"queries": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
+        ("/score", {"text_1": ["a"] * 2049, "text_2": ["a"] * 2049}, "text_1", "at most 2048"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
+        (
+            "/rerank",
+            {"query": "a", "documents": [{"image": "a"}]},
+            "documents",
+            "must be a string or a list of strings",
+        ),
+    ],
+)
+def test_bad_texts_to_score_are_one_line(
+    reranker: RunningServer, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    response = post(reranker, path, **body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert "\n" not in error["message"]
 
 
 def test_scores_of_pairs(reranker: RunningServer, embedder: RunningServer) -> None:
@@ -176,3 +214,40 @@ def test_models_of_the_other_kind_say_so(server: RunningServer, embedder: Runnin
     response = post(embedder, "/v1/completions", prompt="a")
     assert response.status_code == 400
     assert "pools, and generates no text" in error_of(response)["message"]
+
+
+def test_a_chat_is_embedded_as_its_template_writes_it(tmp_path: Path) -> None:
+    make_embedder(tmp_path, kinds=("lasttoken",))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ '.' if enable_thinking }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    messages = [{"role": "system", "content": "fox"}, {"role": "user", "content": [{"type": "text", "text": "dog"}]}]
+    with running(AsyncLLM(tmp_path, **SMALL)) as server:
+        chat = post(server, "/v1/embeddings", messages=messages, chat_template_kwargs={"enable_thinking": True}).json()
+        assert "data" in chat, chat
+        text = post(server, "/v1/embeddings", input="system: fox\nuser: dog\n.").json()
+        rows = post(server, "/pooling", messages=messages, task="token_embed").json()
+    assert chat["data"][0]["embedding"] == pytest.approx(text["data"][0]["embedding"], abs=1e-6)
+    assert chat["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
+    assert len(rows["data"][0]["data"]) == rows["usage"]["prompt_tokens"] == chat["usage"]["prompt_tokens"] - 1
+
+
+def test_the_client_of_cohere_gets_the_best_documents(reranker: RunningServer) -> None:
+    cohere = pytest.importorskip("cohere")
+    expected = post(reranker, "/v2/rerank", query="fox", documents=DOCUMENTS, top_n=2).json()["results"]
+    for made in (cohere.Client, cohere.ClientV2):
+        client = made(api_key="none", base_url=reranker.url)
+        answer = client.rerank(model=MODEL, query="fox", documents=DOCUMENTS, top_n=2)
+        assert [result.index for result in answer.results] == [each["index"] for each in expected]
+        scores = [each["relevance_score"] for each in expected]
+        assert [result.relevance_score for result in answer.results] == pytest.approx(scores, abs=1e-5)
+
+
+def test_metrics_count_texts_that_are_pooled(reranker: RunningServer) -> None:
+    def counts() -> list[float]:
+        lines = httpx.get(f"{reranker.url}/metrics", timeout=60).text.splitlines()
+        names = ("prompt_tokens_total", "request_success_total{", "e2e_request_latency_seconds_count")
+        return [sum(float(line.split()[-1]) for line in lines if name in line and line[0] != "#") for name in names]
+
+    before = counts()
+    used = post(reranker, "/rerank", query="fox", documents=DOCUMENTS).json()["usage"]["prompt_tokens"]
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [used, 3, 1]

@@ -95,7 +95,7 @@ TRIED: dict[str, tuple[tuple[str, Any], int, str | None]] = {
     "more log-probabilities of a token": (completion(logprobs=LIMITS.max_logprobs + 1), 400, "logprobs"),
     "a longer answer than the model has": (completion(max_tokens=ENGINE["max_model_len"] + 1), 400, "max_tokens"),
     "more completions": (completion(n=LIMITS.max_completions + 1), 400, "n"),
-    "as many messages": (conversation(LIMITS.max_messages), 400, "messages"),  # more than fit into the model's length
+    "as many messages": (conversation(LIMITS.max_messages), 400, "messages"),  # more than fit into the context length
     "more messages": (conversation(LIMITS.max_messages + 1), 400, "messages"),
     "more tools": (conversation(1, tools=[TOOL] * (LIMITS.max_tools + 1), tool_choice="required"), 400, "tools"),
     "as deep as may be": (completion(metadata=nested(LIMITS.max_json_depth - 1)), 200, None),

@@ -1,7 +1,8 @@
 """The table of attention cases, the batches they stand for, and an independent reference.
 
 As a script, `attention_cases.py BACKEND` runs the table on the CPU and prints the outcomes as one JSON object, by
-type and case, so that it can run in a process with TRITON_INTERPRET=1.
+type and case, so that it can run in a process with TRITON_INTERPRET=1. With a second argument, `--all`, it also runs
+the cases whose branches others take.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat, Refused
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.kv_codes import decode, encode, planes, scale_of
+from compiled_engine.kv_format import AUTO, CODED, FP8, cache_dtype, head_width, is_coded
 
 # Largest error allowed, absolute plus relative: fp32 sums in another order; bf16 and fp16 round weights and output.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -33,7 +36,7 @@ class Request:
 @dataclass(frozen=True)
 class Case:
     """A batch in outline. The leading requests with one query are the decodes. bound: the host's of the contexts.
-    block_size 0: that which the backend has by default."""
+    block_size 0: that which the backend has by default. storage: of keys and values, see kv_format."""
 
     name: str
     requests: tuple[Request, ...]
@@ -45,6 +48,7 @@ class Case:
     bound: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
+    storage: str = AUTO
 
     def sized(self, backend_name: str) -> Case:
         """The case with the block size that the backend is to have."""
@@ -58,7 +62,7 @@ class Case:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            KVFormat(dtype, self.block_size),
+            KVFormat(cache_dtype(self.storage, dtype), self.block_size),
             self.sliding_window,
             self.soft_cap,
             self.sinks,
@@ -163,19 +167,26 @@ CASES = (
 # In the interpreter, which takes its time for each tile: windows a sixteenth as long, which are still tiles, or one
 # key less than one, and heads of which each does the same.
 _SMALLER = (
-    *(windowed(window // 16, f"window of {window}, mixed") for window in WINDOWS[1:]),
+    *(windowed(window // 16, f"window of {window}, mixed") for window in WINDOWS),
     Case("window of 2048, decodes", decodes(*around(128)), 2, 1, sliding_window=128),
     Case("decodes of long contexts", decodes(1200, 1203), 1, 1, head_dim=256),
-    Case("window, long prefills, bound of 4096", LONG_PREFILLS[:2], 2, 1, sliding_window=200, bound=4096),
+    Case("window, long prefills, bound of 4096", LONG_PREFILLS[:2], 1, 1, sliding_window=200, bound=4096),
     Case("long prefills, bound of 4096", LONG_PREFILLS, 2, 1, bound=4096),
-    Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), 2, 1, block_size=256),
+    Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), 1, 1, block_size=256),
+)
+# Cases that the interpreter runs with `--all` alone. In fp32 one tile serves every head size and bound, so the shorter
+# of the long prefills take each branch of the longer; windows of 32, 127 and 128 keys take those of 64 and 256.
+_WITH_ALL = (
+    "long prefills, head size 128, bound of 4096",
+    "window of 1024, mixed",
+    "window of 4096, mixed",
 )
 _BY_NAME = {case.name: case for case in _SMALLER}
 
 
-def interpreted(*cases: Case) -> tuple[Case, ...]:
-    """The cases as the interpreter runs them."""
-    return tuple(_BY_NAME.get(case.name, case) for case in cases)
+def interpreted(*cases: Case, every: bool = True) -> tuple[Case, ...]:
+    """The cases as the interpreter runs them; every: those that `--all` adds too."""
+    return tuple(_BY_NAME.get(case.name, case) for case in cases if every or case.name not in _WITH_ALL)
 
 
 # Batches of layers with and without a window that attend with one plan: decodes beside a prompt, and so many of them
@@ -192,6 +203,39 @@ PLAIN = tuple(
     for case in CASES
     if case.head_dim in (80, 128, 256)
     or (case.head_dim, case.block_size, case.sliding_window, case.soft_cap, case.sinks) == (64, 0, 0, 0, False)
+)
+# Caches of 8 bits: of the table what has to do with the cache, and of the rest a few.
+CODED_CASES = tuple(
+    replace(case, name=f"{elements.name}: {case.name}", storage=elements.name) for elements in CODED for case in CASES
+)
+SOME_CODED_CASES = tuple(
+    case
+    for case in CODED_CASES
+    if case.name.split(": ", 1)[1]
+    in (
+        *("one token", "decodes", "decodes with padding rows", "padding rows alone", "chunks after context", "mixed"),
+        *("mixed, bound of 4096", "mixed, block size 32", "heads 14:2", "heads 2:2", "head size 80", "head size 128"),
+        *("head size 256", "window, mixed", "soft cap, mixed", "sinks, mixed", "sinks, decodes in splits"),
+    )
+)
+# A case for each tile of 16 bits: tiles depend on the head size, the bound and, of decodes, the number of programs;
+# they hold whole groups of heads.
+TILES = tuple(
+    case
+    for case in PLAIN
+    if case.name
+    in (
+        "one decode",
+        "decodes",
+        "decodes with padding rows",
+        "decodes of long contexts",
+        "mixed",
+        "mixed, bound of 4096",
+        "heads 14:2",
+        "head size 80",
+        "head size 256",
+        "long prefills, head size 128, bound of 4096",
+    )
 )
 # Cases with padding rows, partly filled blocks and unused blocks.
 WITH_GARBAGE = tuple(
@@ -215,9 +259,13 @@ def build(
     # Scores that a cap bends, and sinks that take a good part of the weight.
     scale = (4 if case.soft_cap else 1) * head_dim**-0.5
     sinks_H = torch.randn(case.num_heads, generator=generator).add(2).to(dtype) if case.sinks else None
-    scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
+    # With sinks, as without: scales of an FP8 cache are optional.
+    has_scales = case.storage == FP8 and not case.sinks
+    kv_scales_2K = torch.rand(2, num_kv_heads, generator=generator).add(0.5) if has_scales else None
+    scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H, kv_scales_2K)
 
-    cache_N2PKd = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), garbage, dtype=dtype)
+    stored = cache_dtype(case.storage, dtype)
+    cache_N2PKd = filled((num_blocks, 2, block_size, num_kv_heads, head_width(stored, head_dim)), stored, garbage)
     expected_cache_N2PKd = cache_N2PKd.clone()
     most_blocks = max(*blocks_of, -(-case.bound // block_size), 0)
     block_table_RB = torch.zeros(len(case.requests), most_blocks + 2, dtype=torch.int32)
@@ -241,10 +289,21 @@ def build(
         q_QHd = torch.randn(request.query_len, case.num_heads, head_dim, generator=generator).to(dtype)
         q_THd[tokens], k_TKd[tokens], v_TKd[tokens] = q_QHd, k_LKd[context:], v_LKd[context:]
         slot_mapping_T[tokens] = slots_L[context:]
+        read_LKd = []
         for index, values_LKd in enumerate((k_LKd, v_LKd)):
             block_L, offset_L = slots_L // block_size, slots_L % block_size
+            if is_coded(stored):
+                scale_K = scale_of(kv_scales_2K, index)
+                new = encode(values_LKd, stored, scale_K)
+                for number, plane in enumerate(planes(cache_N2PKd)):
+                    plane[2 * block_L[:context] + index, offset_L[:context]] = new[number][:context]
+                    planes(expected_cache_N2PKd)[number][2 * block_L + index, offset_L] = new[number]
+                read_LKd.append(decode(new[0], new[1] if len(new) > 1 else scale_K, stored))
+                continue
             cache_N2PKd[block_L[:context], index, offset_L[:context]] = values_LKd[:context]
             expected_cache_N2PKd[block_L, index, offset_L] = values_LKd
+            read_LKd.append(values_LKd)
+        k_LKd, v_LKd = read_LKd
         expected_THd[tokens] = dense(*(values.to(device) for values in (q_QHd, k_LKd, v_LKd)), scoring).cpu()
 
     queries = [request.query_len for request in case.requests]
@@ -261,8 +320,18 @@ def build(
         backend="",
     )
     tensors = (tensor.to(device) for tensor in (q_THd, k_TKd, v_TKd, cache_N2PKd))
-    scoring = scoring._replace(sinks_H=None if sinks_H is None else sinks_H.to(device))
+    scoring = scoring._replace(
+        sinks_H=None if sinks_H is None else sinks_H.to(device),
+        kv_scales_2K=None if kv_scales_2K is None else kv_scales_2K.to(device),
+    )
     return Batch(*tensors, inputs, scoring, expected_THd, expected_cache_N2PKd)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, garbage: float) -> torch.Tensor:
+    """A cache full of garbage. In 8 bits that is codes of 1, and scales that are NaN or large."""
+    if not is_coded(dtype):
+        return torch.full(shape, garbage, dtype=dtype)
+    return torch.full(shape, 0xFF if math.isnan(garbage) else 0x46, dtype=torch.uint8).view(dtype)
 
 
 def dense(q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -288,7 +357,8 @@ def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
     """Write K and V, then attend into an output full of NaN."""
     backend = get_backend(backend_name)
     out_THd = torch.full_like(batch.q_THd, math.nan)
-    backend.write_kv(batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, batch.inputs.slot_mapping_T)
+    slots_T, kv_scales_2K = batch.inputs.slot_mapping_T, batch.scoring.kv_scales_2K
+    backend.write_kv(batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, slots_T, kv_scales_2K)
     backend.attend(batch.q_THd, batch.kv_cache_N2PKd, out_THd, batch.inputs, batch.scoring)
     return out_THd
 
@@ -305,7 +375,7 @@ def refusal(backend_name: str, case: AttentionCase) -> str | None:
 def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
     """What is wrong with the cache and the output after a step; None when nothing is."""
     cache_N2PKd, out_THd = batch.kv_cache_N2PKd.cpu(), out_THd.cpu()
-    if not torch.allclose(cache_N2PKd, batch.expected_cache_N2PKd, rtol=0, atol=0, equal_nan=True):
+    if not same_cache(cache_N2PKd, batch.expected_cache_N2PKd):
         return "the cache is not what was to be written"
     padding_T = batch.inputs.slot_mapping_T.cpu() < 0
     if out_THd[padding_T].any():
@@ -314,6 +384,33 @@ def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
     if not bool((error_THd <= TOLERANCE[out_THd.dtype]).all()):
         return f"largest error {error_THd.max().item():.2g}, not at most {TOLERANCE[out_THd.dtype]}"
     return None
+
+
+def same_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
+    """Whether two caches hold the same. A few codes may be neighbours: devices divide in different ways."""
+    if not is_coded(one_N2PKd.dtype):
+        return torch.allclose(one_N2PKd, other_N2PKd, rtol=0, atol=0, equal_nan=True)
+    (codes, *scales), (other_codes, *other_scales) = planes(one_N2PKd), planes(other_N2PKd)
+    difference = (codes.int() - other_codes.int()).abs()
+    same_scales = all(
+        torch.equal(mine.view(torch.int16), others.view(torch.int16))
+        for mine, others in zip(scales, other_scales, strict=True)
+    )
+    return same_scales and int(difference.max()) <= 1 and int(difference.sum()) <= difference.numel() // 500
+
+
+def near_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
+    """Whether two caches of 8 bits hold the same but for neighbouring codes."""
+    one, other = (values_in(cache.cpu()) for cache in (one_N2PKd, other_N2PKd))
+    largest = other.abs().amax(-1, keepdim=True)
+    nearest = torch.where(other.isnan(), 0, largest / 60 if one_N2PKd.dtype is torch.uint8 else other.abs() / 7 + 0.01)
+    return torch.equal(one.isnan(), other.isnan()) and bool(((one - other).nan_to_num().abs() <= nearest).all())
+
+
+def values_in(cache_N2PKd: torch.Tensor) -> torch.Tensor:
+    """What the codes of a cache stand for, an FP8 cache without its scales."""
+    codes, *scales = planes(cache_N2PKd)
+    return decode(codes, scales[0] if scales else None, cache_N2PKd.dtype)
 
 
 def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype) -> str:
@@ -414,12 +511,12 @@ def listed_work(
     return splits, list(zip(tiles[::2], tiles[1::2], strict=True)), not any(work[layout.arrived : layout.splits])
 
 
-def wrong_lists(device: str = "cpu") -> list[int]:
+def wrong_lists(device: str = "cpu", batches: int = 12) -> list[int]:
     """Random batches of which the work list is not what it should be, by seed."""
     from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 
     wrong = []
-    for seed in range(12):
+    for seed in range(batches):
         generator = random.Random(seed)
         count = generator.choice([1, 5, 20]) if seed else 300
         lens = [generator.choice([0, 1, 1, 2, 31, 32, 33, 700]) for _ in range(count)]
@@ -435,13 +532,21 @@ def wrong_lists(device: str = "cpu") -> list[int]:
     return wrong
 
 
-def main(backend_name: str) -> None:
-    """Run the table in fp32, and its plain cases in fp16: other types Triton's interpreter computes wrongly."""
-    outcomes = {
-        str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in cases}
-        for dtype, cases in ((torch.float32, interpreted(*CASES)), (torch.float16, interpreted(*PLAIN)))
+def run_in_the_interpreter(every: bool) -> dict[torch.dtype, tuple[Case, ...]]:
+    """The cases by type: fp32, and tiles in fp16, as other types Triton's interpreter computes wrongly."""
+    return {
+        torch.float32: interpreted(*CASES, every=every),
+        torch.float16: interpreted(*(PLAIN if every else TILES)),
     }
-    outcomes["wrong lists"] = wrong_lists()
+
+
+def main(backend_name: str, every: bool) -> None:
+    """Print the outcomes."""
+    outcomes: dict[str, object] = {
+        str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in cases}
+        for dtype, cases in run_in_the_interpreter(every).items()
+    }
+    outcomes["wrong lists"] = wrong_lists(batches=12 if every else 6)
     just_above = (Request(2049, 1), Request(3, 3))
     outcomes["wrong layers"] = wrong_layers(backend_name, 2048, just_above, "cpu", torch.float32)
     outcomes["neighbours"] = depends_on_neighbours(backend_name)
@@ -450,4 +555,4 @@ def main(backend_name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--all" in sys.argv[2:])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -81,3 +83,14 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     capped = getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None)
     attention = {"attn_implementation": "eager"} if capped else {}
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention).eval().requires_grad_(False)
+
+
+def write_first_layers(source: Path, folder: Path, num_layers: int) -> Path:
+    """Write a checkpoint of the first layers of another one, in one file; return its folder."""
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": num_layers, "layer_types": config["layer_types"][:num_layers]}
+    (folder / "config.json").write_text(json.dumps(config))
+    later = tuple(f"model.layers.{layer}." for layer in range(num_layers, 100))
+    tensors = load_file(source / "model.safetensors").items()
+    save_file({name: each for name, each in tensors if not name.startswith(later)}, folder / "model.safetensors")
+    return folder

@@ -30,8 +30,9 @@ def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=target)
 
 
-def set_argument(target: Any, index: int, change: Callable[[Any], Any]) -> Edit:
-    """Change an argument of the first call that has one there."""
+def set_argument(target: Any, name: str, change: Callable[[Any], Any]) -> Edit:
+    """Change an argument, by its name in the op's schema, of the first call where it is given."""
+    index = _place(target, name)
 
     def edit(graph: fx.Graph) -> None:
         node = next(node for node in calls(graph, target) if node.args[index] is not None)
@@ -40,7 +41,9 @@ def set_argument(target: Any, index: int, change: Callable[[Any], Any]) -> Edit:
     return edit
 
 
-def swap_arguments(target: Any, i: int, j: int) -> Edit:
+def swap_arguments(target: Any, one: str, other: str) -> Edit:
+    i, j = _place(target, one), _place(target, other)
+
     def edit(graph: fx.Graph) -> None:
         node = calls(graph, target)[0]
         first, second = node.args[i], node.args[j]
@@ -50,18 +53,20 @@ def swap_arguments(target: Any, i: int, j: int) -> Edit:
     return edit
 
 
-def copy_argument(target: Any, source: int, to: int) -> Edit:
-    """In the first call that has something there."""
+def copy_argument(target: Any, source: str, to: str) -> Edit:
+    """Copy an argument over another one in the first call where that is given."""
+    i, j = _place(target, source), _place(target, to)
 
     def edit(graph: fx.Graph) -> None:
-        node = next(node for node in calls(graph, target) if node.args[to] is not None)
-        node.update_arg(to, node.args[source])
+        node = next(node for node in calls(graph, target) if node.args[j] is not None)
+        node.update_arg(j, node.args[i])
 
     return edit
 
 
-def take_from_next(target: Any, index: int) -> Edit:
+def take_from_next(target: Any, name: str) -> Edit:
     """The first call gets an argument of the next one that has another of the same shape there."""
+    index = _place(target, name)
 
     def edit(graph: fx.Graph) -> None:
         node, *others = [node for node in calls(graph, target) if node.args[index] is not None]
@@ -72,6 +77,11 @@ def take_from_next(target: Any, index: int) -> Edit:
         )
 
     return edit
+
+
+def _place(target: Any, name: str) -> int:
+    """Return an argument's position in calls of an op."""
+    return [argument.name for argument in target._schema.arguments].index(name)
 
 
 def swap_results(target: Any, num_results: int = 2) -> Edit:
@@ -150,7 +160,7 @@ def slots_off_by_one(graph: fx.Graph) -> None:
 def unrotated_k(graph: fx.Graph) -> None:
     """k is turned back first, so that the op writes it as it was."""
     node = calls(graph, ROPE)[0]
-    k, cos, sin = node.args[1], node.args[8], node.args[9]
+    k, cos, sin = (node.args[_place(ROPE, name)] for name in ("k_TKd", "cos_T1d", "sin_T1d"))
     with graph.inserting_before(node):
         back = graph.call_function(aten.neg.default, (sin,))
         both = graph.call_function(rope_kv_write.reference, (k, k, None, None, 0.0, cos, back))

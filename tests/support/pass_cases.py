@@ -86,7 +86,8 @@ def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[Mod
         values = bench_family(family.foreign).config() | {"num_hidden_layers": num_layers}
         values |= {"architectures": [family.architecture], "model_type": family.foreign}
         config = tiny_config()
-        config = replace(config, model=foreign_model(JsonFields("config.json", values), Path("."), dtype, None)[0])
+        fields, names = JsonFields("config.json", values), [family.architecture]
+        config = replace(config, model=foreign_model(fields, Path("."), dtype, None, names)[0])
         return config.model, trace(without_storage(build_model(config.model), CPU), forward_signature(config))
     shape: dict[str, Any] = {
         "num_heads": 6,
@@ -103,6 +104,28 @@ def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[Mod
     return config.model, trace(without_storage(build_model(config.model), CPU), forward_signature(config))
 
 
+def graph_for(family: Family, dtype: torch.dtype, compile_range: CompileRange, num_layers: int = 2) -> fx.Graph:
+    """A copy of a model's graph, to which passes may be applied."""
+    _, graphs = traced(family, dtype, num_layers)
+    graph = graphs.for_range(compile_range).graph
+    if family.foreign:
+        lower(graph, compile_range, CPU)
+    return graph
+
+
+def run_on(
+    graph: fx.Graph,
+    compile_range: CompileRange,
+    passes: tuple[GraphPass, ...],
+    enabled: tuple[GraphPass, ...] | None = None,
+    *,
+    verify: bool = True,
+) -> tuple[PassReport, ...]:
+    """Run passes strictly over a graph, where these are enabled, or others besides."""
+    names = [graph_pass.name for graph_pass in enabled or passes]
+    return run_passes(graph, passes, names, compile_range, CPU, strict=True, verify=verify)
+
+
 def run_all(
     family: Family,
     dtype: torch.dtype,
@@ -113,13 +136,8 @@ def run_all(
     verify: bool = True,
 ) -> tuple[PassReport, ...]:
     """Run every registered pass, or these, strictly over a model's graph."""
-    _, graphs = traced(family, dtype, num_layers)
-    passes = registered_passes() if passes is None else passes
-    names = [graph_pass.name for graph_pass in passes]
-    graph = graphs.for_range(compile_range).graph
-    if family.foreign:
-        lower(graph, compile_range, CPU)
-    return run_passes(graph, passes, names, compile_range, CPU, strict=True, verify=verify)
+    graph = graph_for(family, dtype, compile_range, num_layers)
+    return run_on(graph, compile_range, registered_passes() if passes is None else passes, verify=verify)
 
 
 def graph_of(function: Callable[..., object], arguments: Tensors, parameters: Tensors) -> fx.GraphModule:

@@ -110,7 +110,7 @@ class ScriptedEngine:
         return getattr(self._engine, name)
 
     async def generate(
-        self, prompt: Any, params: SamplingParams, *, output: str, priority: int = 0
+        self, prompt: Any, params: SamplingParams, *, output: str, priority: int = 0, lora_request: Any = None
     ) -> AsyncGenerator[RequestOutput, None]:
         self.asked.append((prompt, params))
         await asyncio.sleep(self.pause_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,12 +17,18 @@ from compiled_engine.attention.case import AttentionCase, GraphSupport, Refused,
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.cpp_library import INTEGER, NUMBER, POINTER, CannotCompile, CppFunction
 from compiled_engine.kernels.launch_arguments import require_dense
+from compiled_engine.kv_format import is_coded
 
 ATTENTION = Path(__file__).with_name("cpp_attention.cpp")
+CODE_ATTENTION = Path(__file__).with_name("cpp_code_attention.cpp")
 ROTATION = Path(__file__).with_name("cpp_rotation.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 # Head sizes that the kernel is compiled for.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
+DECODE_TYPES = (*[POINTER] * 5, *[INTEGER] * 10, NUMBER, INTEGER, NUMBER, POINTER)
+# See cpp_kv_codes.h.
+PLAIN = 0
+FORMATS = {torch.uint8: 1, torch.float8_e4m3fn: 2}
 
 
 class CppBackend(AttentionBackend):
@@ -32,11 +39,11 @@ class CppBackend(AttentionBackend):
 
     def accept(self, case: AttentionCase) -> Support:
         require(case.device == "cpu", "device", case.device, "cpu")
-        case.require_paged()
+        cache = case.require_paged()
         require(case.dtype in DTYPES, "dtype", case.dtype, names_of(DTYPES))
         require(case.head_dim in HEAD_DIMS, "head_dim", case.head_dim, names_of(HEAD_DIMS))
         try:
-            _decode()
+            (_decode_codes if is_coded(cache.dtype) else _decode)()
         except CannotCompile as error:
             raise Refused(str(error)) from error
         return Support(GraphSupport.NEVER, records_decodes=True)
@@ -47,11 +54,31 @@ class CppBackend(AttentionBackend):
         v_TKd: torch.Tensor,
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
+        kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
+        coded = is_coded(kv_cache_N2PKd.dtype)
+        if coded:
+            k_TKd, v_TKd = k_TKd.float(), v_TKd.float()
         size, (num_tokens, num_kv_heads, head_dim) = k_TKd.element_size(), k_TKd.shape
         if k_TKd.stride(1) != head_dim or v_TKd.stride(1) != head_dim:
             k_TKd, v_TKd = k_TKd.contiguous(), v_TKd.contiguous()
         require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
+        if coded:
+            _write_kv_codes()(
+                k_TKd.data_ptr(),
+                v_TKd.data_ptr(),
+                kv_cache_N2PKd.data_ptr(),
+                slot_mapping_T.data_ptr(),
+                num_tokens,
+                k_TKd.stride(0),
+                v_TKd.stride(0),
+                num_kv_heads,
+                head_dim,
+                kv_cache_N2PKd.shape[2],
+                _address(kv_scales_2K),
+                FORMATS[kv_cache_N2PKd.dtype],
+            )
+            return
         _write_kv()(
             k_TKd.data_ptr(),
             v_TKd.data_ptr(),
@@ -74,34 +101,18 @@ class CppBackend(AttentionBackend):
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
         num_decodes = int(inputs.host_3[0])
-        if num_decodes:
-            sinks_H = None if scoring.sinks_H is None else scoring.sinks_H.float().contiguous()
-            block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
-            q_token_stride, q_head_stride, _ = q_THd.stride()
-            out_token_stride, out_head_stride, _ = out_THd.stride()
-            _decode()(
-                q_THd.data_ptr(),
-                kv_cache_N2PKd.data_ptr(),
-                out_THd.data_ptr(),
-                inputs.seq_lens_R.data_ptr(),
-                inputs.block_table_RB.data_ptr(),
-                inputs.block_table_RB.stride(0),
-                q_token_stride,
-                q_head_stride,
-                out_token_stride,
-                out_head_stride,
-                num_decodes,
-                num_kv_heads,
-                q_THd.shape[1] // num_kv_heads,
-                head_dim,
-                block_size,
-                scoring.scale,
-                scoring.sliding_window,
-                scoring.soft_cap,
-                None if sinks_H is None else sinks_H.data_ptr(),
-                kv_cache_N2PKd.element_size(),
-                torch.get_num_threads(),
-            )
+        if scoring.sinks_H is not None:
+            scoring = scoring._replace(sinks_H=scoring.sinks_H.float().contiguous())
+        if num_decodes and not is_coded(kv_cache_N2PKd.dtype):
+            scoring_arguments = _arguments(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
+            _decode()(*scoring_arguments, q_THd.element_size(), torch.get_num_threads())
+        elif num_decodes:
+            q_RHd, out_RHd = q_THd[:num_decodes].float(), out_THd[:num_decodes].float()
+            scoring_arguments = _arguments(q_RHd, kv_cache_N2PKd, out_RHd, inputs, num_decodes, scoring)
+            scales, format = _address(scoring.kv_scales_2K), FORMATS[kv_cache_N2PKd.dtype]
+            _decode_codes()(*scoring_arguments, torch.get_num_threads(), scales, format)
+            if out_THd.dtype is not torch.float32:
+                out_THd[:num_decodes] = out_RHd
         prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
 
     def attend_unrotated(
@@ -115,11 +126,43 @@ class CppBackend(AttentionBackend):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        rotated_THd = rotate_and_write(q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, inputs.slot_mapping_T)
+        slot_mapping_T, kv_scales_2K = inputs.slot_mapping_T, scoring.kv_scales_2K
+        rotated_THd = rotate_and_write(q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
         if rotated_THd is None:
             return False
         self.attend(rotated_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
         return True
+
+
+def _arguments(
+    q_RHd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_RHd: torch.Tensor,
+    inputs: AttentionInputs,
+    num_decodes: int,
+    scoring: Scoring,
+) -> tuple[Any, ...]:
+    """Return the first arguments of both functions for decodes. Sinks are fp32 and contiguous."""
+    block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
+    return (
+        q_RHd.data_ptr(),
+        kv_cache_N2PKd.data_ptr(),
+        out_RHd.data_ptr(),
+        inputs.seq_lens_R.data_ptr(),
+        inputs.block_table_RB.data_ptr(),
+        inputs.block_table_RB.stride(0),
+        *q_RHd.stride()[:2],
+        *out_RHd.stride()[:2],
+        num_decodes,
+        num_kv_heads,
+        q_RHd.shape[1] // num_kv_heads,
+        q_RHd.shape[2],
+        block_size,
+        scoring.scale,
+        scoring.sliding_window,
+        scoring.soft_cap,
+        _address(scoring.sinks_H),
+    )
 
 
 def rotate_and_write(
@@ -129,6 +172,7 @@ def rotate_and_write(
     rotation: Rotation,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Store K and V, and return q [T, H, d] normed and rotated, contiguous; None, with nothing done, for other dtypes.
 
@@ -137,7 +181,9 @@ def rotate_and_write(
     """
     weights = rotation.q_norm_weight_d, rotation.k_norm_weight_d
     angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
-    floats = q_THd, k_TKd, v_TKd, *angles.values(), kv_cache_N2PKd, *weights
+    floats = q_THd, k_TKd, v_TKd, *angles.values(), *weights
+    if kv_cache_N2PKd.dtype not in (torch.float32, *FORMATS):
+        return None
     if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in floats):
         return None
     require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, **angles)
@@ -147,7 +193,7 @@ def rotate_and_write(
         q_THd.data_ptr(),
         k_TKd.data_ptr(),
         v_TKd.data_ptr(),
-        *(None if weight is None else weight.data_ptr() for weight in weights),
+        *map(_address, weights),
         rotation.eps,
         rotation.norm_offset,
         rotation.cos_T1d.data_ptr(),
@@ -159,6 +205,8 @@ def rotate_and_write(
         rotation.interleaved,
         rotation.norm_last,
         kv_cache_N2PKd.data_ptr(),
+        _address(kv_scales_2K),
+        FORMATS.get(kv_cache_N2PKd.dtype, PLAIN),
         slot_mapping_T.data_ptr(),
         rotated_THd.data_ptr(),
         num_tokens,
@@ -174,10 +222,18 @@ def rotate_and_write(
     return rotated_THd
 
 
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 @cache
 def _decode() -> CppFunction:
-    types = [*[POINTER] * 5, *[INTEGER] * 10, NUMBER, INTEGER, NUMBER, POINTER, *[INTEGER] * 2]
-    return CppFunction(ATTENTION, "decode", types)
+    return CppFunction(ATTENTION, "decode", [*DECODE_TYPES, *[INTEGER] * 2])
+
+
+@cache
+def _decode_codes() -> CppFunction:
+    return CppFunction(CODE_ATTENTION, "decode_codes", [*DECODE_TYPES, INTEGER, POINTER, INTEGER])
 
 
 @cache
@@ -186,8 +242,15 @@ def _write_kv() -> CppFunction:
 
 
 @cache
+def _write_kv_codes() -> CppFunction:
+    types = [*[POINTER] * 4, *[INTEGER] * 6, POINTER, INTEGER]
+    return CppFunction(CODE_ATTENTION, "write_kv_codes", types)
+
+
+@cache
 def _rotate_and_write() -> CppFunction:
-    types = [*[POINTER] * 5, *[NUMBER] * 2, *[POINTER] * 2, *[INTEGER] * 6, *[POINTER] * 3, *[INTEGER] * 12]
+    tail = [*[POINTER] * 2, INTEGER, *[POINTER] * 2, *[INTEGER] * 12]
+    types = [*[POINTER] * 5, *[NUMBER] * 2, *[POINTER] * 2, *[INTEGER] * 6, *tail]
     return CppFunction(ROTATION, "rotate_and_write", types)
 
 

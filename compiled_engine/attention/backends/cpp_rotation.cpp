@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpp_kv_codes.h"
 #include "cpp_packed.h"
 
 namespace {
@@ -48,18 +49,34 @@ void rotate_head(const float* x, const float* norm_weight, const Rotation& r, in
     if (norm_weight && r.norm_last) normalise(out, norm_weight, r, head_dim, out);
 }
 
+// Keys of a token, normed and rotated, and its values, to a slot.
+template <typename C>
+void write_token(const float* k, int64_t k_head, const float* v, int64_t v_head, const float* k_norm_weight,
+                 const Rotation& r, C* cache, int64_t slot, const Layout<C>& layout, const float* kv_scales) {
+    C* keys = cache + slot / layout.block_size * 2 * layout.half();
+    float rotated[LARGEST_HEAD];
+    for (int64_t head = 0; head < layout.num_kv_heads; ++head) {
+        const float key_scale = kv_scales ? kv_scales[head] : 1.0f;
+        const float value_scale = kv_scales ? kv_scales[layout.num_kv_heads + head] : 1.0f;
+        rotate_head(k + head * k_head, k_norm_weight, r, layout.head_dim, rotated);
+        encode(rotated, keys, layout, slot % layout.block_size, head, key_scale);
+        encode(v + head * v_head, keys + layout.half(), layout, slot % layout.block_size, head, value_scale);
+    }
+}
+
 }  // namespace
 
 // q [T, H, d] to `rotated`, contiguous; k and v [T, K, d] to each token's slot of the cache [N, 2, P, K, d]; slot -1
-// stores nothing. Strides, in elements: of a token and of a head. Norm weights may be null; d is at most 256.
+// stores nothing. Strides, in elements: of a token and of a head. Norm weights may be null, and so may kv_scales; d is
+// at most 256. format: see cpp_kv_codes.h.
 extern "C" void rotate_and_write(const float* q, const float* k, const float* v, const float* q_norm_weight,
                                 const float* k_norm_weight, float eps, float offset, const float* cos,
                                 const float* sin, int64_t cos_stride, int64_t sin_stride, int64_t width,
-                                int64_t rotary_dim, int64_t interleaved, int64_t norm_last, float* cache, const int64_t* slots,
-                                float* rotated, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                                int64_t head_dim, int64_t block_size, int64_t q_token, int64_t q_head,
-                                int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t threads) {
-    const int64_t row = num_kv_heads * head_dim, half = block_size * row;
+                                int64_t rotary_dim, int64_t interleaved, int64_t norm_last, void* cache,
+                                const float* kv_scales, int64_t format, const int64_t* slots, float* rotated,
+                                int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head,
+                                int64_t v_token, int64_t v_head, int64_t threads) {
     const bool alone = num_tokens * (num_heads + 2 * num_kv_heads) * head_dim < WORTH_A_THREAD;
 #pragma omp parallel for num_threads(threads) if (!alone && threads > 1)
     for (int64_t token = 0; token < num_tokens; ++token) {
@@ -70,10 +87,15 @@ extern "C" void rotate_and_write(const float* q, const float* k, const float* v,
                         rotated + (token * num_heads + head) * head_dim);
         const int64_t slot = slots[token];
         if (slot < 0) continue;
-        float* to = cache + slot / block_size * 2 * half + slot % block_size * row;
-        for (int64_t head = 0; head < num_kv_heads; ++head) {
-            rotate_head(k + token * k_token + head * k_head, k_norm_weight, r, head_dim, to + head * head_dim);
-            std::memcpy(to + half + head * head_dim, v + token * v_token + head * v_head, head_dim * sizeof(float));
+        const auto write = [&](auto* elements) {
+            const Layout<std::remove_pointer_t<decltype(elements)>> layout{num_kv_heads, head_dim, block_size};
+            write_token(k + token * k_token, k_head, v + token * v_token, v_head, k_norm_weight, r, elements, slot,
+                        layout, kv_scales);
+        };
+        switch (format) {
+            case INT8: write((Int8*)cache); break;
+            case FP8: write((Fp8*)cache); break;
+            default: write((float*)cache);
         }
     }
 }

@@ -75,6 +75,13 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
     return SHORT_CONTEXTS if num_requests <= MOST_SHORT_REQUESTS else ()
 
 
+def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
+    """Context lengths up to which this many decodes over a cache of 8 bits are one kernel, which reads the keys of a
+    request and K/V head in one program if it can."""
+    fits = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
+    return SHORT_CONTEXTS if fits else ()
+
+
 def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> Splits | None:
     """The splits of decodes up to one of these contexts; None for longer ones.
 

@@ -45,9 +45,11 @@ class FlashAttnBackend(AttentionBackend):
         require(case.dtype in DTYPES, "dtype", case.dtype, names_of(DTYPES))
         head_dims = f"multiples of 8 up to {MAX_HEAD_DIM}"
         require(case.head_dim <= MAX_HEAD_DIM and case.head_dim % 8 == 0, "head_dim", case.head_dim, head_dims)
+        require(not case.sinks, "sinks", case.sinks, "False, since flash-attn has none")
+        allowed = f"{case.dtype}, since flash-attn reads no codes with scales of tokens, and multiplies FP8 in FP8"
+        require(cache.dtype == case.dtype, "kv_cache_dtype", cache.dtype, allowed)
         pages = f"multiples of {PAGE_MULTIPLE}"
         require(cache.block_size % PAGE_MULTIPLE == 0, "block_size", cache.block_size, pages)
-        require(not case.sinks, "sinks", case.sinks, "False, since flash-attn has none")
         defect = _defect_of_build(case.dtype, case.head_dim, case.soft_cap)
         if defect:
             raise Refused(defect)
@@ -59,8 +61,9 @@ class FlashAttnBackend(AttentionBackend):
         v_TKd: torch.Tensor,
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
+        kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, dependent_launch=False)
+        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, dependent_launch=False)
 
     def attend(
         self,

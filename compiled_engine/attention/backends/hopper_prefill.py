@@ -1,7 +1,7 @@
 """Prefill attention for Hopper, in Gluon: one warp copies keys and values, two groups of four warps compute.
 
 After FlashAttention-3 (Shah et al. 2024): copies by TMA into two stages; products are asynchronous, a tile's scores
-being computed beside the product of the values before them; probabilities stay in registers.
+being computed in parallel with the product of the values before them; probabilities stay in registers.
 
 Copies go by TMA into stages, a box for each block and each 64 columns, all of a tile completing on its stage's barrier.
 """
@@ -439,9 +439,13 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
-    """Return whether the kernel serves a batch with tiles of this many rows."""
+    """Return whether the kernel serves a batch with tiles of this many rows.
+
+    It takes no codes: keys and values are copied to where they are multiplied.
+    """
     return (
         tile_rows == ROWS.value
+        and kv_cache_N2PKd.dtype == q_THd.dtype
         and q_THd.shape[0] >= FEWEST_TOKENS
         and not scoring.soft_cap
         and scoring.sinks_H is None

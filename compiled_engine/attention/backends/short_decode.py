@@ -28,11 +28,11 @@ from compiled_engine.attention.backends.triton_tile import (
     capped,
     first_seen,
     normalised,
-    row_of,
     scales,
     weigh,
 )
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.triton_codes import row_of
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
 

@@ -5,12 +5,16 @@ The reference for the other backends and the default on a CPU. It runs on every 
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
+
 import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.kv_codes import decoded, encode, planes, scale_of
+from compiled_engine.kv_format import head_dim_of, is_coded
 
 # Keys gathered at a time for a group of decodes: on a CPU they should fit into its cache, on a GPU launches should be
 # few.
@@ -26,6 +30,9 @@ class TorchBackend(AttentionBackend):
     default_block_size = 16
 
     def accept(self, case: AttentionCase) -> Support:
+        if case.packed:
+            case.require_packed()
+            return Support(GraphSupport.NEVER)
         case.require_paged()
         # On CUDA decodes do not wait for device data.
         return Support(GraphSupport.UNIFORM_DECODE)
@@ -36,11 +43,11 @@ class TorchBackend(AttentionBackend):
         v_TKd: torch.Tensor,
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
+        kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        if slot_mapping_T.device.type == "cpu":
-            write_kv_waiting(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T)
-        else:
-            write_kv_without_waiting(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T)
+        on_cpu = slot_mapping_T.device.type == "cpu"
+        write = write_kv_waiting if on_cpu else write_kv_without_waiting
+        write(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
     def attend(
         self,
@@ -55,15 +62,72 @@ class TorchBackend(AttentionBackend):
             _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scoring)
         prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
 
+    def attend_packed(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> None:
+        """Requests of equal length that follow one another are computed together."""
+        starts, seq_lens = inputs.query_start_loc_R1.tolist(), inputs.seq_lens_R.tolist()
+        lens = [end - start for start, end in pairwise(starts)]
+        first = 0
+        for (length, is_padding), run in groupby(zip(lens, (seq_len == 0 for seq_len in seq_lens), strict=True)):
+            count = len(list(run))
+            tokens = slice(starts[first], starts[first] + count * length)
+            first += count
+            if is_padding:
+                out_THd[tokens].zero_()
+            elif length:
+                q, k, v, out = (x[tokens].unflatten(0, (count, length)) for x in (q_THd, k_TKd, v_TKd, out_THd))
+                _attend_both_ways(q, k, v, out, scoring)
+
+
+def _attend_both_ways(
+    q_NLHd: torch.Tensor, k_NLKd: torch.Tensor, v_NLKd: torch.Tensor, out_NLHd: torch.Tensor, scoring: Scoring
+) -> None:
+    """Attention within each of N requests of L tokens."""
+    length = q_NLHd.shape[1]
+    q_NHLd, k_NKLd, v_NKLd = (x.transpose(1, 2) for x in (q_NLHd, k_NLKd, v_NLKd))
+    hidden_LL = None
+    if 0 < scoring.sliding_window < length:
+        positions_L = torch.arange(length, device=q_NLHd.device)
+        hidden_LL = (positions_L.unsqueeze(1) - positions_L).abs() >= scoring.sliding_window
+    group = q_NHLd.shape[1] // k_NKLd.shape[1]
+    if scoring.soft_cap or scoring.sinks_H is not None:
+        k_NHLd, v_NHLd = (x.repeat_interleave(group, dim=1) for x in (k_NKLd, v_NKLd))
+        scores_NHLL = q_NHLd.float() * scoring.scale @ k_NHLd.float().transpose(-2, -1)
+        result_NHLd = _weights(scores_NHLL, hidden_LL, scoring).to(v_NHLd.dtype) @ v_NHLd
+    else:
+        mask_LL = None if hidden_LL is None else ~hidden_LL
+        result_NHLd = scaled_dot_product_attention(
+            q_NHLd, k_NKLd, v_NKLd, attn_mask=mask_LL, scale=scoring.scale, enable_gqa=group > 1
+        )
+    out_NLHd.copy_(result_NHLd.transpose(1, 2))
+
 
 def write_kv_waiting(
-    k_TKd: torch.Tensor, v_TKd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, slot_mapping_T: torch.Tensor
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None = None,
 ) -> None:
     """Look at the slots first and leave the padding tokens out."""
     block_size = kv_cache_N2PKd.shape[2]
     real_T = slot_mapping_T >= 0
     if not bool(real_T.all()):
         k_TKd, v_TKd, slot_mapping_T = k_TKd[real_T], v_TKd[real_T], slot_mapping_T[real_T]
+    if is_coded(kv_cache_N2PKd.dtype):
+        block_T, offset_T = slot_mapping_T // block_size, slot_mapping_T % block_size
+        for half, values_TKd in enumerate((k_TKd, v_TKd)):
+            new = encode(values_TKd, kv_cache_N2PKd.dtype, scale_of(kv_scales_2K, half))
+            for plane, values in zip(planes(kv_cache_N2PKd), new, strict=True):
+                plane[2 * block_T + half, offset_T] = values
+        return
     rows_SKd = kv_cache_N2PKd.view(-1, *kv_cache_N2PKd.shape[3:])
     k_rows_T = slot_mapping_T + (slot_mapping_T // block_size) * block_size
     rows_SKd.index_copy_(0, k_rows_T, k_TKd)
@@ -71,7 +135,11 @@ def write_kv_waiting(
 
 
 def write_kv_without_waiting(
-    k_TKd: torch.Tensor, v_TKd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, slot_mapping_T: torch.Tensor
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None = None,
 ) -> None:
     """Padding tokens repeat the first real token's write; without any real one, all write back what is there."""
     block_size = kv_cache_N2PKd.shape[2]
@@ -80,6 +148,14 @@ def write_kv_without_waiting(
     tokens_T = torch.arange(slot_mapping_T.shape[0], device=slot_mapping_T.device)
     source_T = torch.where(real_T, tokens_T, real_T.int().argmax())
     slots_T = slot_mapping_T[source_T].clamp(min=0)
+    if is_coded(kv_cache_N2PKd.dtype):
+        block_T, offset_T = slots_T // block_size, slots_T % block_size
+        for half, values_TKd in enumerate((k_TKd, v_TKd)):
+            new = encode(values_TKd[source_T], kv_cache_N2PKd.dtype, scale_of(kv_scales_2K, half))
+            place = 2 * block_T + half, offset_T
+            for plane, values in zip(planes(kv_cache_N2PKd), new, strict=True):
+                plane[place] = torch.where(any_real, values, plane[place])
+        return
     rows_SKd = kv_cache_N2PKd.view(-1, *kv_cache_N2PKd.shape[3:])
     k_rows_T = slots_T + (slots_T // block_size) * block_size
     for values_TKd, rows_T in ((k_TKd, k_rows_T), (v_TKd, k_rows_T + block_size)):
@@ -108,7 +184,7 @@ def _decode_in_groups(
             return
         ragged, gather_bytes = min(seq_lens) < longest or longest == 0, CPU_GATHER_BYTES
     longest = max(longest, 1)
-    _, _, _, num_kv_heads, head_dim = kv_cache_N2PKd.shape
+    num_kv_heads, head_dim = kv_cache_N2PKd.shape[3], head_dim_of(kv_cache_N2PKd)
     context = min(longest, scoring.sliding_window or longest)
     group = max(1, gather_bytes // (context * num_kv_heads * head_dim * kv_cache_N2PKd.element_size()))
     for start in range(0, num_decodes, group):
@@ -150,6 +226,7 @@ def _decode(
         first_R1 = first_R1 - skipped_R1 * block_size
         seq_lens_R1 = seq_lens_R1 - skipped_R1 * block_size
         longest = num_blocks * block_size
+    kv_cache_N2PKd, block_table_RB = decoded(kv_cache_N2PKd, block_table_RB, longest, scoring.kv_scales_2K)
     k_rows_RKL = _k_rows(block_table_RB, longest, block_size, num_kv_heads)
     if ragged or windowed:
         positions_L = torch.arange(longest, device=q_RHd.device)
@@ -200,6 +277,12 @@ def _decode_one(
 ) -> None:
     """The first request's single query: whole blocks are gathered, in few operations, since each costs more than
     its work."""
+    if is_coded(kv_cache_N2PKd.dtype):
+        block_size = kv_cache_N2PKd.shape[2]
+        skipped = max(0, seq_len - scoring.sliding_window) // block_size if scoring.sliding_window else 0
+        seq_len, table_1B = seq_len - skipped * block_size, block_table_B[skipped:].unsqueeze(0)
+        kv_cache_N2PKd, table_1B = decoded(kv_cache_N2PKd, table_1B, seq_len, scoring.kv_scales_2K)
+        block_table_B = table_1B[0]
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape
     first = max(0, seq_len - scoring.sliding_window) if scoring.sliding_window else 0
     start, end = first // block_size, -(-seq_len // block_size)
@@ -211,7 +294,7 @@ def _decode_one(
         for rows_B in (k_halves_B, k_halves_B + 1)
     )
     # The query heads that share a K/V head take the place of query positions.
-    q_1KGd = q_THd[0].view(1, num_kv_heads, -1, head_dim)
+    q_1KGd = q_THd[0].to(kv_cache_N2PKd.dtype).view(1, num_kv_heads, -1, head_dim)
     out_1KGd = scaled_dot_product_attention(
         q_1KGd, k_LKd.transpose(0, 1).unsqueeze(0), v_LKd.transpose(0, 1).unsqueeze(0), scale=scoring.scale
     )
@@ -255,9 +338,11 @@ def _prefill(
     scoring: Scoring,
 ) -> None:
     """The last T positions of one request of seq_len tokens, in chunks that gather only the keys that they see."""
+    kv_cache_N2PKd, table_1B = decoded(kv_cache_N2PKd, block_table_B.unsqueeze(0), seq_len, scoring.kv_scales_2K)
+    q_THd = q_THd.to(kv_cache_N2PKd.dtype)
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
     rows_Sd = kv_cache_N2PKd.view(-1, head_dim)
-    k_rows_KL = _k_rows(block_table_B.unsqueeze(0), seq_len, block_size, num_kv_heads).squeeze(0)
+    k_rows_KL = _k_rows(table_1B, seq_len, block_size, num_kv_heads).squeeze(0)
     positions_L = torch.arange(seq_len, device=q_THd.device)
     context = seq_len - q_THd.shape[0]
     sliding_window = scoring.sliding_window

@@ -10,6 +10,7 @@ import triton
 from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.backends.decode_splits import (
     BatchFacts,
+    few_short_contexts,
     one_kernel_pays,
     plan_splits,
     short_splits,
@@ -18,6 +19,7 @@ from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
+from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
@@ -25,6 +27,7 @@ from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
+from compiled_engine.kv_format import is_coded
 
 # Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.
 MIN_SHARED_MEMORY = 96 << 10
@@ -32,6 +35,8 @@ BLOCK_SIZE_MULTIPLE = 16
 HEAD_DIM_MULTIPLE = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 32
+# GPUs that convert e4m3.
+FP8_CAPABILITY = (8, 9)
 DTYPES_INTERPRETED = (torch.float16, torch.float32)
 DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
@@ -53,7 +58,10 @@ class TritonBackend:
             device = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
             memory, least = device["max_shared_mem"], f"from {MIN_SHARED_MEMORY} bytes on"
             require(memory >= MIN_SHARED_MEMORY, "the GPU's shared memory of a block", memory, least)
-        cache = case.require_paged()
+        cache = None if case.packed else case.require_paged()
+        if cache is not None and cache.dtype is torch.float8_e4m3fn and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+            require(capability >= FP8_CAPABILITY, "kv_cache_dtype", cache.dtype, "others below compute capability 8.9")
         # Triton's interpreter multiplies matrices of bfloat16 wrongly.
         dtypes = DTYPES if case.device == "cuda" else DTYPES_INTERPRETED
         require(case.dtype in dtypes, "dtype", case.dtype, names_of(dtypes))
@@ -62,16 +70,28 @@ class TritonBackend:
         require(fits, "head_dim", case.head_dim, head_dims)
         groups = f"up to {MAX_GROUP} times num_kv_heads {case.num_kv_heads}"
         require(case.group <= MAX_GROUP, "num_heads", case.num_heads, groups)
+        if cache is None:
+            case.require_packed()
+            return Support(GraphSupport.ALWAYS)
         blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
         require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
         shape = case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device
+        if is_coded(cache.dtype) and case.device == "cuda" and torch.cuda.is_available():
+            num_sms = torch.cuda.get_device_properties().multi_processor_count
+            return Support(
+                GraphSupport.ALWAYS, short_contexts=lambda count: few_short_contexts(count, case.num_kv_heads, num_sms)
+            )
         return Support(GraphSupport.ALWAYS, short_contexts=lambda num_requests: short_contexts(num_requests, *shape))
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
+        if case.packed:
+            return 0
         queries = SMALLEST_ROWS // case.group
         return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
+        if case.packed:
+            return
         facts = BatchFacts.of(inputs, case.num_kv_heads, _num_multiprocessors(inputs.seq_lens_R.device))
         if facts.listed:
             tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.max_seq_len)
@@ -84,9 +104,11 @@ class TritonBackend:
         v_TKd: torch.Tensor,
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
+        kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
         require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
-        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, dependent_launch(k_TKd.device)["DEPENDENT_LAUNCH"])
+        early = dependent_launch(k_TKd.device)["DEPENDENT_LAUNCH"]
+        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, early)
 
     def attend(
         self,
@@ -97,8 +119,8 @@ class TritonBackend:
         scoring: Scoring,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
-        num_kv_heads, head_dim = kv_cache_N2PKd.shape[3:]
-        group = q_THd.shape[1] // num_kv_heads
+        num_kv_heads, (_, num_heads, head_dim) = kv_cache_N2PKd.shape[3], q_THd.shape
+        group = num_heads // num_kv_heads
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
         if not facts.listed:
@@ -120,6 +142,17 @@ class TritonBackend:
             else:
                 prefill(*arguments, tiles, num_sms, scoring)
 
+    def attend_packed(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> None:
+        attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)
+
     def attend_unrotated(
         self,
         q_THd: torch.Tensor,
@@ -131,7 +164,7 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """Serve decodes alone, where it pays, with the usual kind of rotation."""
+        """Serve decodes alone, where it is faster, with the usual kind of rotation."""
         num_kv_heads = kv_cache_N2PKd.shape[3]
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
@@ -139,7 +172,14 @@ class TritonBackend:
         if facts.num_decodes < facts.num_requests or not is_usual:
             return False
         _, num_heads, head_dim = q_THd.shape
-        contexts = short_contexts(facts.num_requests, num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type)
+        coded = is_coded(kv_cache_N2PKd.dtype)
+        if not coded:
+            shape = num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type
+            contexts = short_contexts(facts.num_requests, *shape)
+        elif q_THd.device.type == "cuda":
+            contexts = few_short_contexts(facts.num_requests, num_kv_heads, num_sms)
+        else:
+            contexts = ()
         splits = short_splits(facts.num_requests, facts.max_seq_len, contexts)
         is_short = splits is not None and splits.count == 1
         if splits is None:
@@ -150,7 +190,7 @@ class TritonBackend:
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-        if is_short:
+        if is_short and not coded:
             tiles = ShortTiles.of(facts.num_requests * num_kv_heads, num_sms, facts.max_seq_len)
             short_decode(*operands, inputs, facts.num_requests, scoring, tiles)
         else:

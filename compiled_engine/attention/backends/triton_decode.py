@@ -24,6 +24,7 @@ from compiled_engine.attention.backends.triton_tile import (
 )
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.triton_codes import scales_of
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -68,6 +69,7 @@ def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles
 def decode_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,
@@ -88,6 +90,7 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -121,6 +124,7 @@ def decode_kernel(
         q_ptr + tl.multiple_of(request * q_token_stride, 8),
         block_table_ptr + request * table_stride,
         cache_ptr,
+        scales_ptr,
         kv_head,
         first_key,
         end_key,
@@ -131,6 +135,7 @@ def decode_kernel(
         BLOCK_SIZE,
         NUM_KV_HEADS,
         HEAD_DIM,
+        WIDTH,
         TILE_M,
         TILE_N,
         TILE_D,
@@ -207,10 +212,10 @@ def decode(
     scoring: Scoring,
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
-    num_heads = q_THd.shape[1]
-    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    _, num_heads, head_dim = q_THd.shape
+    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
-    tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size(), splits.programs)
+    tiles = decode_tiles(head_dim, q_THd.element_size(), splits.programs)
     scale_log2, cap_scale = scales(scoring)
     split = splits.count > 1
     partial_shape = (num_decodes, num_heads, splits.count) if split else (0,)
@@ -219,6 +224,7 @@ def decode(
     decode_kernel[(num_kv_heads, num_decodes, splits.count)](
         q_THd,
         kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
         partial,
         partial_max,
@@ -239,6 +245,7 @@ def decode(
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        WIDTH=width,
         TILE_M=max(16, triton.next_power_of_2(group)),
         TILE_N=tiles.keys,
         TILE_D=triton.next_power_of_2(head_dim),

@@ -25,6 +25,7 @@ from compiled_engine.attention.backends.triton_tile import (
 )
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.triton_codes import scales_of
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -56,6 +57,7 @@ def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
 def listed_decode_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,
@@ -79,6 +81,7 @@ def listed_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -121,6 +124,7 @@ def listed_decode_kernel(
                 q_ptr + tl.multiple_of(token * q_token_stride, 8),
                 block_table_ptr + request * table_stride,
                 cache_ptr,
+                scales_ptr,
                 kv_head,
                 first_key,
                 tl.minimum(first_key + length, seq_len),
@@ -131,6 +135,7 @@ def listed_decode_kernel(
                 BLOCK_SIZE,
                 NUM_KV_HEADS,
                 HEAD_DIM,
+                WIDTH,
                 TILE_M,
                 TILE_N,
                 TILE_D,
@@ -181,10 +186,10 @@ def listed_decode(
     scoring: Scoring,
 ) -> None:
     """Launch the kernel for all requests with one query. min_keys: as the list was made with."""
-    num_heads = q_THd.shape[1]
-    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    _, num_heads, head_dim = q_THd.shape
+    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
-    tiles = listed_decode_tiles(head_dim, kv_cache_N2PKd.element_size())
+    tiles = listed_decode_tiles(head_dim, q_THd.element_size())
     scale_log2, cap_scale = scales(scoring)
     partial_shape = (layout.num_requests, num_heads, MAX_LISTED_SPLITS)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
@@ -192,6 +197,7 @@ def listed_decode(
     listed_decode_kernel[(min(num_sms * tiles.programs, layout.num_requests * num_kv_heads * MAX_LISTED_SPLITS),)](
         q_THd,
         kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
         partial,
         partial_max,
@@ -215,6 +221,7 @@ def listed_decode(
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        WIDTH=width,
         TILE_M=max(16, triton.next_power_of_2(group)),
         TILE_N=tiles.keys,
         TILE_D=triton.next_power_of_2(head_dim),

@@ -14,6 +14,7 @@ from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile, blocks_of, normalised, scales
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.triton_codes import product_type, scales_of
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -58,6 +59,7 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
 def prefill_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     work_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
@@ -77,6 +79,7 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -115,6 +118,7 @@ def prefill_kernel(
             # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
             q_rows_M = tl.multiple_of(tokens_M * q_token_stride, 8) + heads_M * Q_HEAD_STRIDE
             q_MD = tl.load(q_ptr + q_rows_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0, cache_modifier=".cg")
+            q_MD = product_type(q_MD, cache_ptr.dtype.element_ty)
 
             positions_M = seq_len - query_len + queries_M
             first_position = seq_len - query_len + first_query
@@ -127,6 +131,9 @@ def prefill_kernel(
                 end_unmasked = tl.maximum(first_position + 1, 0) // TILE_N * TILE_N
             table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
             head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
+            head_scales_ptr = None
+            if scales_ptr is not None:
+                head_scales_ptr = scales_ptr + kv_head
             acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
             max_M = tl.full([TILE_M], LOWEST, tl.float32)
             sum_M = tl.zeros([TILE_M], tl.float32)
@@ -149,6 +156,7 @@ def prefill_kernel(
                         end_key,
                         block_N,
                         head_cache_ptr,
+                        head_scales_ptr,
                         scale_log2,
                         masked == 1,
                         WINDOW,
@@ -156,6 +164,7 @@ def prefill_kernel(
                         BLOCK_SIZE,
                         NUM_KV_HEADS,
                         HEAD_DIM,
+                        WIDTH,
                         TILE_N,
                         TILE_D,
                     )
@@ -179,12 +188,13 @@ def prefill(
     scoring: Scoring,
 ) -> None:
     """Launch the kernel for all requests with several queries, right after `listed_decode`."""
-    num_tokens, num_heads, _ = q_THd.shape
-    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    num_tokens, num_heads, head_dim = q_THd.shape
+    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     scale_log2, cap_scale = scales(scoring)
     prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(num_tokens) * num_kv_heads),)](
         q_THd,
         kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
         work_W,
         inputs.query_start_loc_R1,
@@ -204,6 +214,7 @@ def prefill(
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        WIDTH=width,
         TILE_M=tiles.rows,
         TILE_N=tiles.keys,
         TILE_D=triton.next_power_of_2(head_dim),

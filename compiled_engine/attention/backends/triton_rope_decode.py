@@ -25,14 +25,23 @@ from compiled_engine.attention.backends.triton_tile import (
     fold_keys,
     load_rows,
     normalised,
-    row_of,
     scales,
     scores_of,
     store_partials,
+    sum_of,
     weigh,
 )
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.triton_codes import (
+    key_offset,
+    load_scales,
+    numbers,
+    product_type,
+    rounded_head,
+    scale_pointers,
+    scales_of,
+)
 from compiled_engine.attention.triton_rotation import normed_and_rotated
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -61,6 +70,7 @@ def rope_decode_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,
@@ -92,6 +102,7 @@ def rope_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     FIRST_N: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -122,13 +133,22 @@ def rope_decode_kernel(
     d_D = tl.arange(0, TILE_D)
     table_ptr = block_table_ptr + request * table_stride
     head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
-    V_OFFSET: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+    head_scales_ptr = None
+    if scales_ptr is not None:
+        head_scales_ptr = scales_ptr + kv_head
+    V_OFFSET: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * WIDTH
     keys_N = first_key + tl.arange(0, FIRST_N)
     cached_N = keys_N < end_cached
     block_N = blocks_of(table_ptr, keys_N, end_cached, BLOCK_SIZE)
-    k_ptrs_N = head_cache_ptr + row_of(block_N, keys_N, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    k_ptrs_N = head_cache_ptr + key_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
     k_ND = load_rows(k_ptrs_N, cached_N, True, HEAD_DIM, TILE_D)
     v_ND = load_rows(k_ptrs_N + V_OFFSET, cached_N, True, HEAD_DIM, TILE_D)
+    k_scale_N = None
+    v_scale_N = None
+    if head_scales_ptr is not None:
+        k_scale_N, v_scale_N = load_scales(
+            head_scales_ptr, block_N, keys_N, cached_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
+        )
     if DEPENDENT_LAUNCH:
         gdc_wait()
         # Not earlier: the next kernels' weights would be loaded before this kernel's keys.
@@ -155,6 +175,7 @@ def rope_decode_kernel(
         OFFSET,
         WIDE,
     )
+    q_MD = product_type(q_MD, cache_ptr.dtype.element_ty)
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
     max_M = tl.full([TILE_M], LOWEST, tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
@@ -175,19 +196,43 @@ def rope_decode_kernel(
         )
         v_row = tl.multiple_of(request * v_stride, STRIDE_MULTIPLE) + kv_head * V_HEAD_STRIDE
         v_D = tl.load(v_ptr + v_row + d_D, mask=mask_D, other=0.0)
-        new_row = row_of(slot // BLOCK_SIZE, slot, BLOCK_SIZE)
-        new_ptrs_D = head_cache_ptr + new_row * (NUM_KV_HEADS * HEAD_DIM) + d_D
-        tl.store(new_ptrs_D, k_D, mask=mask_D)
-        tl.store(new_ptrs_D + V_OFFSET, v_D, mask=mask_D)
-        max_M = capped(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), CAP_SCALE)
-        sum_M += 1.0
+        new_ptrs_D = (
+            head_cache_ptr + key_offset(slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH) + d_D
+        )
+        if cache_ptr.dtype.element_ty != q_ptr.dtype.element_ty:
+            # Rounded as the next steps will read them.
+            element: tl.constexpr = cache_ptr.dtype.element_ty
+            k_scale_ptr, v_scale_ptr = scale_pointers(
+                head_scales_ptr,  # type: ignore[arg-type]
+                slot // BLOCK_SIZE,
+                slot,
+                BLOCK_SIZE,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                WIDTH,
+            )
+            k_D, k_scale = rounded_head(k_D, k_scale_ptr, element)
+            v_D, v_scale = rounded_head(v_D, v_scale_ptr, element)
+            tl.store(new_ptrs_D, k_D, mask=mask_D)
+            tl.store(new_ptrs_D + V_OFFSET, v_D, mask=mask_D)
+            k_D = numbers(k_D, tl.float32)
+            v_D = numbers(v_D, tl.float32)
+            score_M = tl.sum(q_MD.to(tl.float32) * k_D[None, :], 1) * k_scale
+            max_M = capped(score_M, CAP_SCALE) + tl.log2(v_scale) / scale_log2
+            sum_M += 1.0 / v_scale
+        else:
+            tl.store(new_ptrs_D, k_D, mask=mask_D)
+            tl.store(new_ptrs_D + V_OFFSET, v_D, mask=mask_D)
+            max_M = capped(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), CAP_SCALE)
+            sum_M += 1.0
         acc_MD += v_D.to(tl.float32)[None, :]
 
-    scores_MN = tl.where(cached_N[None, :], scores_of(q_MD, k_ND, CAP_SCALE), float("-inf"))
+    scores_MN = scores_of(q_MD, k_ND, k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
+    scores_MN = tl.where(cached_N[None, :], scores_MN, float("-inf"))
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
     acc_MD *= rescale_M[:, None]
-    sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
-    acc_MD = add_values(acc_MD, weights_MN, v_ND)
+    sum_M = sum_M * rescale_M + sum_of(weights_MN, v_scale_N)
+    acc_MD = add_values(acc_MD, weights_MN, v_ND, q_MD.dtype)
     acc_MD, max_M, sum_M = fold_keys(
         q_MD,
         acc_MD,
@@ -195,6 +240,7 @@ def rope_decode_kernel(
         sum_M,
         table_ptr,
         head_cache_ptr,
+        head_scales_ptr,
         first_key + FIRST_N,
         end_cached,
         scale_log2,
@@ -202,6 +248,7 @@ def rope_decode_kernel(
         BLOCK_SIZE,
         NUM_KV_HEADS,
         HEAD_DIM,
+        WIDTH,
         TILE_N,
         TILE_D,
         False,
@@ -230,10 +277,10 @@ def rope_decode(
     scoring: Scoring,
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
-    num_heads = q_THd.shape[1]
-    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    _, num_heads, head_dim = q_THd.shape
+    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
-    tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size(), splits.programs)
+    tiles = decode_tiles(head_dim, q_THd.element_size(), splits.programs)
     scale_log2, cap_scale = scales(scoring)
     partial_shape = (num_decodes, num_heads, splits.count) if splits.count > 1 else (0,)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
@@ -248,6 +295,7 @@ def rope_decode(
         rotation.cos_T1d,
         rotation.sin_T1d,
         kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
         partial,
         partial_max,
@@ -275,6 +323,7 @@ def rope_decode(
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        WIDTH=width,
         TILE_M=max(16, triton.next_power_of_2(group)),
         FIRST_N=tiles.keys,
         TILE_N=tiles.keys,

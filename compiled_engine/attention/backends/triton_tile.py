@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compiled_engine.attention.inputs import Scoring
+from compiled_engine.attention.triton_codes import key_offset, load_scales, numbers, product_type
 
 # Lower than any score, yet finite: a row that has seen no key so far must not turn into NaN.
 LOWEST = tl.constexpr(-1.0e30)
@@ -31,15 +32,6 @@ def scales(scoring: Scoring) -> tuple[float, float]:
 def blocks_of(table_ptr: tl.tensor, keys: tl.tensor, end_key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
     """The block of each key, from the request's row of the block table; 0, which exists, from end_key on."""
     return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end_key, other=0)
-
-
-@triton.jit
-def row_of(block: tl.tensor, key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Row of a key in the cache, viewed as [N * 2 * P, K * d]; its value is P rows further.
-
-    key: its position in the request or its slot. 64 bits: a cache may hold more than 2**31 elements.
-    """
-    return block.to(tl.int64) * (2 * BLOCK_SIZE) + key % BLOCK_SIZE
 
 
 @triton.jit
@@ -86,9 +78,25 @@ def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def scores_of(q_MD: tl.tensor, k_ND: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
-    """[M, N], not yet scaled by scale_log2."""
-    return capped(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), CAP_SCALE)
+def scores_of(
+    q_MD: tl.tensor,
+    k_ND: tl.tensor,
+    k_scale_N: tl.tensor | None,
+    v_scale_N: tl.tensor | None,
+    scale_log2: tl.tensor,
+    CAP_SCALE: tl.constexpr,
+) -> tl.tensor:
+    """[M, N], not yet scaled by scale_log2. k_scale_N, v_scale_N: of codes, None for other keys or where scales are 1.
+
+    Scales of values go into the scores: weights then weigh codes, and the largest is 1, so that they have the bits of
+    their type whatever the scales are.
+    """
+    products_MN = tl.dot(q_MD, tl.trans(numbers(k_ND, q_MD.dtype)), input_precision="ieee")
+    if k_scale_N is not None:
+        shift_N = tl.log2(v_scale_N) / scale_log2  # type: ignore[arg-type]
+        return capped(products_MN * k_scale_N[None, :], CAP_SCALE) + shift_N[None, :]
+    else:
+        return capped(products_MN, CAP_SCALE)
 
 
 @triton.jit
@@ -101,9 +109,18 @@ def weigh(scores_MN: tl.tensor, max_M: tl.tensor, scale_log2: tl.tensor) -> tupl
 
 
 @triton.jit
-def add_values(acc_MD: tl.tensor, weights_MN: tl.tensor, v_ND: tl.tensor) -> tl.tensor:
-    """acc with a tile's weighted values."""
-    return tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
+def sum_of(weights_MN: tl.tensor, v_scale_N: tl.tensor | None) -> tl.tensor:
+    """The sum of a tile's weights, [M], without the scales of values that scores_of has put into them."""
+    if v_scale_N is not None:
+        return tl.sum(weights_MN * (1.0 / v_scale_N)[None, :], 1)
+    else:
+        return tl.sum(weights_MN, 1)
+
+
+@triton.jit
+def add_values(acc_MD: tl.tensor, weights_MN: tl.tensor, v_ND: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """acc with a tile's weighted values. dtype: in which they are multiplied."""
+    return tl.dot(weights_MN.to(dtype), numbers(v_ND, dtype), acc_MD, input_precision="ieee")
 
 
 @triton.jit
@@ -117,6 +134,7 @@ def attend_tile(
     end_key: tl.tensor,
     block_N: tl.tensor,
     head_cache_ptr: tl.tensor,
+    head_scales_ptr: tl.tensor | None,
     scale_log2: tl.tensor,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -124,28 +142,35 @@ def attend_tile(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Fold the keys first_key .. first_key + TILE_N - 1 into the running (acc, max, sum) of every query row.
 
-    block_N is each key's block, any that exists from end_key on; head_cache_ptr the cache [N, 2, P, K, d] offset to the
-    head.
+    block_N is each key's block, any that exists from end_key on; head_cache_ptr the cache [N, 2, P, K, w] offset to the
+    head; head_scales_ptr its scales likewise, see triton_codes.
     Without MASKED the caller promises that every row sees every key of the tile. max_M holds scores that are not yet
     scaled by scale_log2; see `scales`.
     """
     keys_N = first_key + tl.arange(0, TILE_N)
     stored_N = keys_N < end_key
-    k_ptrs_N = head_cache_ptr + row_of(block_N, keys_N, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    k_ptrs_N = head_cache_ptr + key_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
     k_ND = load_rows(k_ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D)
-    scores_MN = scores_of(q_MD, k_ND, CAP_SCALE)
+    k_scale_N = None
+    v_scale_N = None
+    if head_scales_ptr is not None:
+        k_scale_N, v_scale_N = load_scales(
+            head_scales_ptr, block_N, keys_N, stored_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
+        )
+    scores_MN = scores_of(q_MD, k_ND, k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
     if MASKED:
         scores_MN = tl.where(stored_N[None, :] & seen(keys_N, positions_M, WINDOW), scores_MN, float("-inf"))
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
     acc_MD *= rescale_M[:, None]
-    sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
-    v_ND = load_rows(k_ptrs_N + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, stored_N, MASKED, HEAD_DIM, TILE_D)
-    return add_values(acc_MD, weights_MN, v_ND), max_M, sum_M
+    sum_M = sum_M * rescale_M + sum_of(weights_MN, v_scale_N)
+    v_ND = load_rows(k_ptrs_N + BLOCK_SIZE * NUM_KV_HEADS * WIDTH, stored_N, MASKED, HEAD_DIM, TILE_D)
+    return add_values(acc_MD, weights_MN, v_ND, q_MD.dtype), max_M, sum_M
 
 
 @triton.jit
@@ -156,6 +181,7 @@ def fold_keys(
     sum_M: tl.tensor,
     table_ptr: tl.tensor,
     head_cache_ptr: tl.tensor,
+    head_scales_ptr: tl.tensor | None,
     first_key: tl.tensor,
     end_key: tl.tensor,
     scale_log2: tl.tensor,
@@ -163,6 +189,7 @@ def fold_keys(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
@@ -191,6 +218,7 @@ def fold_keys(
             end_key,
             block_N,
             head_cache_ptr,
+            head_scales_ptr,
             scale_log2,
             True,
             0,
@@ -198,6 +226,7 @@ def fold_keys(
             BLOCK_SIZE,
             NUM_KV_HEADS,
             HEAD_DIM,
+            WIDTH,
             TILE_N,
             TILE_D,
         )
@@ -211,6 +240,7 @@ def attend_keys(
     q_token_ptr: tl.tensor,
     table_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor | None,
     kv_head: tl.tensor,
     first_key: tl.tensor,
     end_key: tl.tensor,
@@ -221,6 +251,7 @@ def attend_keys(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -232,13 +263,17 @@ def attend_keys(
     d_D = tl.arange(0, TILE_D)
     mask_MD = (rows_M[:, None] < GROUP) & (d_D[None, :] < HEAD_DIM)
     q_MD = tl.load(q_token_ptr + heads_M[:, None] * Q_HEAD_STRIDE + d_D[None, :], mask=mask_MD, other=0.0)
+    head_scales_ptr = None
+    if scales_ptr is not None:
+        head_scales_ptr = scales_ptr + kv_head
     return fold_keys(
-        q_MD,
+        product_type(q_MD, cache_ptr.dtype.element_ty),
         tl.zeros([TILE_M, TILE_D], tl.float32),
         tl.full([TILE_M], LOWEST, tl.float32),
         tl.zeros([TILE_M], tl.float32),
         table_ptr,
         cache_ptr + kv_head * HEAD_DIM,
+        head_scales_ptr,
         first_key,
         end_key,
         scale_log2,
@@ -246,6 +281,7 @@ def attend_keys(
         BLOCK_SIZE,
         NUM_KV_HEADS,
         HEAD_DIM,
+        WIDTH,
         TILE_N,
         TILE_D,
         LOOK_AHEAD,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from compiled_engine.attention.backends.triton_tile import row_of
+from compiled_engine.attention.triton_codes import key_offset, rounded_heads, scale_pointers, scales_of
 from compiled_engine.kernels.launch_arguments import next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -21,6 +21,7 @@ def write_kv_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,
     k_token_stride: tl.tensor,
     v_token_stride: tl.tensor,
@@ -29,6 +30,7 @@ def write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE_K: tl.constexpr,
     TILE_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -50,12 +52,20 @@ def write_kv_kernel(
     v_KD = tl.load(v_token_ptr + head_K[:, None] * V_HEAD_STRIDE + d_D[None, :], mask=mask_KD)
     k_ptrs_KD = (
         cache_ptr
-        + row_of(slot // BLOCK_SIZE, slot, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        + key_offset(slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
         + head_K[:, None] * HEAD_DIM
         + d_D[None, :]
     )
+    HALF: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * WIDTH
+    if cache_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+        k_scale_ptr, v_scale_ptr = scale_pointers(
+            scales_ptr, slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
+        )
+        dtype: tl.constexpr = cache_ptr.dtype.element_ty
+        k_KD = rounded_heads(tl.where(mask_KD, k_KD, 0.0), k_scale_ptr, head_K, head_K < NUM_KV_HEADS, dtype)
+        v_KD = rounded_heads(tl.where(mask_KD, v_KD, 0.0), v_scale_ptr, head_K, head_K < NUM_KV_HEADS, dtype)
     tl.store(k_ptrs_KD, k_KD, mask=mask_KD)
-    tl.store(k_ptrs_KD + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, v_KD, mask=mask_KD)
+    tl.store(k_ptrs_KD + HALF, v_KD, mask=mask_KD)
 
 
 def write_kv(
@@ -63,14 +73,17 @@ def write_kv(
     v_TKd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    kv_scales_2K: torch.Tensor | None,
     dependent_launch: bool,
 ) -> None:
     """Launch the kernel: [T, K, d] with d contiguous into a contiguous cache, slots int64 [T]."""
-    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
+    head_dim = k_TKd.shape[2]
     write_kv_kernel[(k_TKd.shape[0],)](
         k_TKd,
         v_TKd,
         kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, kv_scales_2K),
         slot_mapping_T,
         k_TKd.stride(0),
         v_TKd.stride(0),
@@ -79,6 +92,7 @@ def write_kv(
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        WIDTH=width,
         TILE_K=next_power_of_2(num_kv_heads),
         TILE_D=next_power_of_2(head_dim),
         DEPENDENT_LAUNCH=dependent_launch,

@@ -1,0 +1,85 @@
+"""Codes of 8 bits for keys and values, in plain torch: the reference of all kernels that write and read them.
+
+int8: each head of a token is divided by its largest magnitude over 127, rounded to bfloat16, and rounded to the
+nearest; halves up. FP8: divided by a scale that does not depend on the token, and rounded to the nearest e4m3, which
+saturates. The method of int8 needs no calibration: a scale for each token and head, as in vLLM's int8_per_token_head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_engine.kv_format import (
+    FP8_LARGEST,
+    INT8_BIAS,
+    INT8_LARGEST,
+    LEAST_SCALE,
+    SCALE_DTYPE,
+    has_scales,
+    head_dim_of,
+    is_coded,
+)
+
+
+def planes(kv_cache_N2PKd: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of a coded cache: codes as bytes, [2N, P, K, d], and scales, [2N, P, K], if it has them.
+
+    Half 2n has the keys of block n, half 2n + 1 its values.
+    """
+    num_blocks, _, block_size, num_kv_heads, _ = kv_cache_N2PKd.shape
+    head_dim = head_dim_of(kv_cache_N2PKd)
+    halves_MW = kv_cache_N2PKd.view(torch.uint8).view(2 * num_blocks, -1)
+    codes = block_size * num_kv_heads * head_dim
+    codes_MPKd = halves_MW[:, :codes].unflatten(1, (block_size, num_kv_heads, head_dim))
+    if not has_scales(kv_cache_N2PKd.dtype):
+        return (codes_MPKd,)
+    return codes_MPKd, halves_MW[:, codes:].view(SCALE_DTYPE).unflatten(1, (block_size, num_kv_heads))
+
+
+def encode(values_TKd: torch.Tensor, dtype: torch.dtype, scale_K: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the contents of the planes of a cache of this dtype: codes as bytes [T, K, d], and scales [T, K].
+
+    scale_K: of an FP8 cache, fp32; None: 1.
+    """
+    values_TKd = values_TKd.float()
+    if has_scales(dtype):
+        scales_TK = (values_TKd.abs().amax(-1) / INT8_LARGEST).clamp(min=LEAST_SCALE).to(SCALE_DTYPE)
+        codes_TKd = (values_TKd / scales_TK.float().unsqueeze(-1) + (INT8_BIAS + 0.5)).floor()
+        return codes_TKd.clamp(INT8_BIAS - INT8_LARGEST, INT8_BIAS + INT8_LARGEST).to(torch.uint8), scales_TK
+    if scale_K is not None:
+        values_TKd = values_TKd / scale_K.unsqueeze(-1)
+    return (values_TKd.clamp(-FP8_LARGEST, FP8_LARGEST).to(dtype).view(torch.uint8),)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return fp32 values. codes: bytes of a cache of this dtype [..., d]; scales: of each head [...]; None: 1."""
+    values = codes.float() - INT8_BIAS if has_scales(dtype) else codes.view(dtype).float()
+    return values if scales is None else values * scales.float().unsqueeze(-1)
+
+
+def decoded(
+    kv_cache_N2PKd: torch.Tensor, block_table_RB: torch.Tensor, length: int, kv_scales_2K: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a cache and a block table, from which the first `length` positions of each request are read.
+
+    A coded cache is replaced by one in fp32 with these blocks alone, [R * B, 2, P, K, d]; any other is returned as it
+    is.
+    """
+    if not is_coded(kv_cache_N2PKd.dtype):
+        return kv_cache_N2PKd, block_table_RB
+    block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
+    table_RB = block_table_RB[:, : max(1, -(-length // block_size))]
+    halves_M = (2 * table_RB.reshape(-1, 1).long() + torch.arange(2, device=table_RB.device)).view(-1)
+    codes, *scales = (plane.index_select(0, halves_M) for plane in planes(kv_cache_N2PKd))
+    scales_MPK = scales[0] if scales else None
+    if scales_MPK is None and kv_scales_2K is not None:
+        scales_MPK = kv_scales_2K.repeat(table_RB.numel(), 1).unsqueeze(1).expand(-1, block_size, -1)
+    values_MPKd = decode(codes, scales_MPK, kv_cache_N2PKd.dtype)
+    values_B2PKd = values_MPKd.view(-1, 2, block_size, num_kv_heads, values_MPKd.shape[-1])
+    blocks_RB = torch.arange(table_RB.numel(), dtype=torch.int32, device=table_RB.device)
+    return values_B2PKd, blocks_RB.view(table_RB.shape)
+
+
+def scale_of(kv_scales_2K: torch.Tensor | None, half: int) -> torch.Tensor | None:
+    """Return the scales [K] of keys (half 0) or of values (1)."""
+    return None if kv_scales_2K is None else kv_scales_2K[half]

@@ -1,0 +1,203 @@
+"""Steps of Triton kernels that write or read a KV cache: places of keys and of scales, and codes of 8 bits.
+
+Kernels are compiled for the elements of the cache and for WIDTH, the elements that a head of a token takes: HEAD_DIM,
+or more where the cache holds scales, see compiled_engine/kv_format.py. Codes are rounded as in kv_codes.py.
+
+scales_ptr: of an int8 cache the cache itself as int16, the bits of bfloat16; of an FP8 cache kv_scales_2K, or None; of
+any other None. Rounding is written out, since Triton's interpreter rounds bfloat16 and e4m3 in other ways.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine import kv_format
+
+INT8_BIAS = tl.constexpr(float(kv_format.INT8_BIAS))
+INT8_LARGEST = tl.constexpr(float(kv_format.INT8_LARGEST))
+LEAST_SCALE = tl.constexpr(kv_format.LEAST_SCALE)
+# The bits of 1 in bfloat16.
+ONE_SCALE = tl.constexpr(0x3F80)
+FP8_LARGEST = tl.constexpr(kv_format.FP8_LARGEST)
+
+
+def scales_of(kv_cache_N2PKd: torch.Tensor, kv_scales_2K: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what kernels take as scales_ptr: an FP8 cache that has no scales has ones."""
+    if kv_format.has_scales(kv_cache_N2PKd.dtype):
+        return kv_cache_N2PKd.view(kv_cache_N2PKd.shape[0], -1).view(torch.int16)
+    if kv_scales_2K is None and kv_format.is_coded(kv_cache_N2PKd.dtype):
+        return torch.ones(2, kv_cache_N2PKd.shape[3], device=kv_cache_N2PKd.device)
+    return kv_scales_2K
+
+
+@triton.jit
+def row_of(block: tl.tensor, key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
+    """Row of a key in a cache without scales, viewed as [N * 2 * P, K * d]; its value is P rows further.
+
+    key: its position in the request or its slot. 64 bits: a cache may hold more than 2**31 elements.
+    """
+    return block.to(tl.int64) * (2 * BLOCK_SIZE) + key % BLOCK_SIZE
+
+
+@triton.jit
+def key_offset(
+    block: tl.tensor,
+    key: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Elements before a key in the cache; its value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH further. key: see row_of."""
+    if WIDTH == HEAD_DIM:
+        return row_of(block, key, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    else:
+        half = block.to(tl.int64) * (2 * BLOCK_SIZE * NUM_KV_HEADS * WIDTH)
+        return half + key % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM)
+
+
+@triton.jit
+def scale_offset(
+    block: tl.tensor,
+    key: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Scales before that of a key's first head; that of its value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2 further."""
+    half = block.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * WIDTH)
+    return half + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM // 2 + key % BLOCK_SIZE * NUM_KV_HEADS
+
+
+@triton.jit
+def load_scales(
+    head_scales_ptr: tl.tensor,
+    block_N: tl.tensor,
+    keys_N: tl.tensor,
+    stored_N: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The scales of keys and of their values, fp32 [N]; 1 where nothing is stored. head_scales_ptr: that of the head's
+    first scale."""
+    if WIDTH != HEAD_DIM:
+        offsets_N = scale_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
+        v_offsets_N = offsets_N + BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2
+        k_scale_N = wide_scale(tl.load(head_scales_ptr + offsets_N, mask=stored_N, other=ONE_SCALE))
+        v_scale_N = wide_scale(tl.load(head_scales_ptr + v_offsets_N, mask=stored_N, other=ONE_SCALE))
+    else:
+        ones_N = tl.where(stored_N, 1.0, 1.0)
+        k_scale_N = ones_N * tl.load(head_scales_ptr)
+        v_scale_N = ones_N * tl.load(head_scales_ptr + NUM_KV_HEADS)
+    return k_scale_N, tl.maximum(v_scale_N, LEAST_SCALE)
+
+
+@triton.jit
+def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
+    """Queries in the type that they are multiplied in with elements of a cache: codes become half precision in an
+    instruction or two, exactly."""
+    if x.dtype == tl.bfloat16 and element != tl.bfloat16:
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """The values of codes, not yet scaled, in this type; of any other elements these."""
+    if codes.dtype == tl.uint8 and dtype == tl.float16:
+        # 1024 + the code, whose byte is the last of that number's.
+        return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + INT8_BIAS)
+    elif codes.dtype == tl.uint8:
+        return codes.to(dtype) - INT8_BIAS
+    else:
+        return codes.to(dtype)
+
+
+@triton.jit
+def int8_scale(largest: tl.tensor) -> tl.tensor:
+    """The scale of heads with these largest magnitudes: the bits of a bfloat16, int16."""
+    bits = tl.maximum(tl.div_rn(largest, INT8_LARGEST), LEAST_SCALE).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def wide_scale(bits: tl.tensor) -> tl.tensor:
+    """fp32 from the bits of a positive bfloat16."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp8_codes(x: tl.tensor) -> tl.tensor:
+    """The bytes of the nearest e4m3 of fp32 values, ties to even; the largest for what is larger."""
+    size = tl.minimum(tl.abs(x), FP8_LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Multiples of 2**-9 below 2**-6: adding 2**23 rounds to an integer.
+    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
+    return tl.where(size < 0.015625, small, normal) | tl.where(x < 0, 0x80, 0)
+
+
+@triton.jit
+def codes_of(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Codes of fp32 values for a cache of this type. scale: as x or to be broadcast, fp32; None: 1."""
+    if dtype == tl.uint8:
+        code = tl.floor(tl.div_rn(x, scale) + (INT8_BIAS + 0.5))
+        code = tl.minimum(tl.maximum(code, INT8_BIAS - INT8_LARGEST), INT8_BIAS + INT8_LARGEST)
+        return code.to(tl.int32).to(tl.uint8)
+    else:
+        if scale is not None:
+            x = tl.div_rn(x, scale)
+        return fp8_codes(x).to(tl.uint8).to(dtype, bitcast=True)
+
+
+@triton.jit
+def scale_pointers(
+    scales_ptr: tl.tensor,
+    block: tl.tensor,
+    key: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Pointers to the scales of a key's first head and of its value's."""
+    if WIDTH != HEAD_DIM:
+        k_scale_ptr = scales_ptr + scale_offset(block, key, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
+        return k_scale_ptr, k_scale_ptr + BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2
+    else:
+        return scales_ptr, scales_ptr + NUM_KV_HEADS
+
+
+@triton.jit
+def rounded_heads(
+    x_HD: tl.tensor, scale_ptr: tl.tensor, head_H: tl.tensor, mask_H: tl.tensor, dtype: tl.constexpr
+) -> tl.tensor:
+    """Codes of heads for a cache of this type, whose scales of int8 are stored. x_HD: zeros behind the end of a head;
+    scale_ptr: see scale_pointers."""
+    x_HD = x_HD.to(tl.float32)
+    if dtype == tl.uint8:
+        scale_H = int8_scale(tl.max(tl.abs(x_HD), 1))
+        tl.store(scale_ptr + head_H, scale_H, mask=mask_H)
+        return codes_of(x_HD, wide_scale(scale_H)[:, None], dtype)
+    else:
+        return codes_of(x_HD, tl.load(scale_ptr + head_H, mask=mask_H, other=1.0)[:, None], dtype)
+
+
+@triton.jit
+def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The same for one head, [D]: its codes and its scale."""
+    x_D = x_D.to(tl.float32)
+    if dtype == tl.uint8:
+        stored = int8_scale(tl.max(tl.abs(x_D), 0))
+        tl.store(scale_ptr, stored)
+        scale = wide_scale(stored)
+        return codes_of(x_D, scale, dtype), scale
+    else:
+        scale = tl.maximum(tl.load(scale_ptr), LEAST_SCALE)
+        return codes_of(x_D, scale, dtype), scale

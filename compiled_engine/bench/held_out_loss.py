@@ -1,0 +1,110 @@
+"""The loss of engines on a text, as the bundled model's is defined, and how far their distributions are from float32's.
+
+The text is tokenised whole, nothing added, and cut into windows. Each is a sequence of its own; its first token is
+context, and each other one is scored given those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from compiled_engine.bench.results import conditions
+from compiled_engine.frontend.logprob_list import LogprobList
+from compiled_engine.llm import LLM
+from compiled_engine.process.progress import Progress
+from compiled_engine.quantisation import ONLINE
+from compiled_engine.sampling.params import SamplingParams
+
+WINDOW = 512
+BASE = "float32"
+# What is compared with BASE, by engine options.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    BASE: {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    **{name: {"quantization": name} for name in ONLINE},
+}
+
+
+class HeldOutLoss(NamedTuple):
+    """nats: the mean negative log-probability of a scored token."""
+
+    nats: float
+    num_tokens: int
+
+
+def held_out_loss(llm: LLM, text: str) -> HeldOutLoss:
+    """Score a text with an open engine. Raises ValueError for a text of fewer than two tokens, and as `generate`."""
+    windows = _windows(llm, text)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": each} for each in windows], params)
+    total, count = 0.0, 0
+    for window, output in zip(windows, outputs, strict=True):
+        for token, row in zip(window[1:], (output.prompt_logprobs or [])[1:], strict=True):
+            assert row is not None
+            total -= row[token].logprob
+            count += 1
+    return HeldOutLoss(total / count, count)
+
+
+def compare_losses(
+    model: str | None,
+    text: str,
+    options: Mapping[str, Any],
+    progress: Progress,
+    variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
+) -> dict[str, Any]:
+    """The result, as JSON: benchmark ("loss"), num_tokens, rows, and what `results.conditions` gives.
+
+    options: of each engine, besides those of `variants`, which are measured in turn, BASE first. A row has name, loss
+    in nats, and compared with BASE difference, divergence (Kullback-Leibler in nats from BASE: mean, p99) and
+    same_best: the part of tokens with the same most likely one. The distributions of BASE are kept, 4 bytes for each
+    token and vocabulary entry. Raises ValueError for a text of fewer than two tokens, and what LLM raises.
+    """
+    base: list[np.ndarray] = []
+    rows: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
+    for name, own in variants.items():
+        nats, divergences, same = 0.0, [], 0
+        with LLM(model, **{"mode": "compiled", "enable_prefix_caching": False, **options, **own}) as llm:
+            windows = _windows(llm, text)
+            about = about or conditions(llm.config, {**options, **own}, None)
+            with progress.stage(name, total=len(windows)) as advance:
+                for index, (window, found_TV) in enumerate(zip(windows, _distributions(llm, windows), strict=True)):
+                    nats -= float(found_TV[np.arange(len(window) - 1), window[1:]].sum(dtype=np.float64))
+                    if name == BASE:
+                        base.append(found_TV)
+                    base_TV = base[index].astype(np.float64)
+                    divergences.append((np.exp(base_TV) * (base_TV - found_TV)).sum(1))
+                    same += int((base_TV.argmax(1) == found_TV.argmax(1)).sum())
+                    advance(1)
+        of_all = np.concatenate(divergences)
+        row: dict[str, Any] = {"name": name, "loss": nats / len(of_all)}
+        if name != BASE:
+            row["difference"] = row["loss"] - rows[0]["loss"]
+            row["divergence"] = {"mean": float(of_all.mean()), "p99": float(np.quantile(of_all, 0.99))}
+            row["same_best"] = same / len(of_all)
+        rows.append(row)
+    return {"benchmark": "loss", "num_tokens": sum(map(len, base)), "rows": rows, **about}
+
+
+def _windows(llm: LLM, text: str) -> list[list[int]]:
+    ids = llm.get_tokenizer().encode(text, add_special_tokens=False, verbose=False)
+    if len(ids) < 2:
+        raise ValueError(f"text must have at least two tokens, got {len(ids)}")
+    size = min(WINDOW, llm.config.model.max_model_len - 1)
+    return [ids[start : start + size] for start in range(0, len(ids) - 1, size)]
+
+
+def _distributions(llm: LLM, windows: list[list[int]]) -> Iterator[np.ndarray]:
+    """Yield each window's log-probabilities [T - 1, V] in fp32 of what follows each token but the last."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
+    for window in windows:
+        (output,) = llm.generate([{"prompt_token_ids": window}], params, use_tqdm=False)
+        assert isinstance(output.prompt_logprobs, LogprobList)
+        ids_TK, logprobs_TK = output.prompt_logprobs.arrays()
+        found_TV = np.empty((len(window) - 1, llm.config.model.vocab_size), np.float32)
+        np.put_along_axis(found_TV, ids_TK.astype(np.int64), logprobs_TK, axis=1)
+        yield found_TV

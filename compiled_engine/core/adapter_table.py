@@ -1,0 +1,146 @@
+"""The adapters that the ranks have, and the slots that running requests hold.
+
+An adapter is loaded into the ranks' host memory when it is named, and placed in one of their slots when the first of
+its requests is admitted. A slot keeps its adapter after the last request, until another adapter needs it: the one that
+was used least recently goes. Requests are admitted strictly in order, so one whose adapter finds no slot waits for the
+first to be free, and no younger request passes it. Copies in host memory that no request uses are dropped in the order
+of their last use, as far as there are more than `max_cpu_loras`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from compiled_engine.config import AdapterConfig
+from compiled_engine.core.cache_resource import check_holders
+from compiled_engine.core.request import Request
+from compiled_engine.messages import AdapterRef
+
+
+class AdapterTable:
+    """Implements CacheResource: a slot for each adapter of running requests; requests without one need nothing.
+
+    loads, placements: how often an adapter was read into host memory, and written into a slot.
+    """
+
+    def __init__(self, config: AdapterConfig | None) -> None:
+        """None: no request has an adapter."""
+        self._num_slots = 0 if config is None else config.max_loras
+        self._most_loaded = 0 if config is None else max(config.max_cpu_loras, config.max_loras)
+        # Requests of each loaded adapter that have not ended, the least recently used adapter first.
+        self._uses: dict[str, int] = {}
+        self._slots: dict[str, int] = {}  # of placed ones, the least recently used first
+        self._holders: dict[Request, str] = {}
+        self._placed: dict[int, str] = {}  # since the last step
+        self.loads = self.placements = 0
+
+    def is_loaded(self, digest: str) -> bool:
+        return digest in self._uses
+
+    def loaded(self, digest: str) -> list[str]:
+        """Note that the ranks have an adapter now; returns those that they are to drop."""
+        self.loads += 1
+        self._uses[digest] = 0
+        surplus = len(self._uses) - self._most_loaded
+        unused = [each for each, uses in self._uses.items() if uses == 0 and each != digest]
+        dropped = unused[: max(0, surplus)]
+        for each in dropped:
+            del self._uses[each]
+        return dropped
+
+    def unload(self, digest: str) -> bool:
+        """Forget an adapter that no request uses; returns whether the ranks are to drop it."""
+        if self._uses.get(digest) != 0:
+            return False
+        del self._uses[digest]
+        return True
+
+    def add(self, adapter: AdapterRef | None) -> None:
+        """A request with a loaded adapter waits from now on."""
+        if adapter is not None:
+            self._uses[adapter.digest] = self._uses.pop(adapter.digest) + 1
+
+    def end(self, adapter: AdapterRef | None) -> None:
+        """A request has ended."""
+        if adapter is not None:
+            self._uses[adapter.digest] -= 1
+
+    def slot_of(self, request: Request) -> int:
+        """The slot of a running request's adapter, -1 without one."""
+        return -1 if request.adapter is None else self._slots[request.adapter.digest]
+
+    def take_placed(self) -> dict[int, str]:
+        """Return the adapters by the slots that they got since the last call."""
+        placed, self._placed = self._placed, {}
+        return placed
+
+    def forget_slots(self) -> None:
+        """Take all slots for empty: a step that was to place adapters has failed, and its requests have ended."""
+        self._slots.clear()
+        self._placed.clear()
+
+    def metrics(self) -> dict[str, int]:
+        """Now: adapters_loaded, adapters_in_slots. Since the start: adapter_loads, adapter_placements. Nothing without
+        slots."""
+        if self._num_slots == 0:
+            return {}
+        return {
+            "adapters_loaded": len(self._uses),
+            "adapters_in_slots": len(self._slots),
+            "adapter_loads": self.loads,
+            "adapter_placements": self.placements,
+        }
+
+    def longest_prefix(self, request: Request, most: int) -> int:
+        return most
+
+    def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
+        adapter = request.adapter
+        if adapter is None or adapter.digest in self._slots or len(self._slots) < self._num_slots:
+            return True
+        return len(set(self._holders.values())) < self._num_slots
+
+    def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        if request.adapter is None:
+            return
+        if request in self._holders:
+            raise RuntimeError(f"request {request.request_id!r} has a slot already")
+        digest = request.adapter.digest
+        slot = self._slots.pop(digest, None)
+        if slot is None:
+            slot = self._placed_slot(digest)
+        self._slots[digest] = slot  # used most recently
+        self._holders[request] = digest
+
+    def free(self, request: Request) -> None:
+        if request.adapter is None:
+            return
+        if self._holders.pop(request, None) is None:
+            raise RuntimeError(f"request {request.request_id!r} gives back a slot, but has none")
+
+    def check_all_free(self) -> None:
+        if self._holders or any(self._uses.values()):
+            raise RuntimeError(f"no request is left, but {len(self._holders)} hold slots of adapters")
+
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        adapted = [request for request in holders if request.adapter is not None]
+        check_holders("a slot of an adapter", self._holders, adapted)
+        if len(set(self._slots.values())) != len(self._slots) or len(self._slots) > self._num_slots:
+            raise RuntimeError(f"adapters are in slots {self._slots}, of which there are {self._num_slots}")
+        waiting = Counter(self._holders.values())
+        if wrong := [digest for digest, count in waiting.items() if self._uses.get(digest, 0) < count]:
+            raise RuntimeError(f"adapter {wrong[0]} is in use, but not loaded")
+
+    def _placed_slot(self, digest: str) -> int:
+        if len(self._slots) < self._num_slots:
+            slot = min(set(range(self._num_slots)) - set(self._slots.values()))
+        else:
+            held = set(self._holders.values())
+            evicted = next((each for each in self._slots if each not in held), None)
+            if evicted is None:
+                raise RuntimeError(f"an adapter asks for a slot, but all {self._num_slots} are held")
+            slot = self._slots.pop(evicted)
+        self._placed[slot] = digest
+        self.placements += 1
+        return slot

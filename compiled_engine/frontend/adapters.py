@@ -1,0 +1,114 @@
+"""`LoRARequest`, which names an adapter for a request, and its way to the reference that the engine core gets.
+
+The core knows adapters by the digest of their files. The files are read once; after that each request only asks the
+file system whether they were replaced. So new content gets a new digest, and shares no prefix with the old one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compiled_engine.messages import AdapterRef
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.folders import resolve_adapter_folder
+
+if TYPE_CHECKING:
+    from compiled_engine.config import AdapterConfig
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request.
+
+    lora_name: for metrics and the server. lora_int_id: at least 1; it is only checked, since the adapter's content
+    identifies it. lora_path: a folder in PEFT's layout, or org/name or org/name@revision of the Hugging Face Hub.
+
+    Raises TypeError or ValueError naming the field, its value and what is allowed.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | Path
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not isinstance(self.lora_path, str | Path):
+            raise TypeError(f"lora_name and lora_path must be text, got {self.lora_name!r} and {self.lora_path!r}")
+        if not self.lora_name:
+            raise ValueError("lora_name must not be empty")
+        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id must be an integer of at least 1, got {self.lora_int_id!r}")
+
+
+class AdapterFinder:
+    """Finds the content of adapters. It may be called from several threads.
+
+    config: None if requests may have no adapters.
+    """
+
+    def __init__(self, config: AdapterConfig | None) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._folders: dict[str, Path] = {}
+        self._digests: dict[Path, tuple[object, str]] = {}
+
+    def find(self, request: LoRARequest) -> AdapterRef:
+        """Return the reference to the adapter's present content.
+
+        Raises TypeError or ValueError, one line, for what is no adapter or cannot be applied to requests, and OSError
+        if a download fails.
+        """
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest, or a list with one or None a prompt, got {request!r}")
+        from compiled_engine.models.checkpoint.adapter_folder import stamp  # imports torch
+
+        if self._config is None:
+            raise ValueError(f"lora_request is {request.lora_name!r}, but enable_lora is False; allowed: None")
+        with self._lock:
+            named = str(request.lora_path)
+            folder = self._folders.get(named)
+            if folder is None:
+                found = resolve_adapter_folder("lora_path", request.lora_path, None, SilentProgress())
+                folder = self._folders[named] = found.absolute()
+            mark = stamp(folder)
+            known, digest = self._digests.get(folder, (None, ""))
+            if known != mark:
+                digest = self._read(folder)
+                self._digests[folder] = mark, digest
+        return AdapterRef(digest, str(folder), request.lora_name)
+
+    def has_read(self, request: LoRARequest) -> bool:
+        """Return whether `find` need not read files for the request."""
+        from compiled_engine.models.checkpoint.adapter_folder import stamp  # imports torch
+
+        folder = self._folders.get(str(getattr(request, "lora_path", "")))
+        try:
+            return folder is not None and self._digests[folder][0] == stamp(folder)
+        except (KeyError, ValueError):
+            return False
+
+    def find_each(
+        self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[AdapterRef | None]:
+        """Return one for each of `count` prompts, for which one request or a list is given. Raises as `find`."""
+        if given is None:
+            return [None] * count
+        if not isinstance(given, list | tuple):
+            return [self.find(given)] * count  # type: ignore[arg-type]
+        if len(given) != count:
+            raise ValueError(f"lora_request must have one entry for each prompt, got {len(given)} for {count} prompts")
+        return [None if each is None else self.find(each) for each in given]
+
+    def _read(self, folder: Path) -> str:
+        from compiled_engine.models.checkpoint.adapter_folder import read_adapter  # imports torch
+
+        assert self._config is not None
+        adapter = read_adapter(folder)
+        if (reason := adapter.merged_only()) is not None:
+            raise ValueError(f"{folder}: {reason}; allowed: merge_adapter, which merges it into the base model")
+        if adapter.rank > (most := self._config.max_lora_rank):
+            raise ValueError(f"{folder} has rank {adapter.rank}; allowed: up to max_lora_rank, {most}")
+        return adapter.digest

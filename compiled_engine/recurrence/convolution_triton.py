@@ -1,0 +1,172 @@
+"""Triton kernels of convolutions with a state: outputs by tiles of tokens, and each request's state.
+
+Grids depend on the numbers of tokens and rows alone, and rows are read on the device, so CUDA graphs can capture both.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.recurrence.sequences import Sequences
+
+TILE_T, TILE_D = 16, 64
+# Channels of a program that has one token.
+FEW_D = 256
+
+
+@triton.jit
+def _activated(y: tl.tensor, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    y = y.to(dtype)
+    if ACTIVATION == "silu":
+        wide = y.to(tl.float32)
+        y = (wide * tl.sigmoid(wide)).to(dtype)
+    return y
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "x_stride"])
+def convolve_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
+    x_stride: tl.tensor,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_R: tl.constexpr,
+) -> None:
+    """Program (tile of tokens, tile of channels). States stay as they are."""
+    token_T = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
+    channel_D = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
+    inside_T, inside_D = token_T < num_tokens, channel_D < D
+    # A token's request is the number of requests that end before it.
+    request_T = tl.zeros([TILE_T], tl.int32)
+    for first in range(0, num_rows, TILE_R):
+        request_R = first + tl.arange(0, TILE_R)
+        end_R = tl.load(query_start_loc_ptr + 1 + request_R, mask=request_R < num_rows, other=2147483647)
+        request_T += tl.sum((end_R[None, :] <= token_T[:, None]).to(tl.int32), 1)
+    known_T = inside_T & (request_T < num_rows)
+    row_T = tl.load(rows_ptr + request_T, mask=known_T, other=-1).to(tl.int64)
+    start_T = tl.load(query_start_loc_ptr + request_T, mask=known_T, other=0)
+    end_T = tl.load(query_start_loc_ptr + request_T + 1, mask=known_T, other=0)
+    length_T = tl.load(seq_lens_ptr + request_T, mask=known_T, other=0)
+    real_T = row_T >= 0
+    continues_T = real_T & (length_T > end_T - start_T)
+    place_T = token_T - start_T
+    y_TD = tl.zeros([TILE_T, TILE_D], tl.float32)
+    if bias_ptr is not None:
+        y_TD += tl.load(bias_ptr + channel_D, mask=inside_D, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(W):
+        weight_D = tl.load(weight_ptr + channel_D * W + tap, mask=inside_D, other=0.0).to(tl.float32)
+        distance = W - 1 - tap
+        here_TD = (real_T & (place_T >= distance))[:, None] & inside_D[None, :]
+        x_ptrs_TD = x_ptr + (token_T - distance).to(tl.int64)[:, None] * x_stride + channel_D[None, :]
+        x_TD = tl.load(x_ptrs_TD, mask=here_TD, other=0.0).to(tl.float32)
+        if distance > 0:
+            before_TD = (continues_T & (place_T < distance))[:, None] & inside_D[None, :]
+            slot_T = W - 1 + place_T - distance
+            state_ptrs_TD = state_ptr + (row_T[:, None] * D + channel_D[None, :]) * (W - 1) + slot_T[:, None]
+            x_TD += tl.load(state_ptrs_TD, mask=before_TD, other=0.0).to(tl.float32)
+        y_TD += x_TD * weight_D[None, :]
+    y_TD = tl.where(real_T[:, None], y_TD, 0.0)
+    out_TD = _activated(y_TD, ACTIVATION, out_ptr.dtype.element_ty)
+    out_ptrs_TD = out_ptr + token_T.to(tl.int64)[:, None] * D + channel_D[None, :]
+    tl.store(out_ptrs_TD, out_TD, mask=inside_T[:, None] & inside_D[None, :])
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["x_stride"])
+def shift_state_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TILE_D: tl.constexpr,
+    COMPUTES: tl.constexpr,
+) -> None:
+    """Program (request, tile of channels): put the newest inputs into the state; before that, if it COMPUTES, the
+    outputs of its tokens, one after another."""
+    request = tl.program_id(0)
+    channel_D = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
+    inside_D = channel_D < D
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + request)
+    length = tl.load(query_start_loc_ptr + request + 1) - start
+    # The interpreter makes no mask of a block and a single value.
+    zero_D = tl.zeros([TILE_D], tl.int64)
+    real_D = inside_D & (zero_D + row >= 0)
+    continues_D = real_D & (zero_D + tl.load(seq_lens_ptr + request) > length)
+    state_ptrs_D = state_ptr + (row * D + channel_D) * (W - 1)
+    x_ptrs_D = x_ptr + start.to(tl.int64) * x_stride + channel_D
+    if COMPUTES:
+        for place in range(length):
+            y_D = tl.zeros([TILE_D], tl.float32)
+            if bias_ptr is not None:
+                y_D += tl.load(bias_ptr + channel_D, mask=inside_D, other=0.0).to(tl.float32)
+            for tap in tl.static_range(W):
+                weight_D = tl.load(weight_ptr + channel_D * W + tap, mask=inside_D, other=0.0).to(tl.float32)
+                source_D = zero_D + place - (W - 1 - tap)
+                here_D, before_D = real_D & (source_D >= 0), continues_D & (source_D < 0)
+                x_D = tl.load(x_ptrs_D + source_D * x_stride, mask=here_D, other=0.0).to(tl.float32)
+                x_D += tl.load(state_ptrs_D + (W - 1 + source_D), mask=before_D, other=0.0).to(tl.float32)
+                y_D += x_D * weight_D
+            y_D = tl.where(real_D, y_D, 0.0)
+            out_D = _activated(y_D, ACTIVATION, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (start + place).to(tl.int64) * D + channel_D, out_D, mask=inside_D)
+    if (row >= 0) & (length > 0):
+        # Slots are filled from the oldest on, each from one that is not filled yet.
+        for slot in tl.static_range(W - 1):
+            source_D = zero_D + length - (W - 1) + slot
+            x_D = tl.load(x_ptrs_D + source_D * x_stride, mask=inside_D & (source_D >= 0), other=0.0)
+            kept_D = tl.load(state_ptrs_D + (W - 1 + source_D), mask=continues_D & (source_D < 0), other=0.0)
+            newest_D = tl.where(source_D >= 0, x_D.to(kept_D.dtype), kept_D)
+            tl.store(state_ptrs_D + slot, newest_D, mask=inside_D)
+
+
+def convolve_triton(
+    x_TD: torch.Tensor,
+    weight_DW: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    activation: str,
+    state_SDL: torch.Tensor,
+    out_TD: torch.Tensor,
+    sequences: Sequences,
+) -> None:
+    """Launch the kernels of `convolve` of op.py; states and result are contiguous."""
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]
+    num_rows = len(sequences.rows_R)
+    tensors = (x_TD, weight_DW.contiguous(), bias_D, state_SDL, out_TD, *sequences)
+    sizes = {"D": num_channels, "W": width, "ACTIVATION": activation}
+    # Decodes have a token each: then one launch does both.
+    computes = num_tokens == num_rows
+    if not computes:
+        tile_r = min(256, next_power_of_2(num_rows))
+        convolve_kernel[(cdiv(num_tokens, TILE_T), cdiv(num_channels, TILE_D))](
+            *tensors, num_tokens, num_rows, x_TD.stride(0), **sizes, TILE_T=TILE_T, TILE_D=TILE_D, TILE_R=tile_r
+        )
+    shift_state_kernel[(num_rows, cdiv(num_channels, FEW_D))](
+        *tensors, x_TD.stride(0), **sizes, TILE_D=FEW_D, COMPUTES=computes
+    )

@@ -1,0 +1,94 @@
+"""The gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences with a state for each row.
+
+A state of a head, [k, v], maps keys to values. A token decays it by exp(g), replaces what it has for the token's key
+by a mix of that and the token's value (beta: how much of the latter), and reads it with the token's query.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_engine.recurrence.sequences import Sequences
+
+CHUNK = 64
+EPS = 1e-6  # of the norms of queries and keys
+
+
+def apply_rule_reference(
+    q_TGk: torch.Tensor,
+    k_TGk: torch.Tensor,
+    v_THv: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    normalises: bool,
+    state_SHkv: torch.Tensor,
+    out_THv: torch.Tensor,
+    sequences: Sequences,
+) -> None:
+    """Compute `apply_rule` of op.py in plain torch, on any device."""
+    q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises) for x in (q_TGk, k_TGk))
+    q_THk = q_THk * q_THk.shape[-1] ** -0.5
+    values = q_THk, k_THk, v_THv.float(), g_TH.float(), beta_TH.float()
+    states_RHkv = sequences.states(state_SHkv)
+    out_THv.zero_()
+    single_R = (sequences.lens == 1) & (sequences.rows_R >= 0)
+    if single_R.any():
+        tokens_R = sequences.starts[single_R]
+        y_RHv, states_RHkv[single_R] = _one_token(states_RHkv[single_R], *(x[tokens_R] for x in values))
+        out_THv[tokens_R] = y_RHv.to(out_THv.dtype)
+    for request, (row, start, length) in enumerate(
+        zip(sequences.rows_R.tolist(), sequences.starts.tolist(), sequences.lens.tolist(), strict=True)
+    ):
+        if row < 0 or length < 2:
+            continue
+        state_Hkv = states_RHkv[request]
+        for first in range(start, start + length, CHUNK):
+            chunk = slice(first, min(first + CHUNK, start + length))
+            y_CHv, state_Hkv = _chunk(state_Hkv, *(x[chunk].transpose(0, 1) for x in values))
+            out_THv[chunk] = y_CHv.to(out_THv.dtype)
+        states_RHkv[request] = state_Hkv
+    sequences.store(state_SHkv, states_RHkv)
+
+
+def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Tensor:
+    """Queries or keys in fp32, one for each head of values."""
+    x = x_TGk.float()
+    if normalises:
+        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+    return x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def _one_token(
+    state_RHkv: torch.Tensor,
+    q_RHk: torch.Tensor,
+    k_RHk: torch.Tensor,
+    v_RHv: torch.Tensor,
+    g_RH: torch.Tensor,
+    beta_RH: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(results, states after it) of one token for each request."""
+    state_RHkv = state_RHkv * g_RH.exp()[..., None, None]
+    known_RHv = torch.einsum("rhkv,rhk->rhv", state_RHkv, k_RHk)
+    state_RHkv = state_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, (v_RHv - known_RHv) * beta_RH.unsqueeze(-1))
+    return torch.einsum("rhkv,rhk->rhv", state_RHkv, q_RHk), state_RHkv
+
+
+def _chunk(
+    state_Hkv: torch.Tensor,
+    q_HCk: torch.Tensor,
+    k_HCk: torch.Tensor,
+    v_HCv: torch.Tensor,
+    g_HC: torch.Tensor,
+    beta_HC: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(results [C, H, v], state after it) of some tokens of one request: a triangular system says what each writes."""
+    g_HC = g_HC.cumsum(-1)
+    decay_HCC = (g_HC.unsqueeze(-1) - g_HC.unsqueeze(-2)).tril().exp().tril()
+    grown_HC1, beta_HC1 = g_HC.exp().unsqueeze(-1), beta_HC.unsqueeze(-1)
+    keys_HCC = (k_HCk * beta_HC1) @ k_HCk.mT * decay_HCC
+    wanted_HCv = beta_HC1 * (v_HCv - grown_HC1 * (k_HCk @ state_Hkv))
+    written_HCv = torch.linalg.solve_triangular(keys_HCC, wanted_HCv, upper=False, unitriangular=True)
+    y_HCv = (q_HCk * grown_HC1) @ state_Hkv + (q_HCk @ k_HCk.mT * decay_HCC) @ written_HCv
+    left_HC1 = (g_HC[:, -1:] - g_HC).exp().unsqueeze(-1)
+    state_Hkv = state_Hkv * grown_HC1[:, -1:] + (k_HCk * left_HC1).mT @ written_HCv
+    return y_HCv.transpose(0, 1), state_Hkv

@@ -1,0 +1,174 @@
+"""A Triton kernel of the gated delta rule: the tokens of each request, in chunks or one by one, with its state.
+
+The grid depends on the number of rows alone, and rows are read on the device, so CUDA graphs can capture it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.recurrence.delta_rule import EPS
+from compiled_engine.recurrence.sequences import Sequences
+
+# Tokens of a chunk: its triangular system is solved by products of matrices of this size.
+CHUNK = 16
+TILE_V = 32
+
+
+@triton.jit
+def _loaded(
+    ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
+) -> tl.tensor:
+    """Rows of queries or keys in fp32, times `scale`."""
+    x_Ck = tl.load(ptrs_Ck, mask=mask_Ck, other=0.0).to(tl.float32)
+    if NORMALISES:
+        x_Ck *= tl.rsqrt(tl.sum(x_Ck * x_Ck, 1) + EPS)[:, None]
+    return x_Ck * scale
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride", "g_stride", "beta_stride"])
+def delta_rule_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    g_ptr: tl.tensor,
+    beta_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    g_stride: tl.tensor,
+    beta_stride: tl.tensor,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TILE_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Program (tile of values, head, request); CHUNK 1: tokens one by one."""
+    head, request = tl.program_id(1), tl.program_id(2)
+    k_k = tl.arange(0, TILE_K)
+    v_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
+    in_k, in_v = k_k < K, v_v < V
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + request)
+    length = tl.load(query_start_loc_ptr + request + 1) - start
+    # The interpreter makes no mask of a block and a single value.
+    zero_v = tl.zeros([TILE_V], tl.int64)
+    continues_v = in_v & (zero_v + row >= 0) & (zero_v + tl.load(seq_lens_ptr + request) > length)
+    state_ptrs_kv = state_ptr + ((row * H + head) * K + k_k[:, None]) * V + v_v[None, :]
+    in_kv = in_k[:, None] & in_v[None, :]
+    state_kv = tl.load(state_ptrs_kv, mask=in_k[:, None] & continues_v[None, :], other=0.0)
+    place_C = tl.arange(0, CHUNK)
+    lower_CC, diagonal_CC = place_C[:, None] > place_C[None, :], place_C[:, None] == place_C[None, :]
+    for first in range(0, length, CHUNK):
+        inside_C = first + place_C < length
+        real_C = inside_C & (row + tl.zeros([CHUNK], tl.int64) >= 0)
+        token_C = start.to(tl.int64) + first + place_C
+        qk_head = (head // GROUP) * K
+        in_Ck, in_Cv = real_C[:, None] & in_k[None, :], real_C[:, None] & in_v[None, :]
+        q_ptrs_Ck = q_ptr + token_C[:, None] * q_stride + qk_head + k_k[None, :]
+        k_ptrs_Ck = k_ptr + token_C[:, None] * k_stride + qk_head + k_k[None, :]
+        q_Ck = _loaded(q_ptrs_Ck, in_Ck, SCALE, EPS, NORMALISES)
+        k_Ck = _loaded(k_ptrs_Ck, in_Ck, 1.0, EPS, NORMALISES)
+        v_ptrs_Cv = v_ptr + token_C[:, None] * v_stride + head * V + v_v[None, :]
+        v_Cv = tl.load(v_ptrs_Cv, mask=in_Cv, other=0.0).to(tl.float32)
+        g_C = tl.load(g_ptr + token_C * g_stride + head, mask=real_C, other=0.0).to(tl.float32)
+        beta_C = tl.load(beta_ptr + token_C * beta_stride + head, mask=real_C, other=0.0).to(tl.float32)
+        if CHUNK == 1:
+            q_k, k_k1, v_1v = tl.sum(q_Ck, 0), tl.sum(k_Ck, 0)[:, None], v_Cv
+            state_kv *= tl.exp(tl.sum(g_C, 0))
+            known_v = tl.sum(state_kv * k_k1, 0)
+            state_kv += k_k1 * ((v_1v - known_v[None, :]) * beta_C[:, None])
+            out_Cv = tl.sum(state_kv * q_k[:, None], 0)[None, :]
+        else:
+            total_C = tl.cumsum(g_C, 0)
+            total = tl.sum(g_C, 0)
+            grown_C1 = tl.exp(total_C)[:, None]
+            decay_CC = tl.exp(tl.where(lower_CC | diagonal_CC, total_C[:, None] - total_C[None, :], 0.0))
+            keys_kC = tl.trans(k_Ck)
+            products_CC = tl.dot(k_Ck * beta_C[:, None], keys_kC, input_precision=PRECISION)
+            # (1 + n)^-1 = (1 - n) (1 + n^2) (1 + n^4) (1 + n^8) for a strictly lower triangle n of 16 rows.
+            n_CC = tl.where(lower_CC, products_CC * decay_CC, 0.0)
+            one_CC = diagonal_CC.to(tl.float32)
+            inverse_CC = one_CC - n_CC
+            for _ in tl.static_range(3):
+                n_CC = tl.dot(n_CC, n_CC, input_precision="ieee")
+                inverse_CC = tl.dot(inverse_CC, one_CC + n_CC, input_precision="ieee")
+            known_Cv = grown_C1 * tl.dot(k_Ck, state_kv, input_precision=PRECISION)
+            written_Cv = tl.dot(inverse_CC, beta_C[:, None] * (v_Cv - known_Cv), input_precision=PRECISION)
+            scores_CC = tl.where(
+                lower_CC | diagonal_CC, tl.dot(q_Ck, keys_kC, input_precision=PRECISION) * decay_CC, 0.0
+            )
+            out_Cv = tl.dot(q_Ck * grown_C1, state_kv, input_precision=PRECISION)
+            out_Cv += tl.dot(scores_CC, written_Cv, input_precision=PRECISION)
+            left_1C = tl.exp(total - total_C)[None, :]
+            state_kv = state_kv * tl.exp(total) + tl.dot(keys_kC * left_1C, written_Cv, input_precision=PRECISION)
+        out_ptrs_Cv = out_ptr + (token_C[:, None] * H + head) * V + v_v[None, :]
+        tl.store(out_ptrs_Cv, out_Cv.to(out_ptr.dtype.element_ty), mask=inside_C[:, None] & in_v[None, :])
+    if (row >= 0) & (length > 0):
+        tl.store(state_ptrs_kv, state_kv, mask=in_kv)
+
+
+def _with_dense_tokens(x_T: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if what a token has is not contiguous."""
+    return x_T if x_T[0].is_contiguous() else x_T.contiguous()
+
+
+def apply_rule_triton(
+    q_TGk: torch.Tensor,
+    k_TGk: torch.Tensor,
+    v_THv: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    normalises: bool,
+    state_SHkv: torch.Tensor,
+    out_THv: torch.Tensor,
+    sequences: Sequences,
+) -> None:
+    """Launch the kernel of `apply_rule` of op.py; states and result are contiguous."""
+    q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
+    num_tokens, num_heads, value_dim = v_THv.shape
+    num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]
+    delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows)](
+        q_TGk,
+        k_TGk,
+        v_THv,
+        g_TH,
+        beta_TH,
+        state_SHkv,
+        out_THv,
+        *sequences,
+        q_TGk.stride(0),
+        k_TGk.stride(0),
+        v_THv.stride(0),
+        g_TH.stride(0),
+        beta_TH.stride(0),
+        H=num_heads,
+        GROUP=num_heads // q_TGk.shape[1],
+        K=key_dim,
+        V=value_dim,
+        SCALE=key_dim**-0.5,
+        EPS=EPS,
+        NORMALISES=normalises,
+        CHUNK=1 if num_tokens == num_rows else CHUNK,  # decodes have a token each
+        TILE_K=max(16, next_power_of_2(key_dim)),
+        TILE_V=TILE_V,
+        PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )

@@ -1,0 +1,159 @@
+"""The custom ops of recurrences: they continue from, and write to, the state that each running request has in its row.
+
+Both mutate what they are given, so the graph is split around them. As for attention (compiled_engine/attention/op.py)
+a trace of foreign code holds values that pretend to write nothing, and the pass `recurrences` puts the ops back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from compiled_engine.recurrence.convolution import convolve_reference
+from compiled_engine.recurrence.delta_rule import apply_rule_reference
+from compiled_engine.recurrence.sequences import Sequences
+
+_SEQUENCES = ", ".join(f"Tensor {name}" for name in Sequences._fields)
+
+
+def convolve(
+    x_TD: torch.Tensor,
+    weight_DW: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    activation: str,
+    state_SDL: torch.Tensor,
+    out_TD: torch.Tensor,
+    *sequences: torch.Tensor,
+) -> None:
+    """Convolve each channel of x, then apply the activation, into `out_TD`, zeros for padding.
+
+    The last weight is that of the token itself. state_SDL: for each row the last W - 1 inputs, the newest last.
+    activation: silu, or empty for none. sequences: the fields of Sequences.
+    """
+    if x_TD.device.type == "cpu":
+        run = convolve_reference
+    else:
+        from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is not everywhere
+    run(x_TD, weight_DW, bias_D, activation, state_SDL, out_TD, Sequences(*sequences))
+
+
+def apply_rule(
+    q_TGk: torch.Tensor,
+    k_TGk: torch.Tensor,
+    v_THv: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    normalises: bool,
+    state_SHkv: torch.Tensor,
+    out_THv: torch.Tensor,
+    *sequences: torch.Tensor,
+) -> None:
+    """Apply the gated delta rule, see delta_rule.py, into `out_THv`, zeros for padding.
+
+    Consecutive heads of values share a head of queries and keys, H a multiple of G; queries are scaled by k ** -0.5.
+    normalises: queries and keys are divided by their lengths first. state_SHkv: fp32. sequences: the fields of
+    Sequences.
+    """
+    if v_THv.device.type == "cpu":
+        run = apply_rule_reference
+    else:
+        from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton as run  # Triton is not everywhere
+    run(q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv, out_THv, Sequences(*sequences))
+
+
+def _returns_nothing(*arguments: object) -> None:
+    """Fake implementation of the ops for tracing."""
+
+
+def _never_executed(*arguments: object) -> NoReturn:
+    raise RuntimeError("the values of recurrences exist only in traces and cannot be executed")
+
+
+def _like(index: int) -> Callable[..., torch.Tensor]:
+    def fake(*arguments: Any) -> torch.Tensor:
+        return torch.empty_like(arguments[index], memory_format=torch.contiguous_format)
+
+    return fake
+
+
+def _define(name: str, function: Callable[..., None], arguments: str, state: str, out: str, like: int) -> Any:
+    """Define an op with a state and a result like argument `like`, and its value; return the op."""
+    state_arguments = f"Tensor(a!) {state}, Tensor(b!) {out}, {_SEQUENCES}"
+    schema = f"({arguments}, {state_arguments}) -> ()"
+    op = torch.library.custom_op(f"compiled_engine::{name}", function, mutates_args=(state, out), schema=schema)
+    op.register_fake(_returns_nothing)
+    schema = f"({arguments}, Tensor {state}, {_SEQUENCES}) -> Tensor"
+    value = torch.library.custom_op(f"compiled_engine::{name}_value", _never_executed, mutates_args=(), schema=schema)
+    value.register_fake(_like(like))
+    return op
+
+
+conv_state_op = _define(
+    "conv_state",
+    convolve,
+    "Tensor x_TD, Tensor weight_DW, Tensor? bias_D, str activation",
+    state="state_SDL",
+    out="out_TD",
+    like=0,
+)
+delta_rule_op = _define(
+    "delta_rule",
+    apply_rule,
+    "Tensor q_TGk, Tensor k_TGk, Tensor v_THv, Tensor g_TH, Tensor beta_TH, bool normalises",
+    state="state_SHkv",
+    out="out_THv",
+    like=2,
+)
+
+CONV_STATE = torch.ops.compiled_engine.conv_state.default
+CONV_STATE_VALUE = torch.ops.compiled_engine.conv_state_value.default
+DELTA_RULE = torch.ops.compiled_engine.delta_rule.default
+DELTA_RULE_VALUE = torch.ops.compiled_engine.delta_rule_value.default
+# The ops by name, and what the compiled forward calls in their place, without torch's dispatcher.
+RECURRENCE_OPS: dict[str, Callable[..., None]] = {
+    "compiled_engine::conv_state": convolve,
+    "compiled_engine::delta_rule": apply_rule,
+}
+# For each value the op that it stands for, the name of the op's result, and that of the argument that it is like.
+VALUES = {
+    CONV_STATE_VALUE: (CONV_STATE, "out_TD", "x_TD"),
+    DELTA_RULE_VALUE: (DELTA_RULE, "out_THv", "v_THv"),
+}
+
+
+def conv_state_or_value(
+    x_TD: torch.Tensor,
+    weight_DW: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    activation: str,
+    state_SDL: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """Return the result of `convolve`, [T, D], or while tracing the value that stands for it."""
+    operands = x_TD, weight_DW, bias_D, activation, state_SDL
+    if torch.compiler.is_compiling():
+        return torch.ops.compiled_engine.conv_state_value(*operands, *sequences)
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    torch.ops.compiled_engine.conv_state(*operands, out_TD, *sequences)
+    return out_TD
+
+
+def delta_rule_or_value(
+    q_TGk: torch.Tensor,
+    k_TGk: torch.Tensor,
+    v_THv: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    normalises: bool,
+    state_SHkv: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """Return the result of `apply_rule`, [T, H, v], or while tracing the value that stands for it."""
+    operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv
+    if torch.compiler.is_compiling():
+        return torch.ops.compiled_engine.delta_rule_value(*operands, *sequences)
+    out_THv = torch.empty_like(v_THv, memory_format=torch.contiguous_format)
+    torch.ops.compiled_engine.delta_rule(*operands, out_THv, *sequences)
+    return out_THv

@@ -1,0 +1,49 @@
+"""Resolve the options of LoRA adapters, or raise an error with what is allowed."""
+
+from __future__ import annotations
+
+from compiled_engine.config import AdapterConfig, ModelConfig, ParallelConfig
+from compiled_engine.options import EngineOptions
+
+# Options that mean nothing without enable_lora.
+_NEEDING = ("max_loras", "max_lora_rank", "max_cpu_loras")
+
+
+def resolve_adapters(
+    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, *, compiled: bool, reasons: dict[str, str]
+) -> AdapterConfig | None:
+    """None where requests have no adapters. Raises ValueError naming the option, its value and what is allowed."""
+    if not options.enable_lora:
+        defaults = EngineOptions()
+        for name in _NEEDING:
+            if (value := getattr(options, name)) != (default := getattr(defaults, name)):
+                raise ValueError(f"{name} is {value}, but enable_lora is False; allowed: {default}")
+        return None
+    if (reason := _obstacle(options, model, parallel, compiled)) is not None:
+        raise ValueError(f"enable_lora is True, but {reason}; allowed: False, or merge_adapter for a single adapter")
+    max_cpu_loras = options.max_cpu_loras
+    if max_cpu_loras is None:
+        max_cpu_loras = options.max_loras
+        reasons["adapters.max_cpu_loras"] = "as many as there are slots"
+    elif max_cpu_loras < options.max_loras:
+        raise ValueError(f"max_cpu_loras is {max_cpu_loras}; allowed: at least max_loras ({options.max_loras})")
+    return AdapterConfig(options.max_loras, options.max_lora_rank, max_cpu_loras)
+
+
+def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, compiled: bool) -> str | None:
+    """Return what adapters do not go with."""
+    if not compiled:
+        return "the mode is eager: a pass applies adapters"
+    if model.pooling is not None:
+        return "the model pools"
+    if model.experts.count:
+        return "the model has experts, whose linears are no matrices of their own"
+    if model.recurrences is not None:
+        return "the model has recurrences"
+    if parallel.num_stages > 1:
+        return f"pipeline_parallel_size is {parallel.num_stages}"
+    if options.speculative_config:
+        return "speculative_config is given"
+    if options.sequence_parallel:
+        return "sequence_parallel is True"
+    return None

@@ -1,0 +1,133 @@
+"""The adapters of a rank: copies in host memory, and the slots on the device that the compiled forward reads.
+
+A copy is cut to the rank's share when it is read: rows of B as the linear's results are divided, columns of A as its
+input is. Placing a copy in a slot is launched on the stream of the steps, so a step in flight reads what was there
+before, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compiled_engine.config import AdapterConfig
+from compiled_engine.models.checkpoint.adapter_folder import Adapter, LowRank, match_modules, read_adapter
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.framework.parameter import Parameter
+from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, site_of
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A linear that may be adapted, and its part of the slots: a_SRK and b_SNR at the largest rank, ranks_S.
+
+    shape: of the undivided weight [N, K]. shard: the rank's part of it.
+    """
+
+    shape: tuple[int, ...]
+    shard: Shard | None
+    a_SRK: torch.Tensor
+    b_SNR: torch.Tensor
+    ranks_S: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A linear's matrices in host memory, cut and scaled."""
+
+    site: _Site
+    a_RK: torch.Tensor
+    b_NR: torch.Tensor
+
+
+class AdapterSlots:
+    """Not thread-safe, like the runner. Adapters are named by the digest of their files."""
+
+    def __init__(
+        self,
+        config: AdapterConfig,
+        parameters: Iterable[Parameter],
+        tensors: Mapping[str, torch.Tensor],
+        rank: int = 0,
+        num_ranks: int = 1,
+    ):
+        """parameters: of the compiled model. tensors: the parameters' memory, by name."""
+        self._config, self._rank, self._num_ranks = config, rank, num_ranks
+        self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
+        self._copies: dict[str, list[_Copy]] = {}
+
+    def load(self, path: str, digest: str) -> None:
+        """Read an adapter into host memory, unless it is there.
+
+        Raises ValueError, one line, if it does not fit the model or the slots, or if its files are not those with the
+        digest any more.
+        """
+        if digest in self._copies:
+            return
+        adapter = read_adapter(Path(path))
+        if adapter.digest != digest:
+            raise ValueError(f"{path} has changed since its adapter was named; name it again")
+        self._copies[digest] = self._copies_of(adapter)
+
+    def drop(self, digest: str) -> None:
+        """Forget the copy in host memory; what slots hold stays."""
+        self._copies.pop(digest, None)
+
+    def place(self, slot: int, digest: str) -> None:
+        """Write an adapter that is loaded into a slot, for the steps that are launched from now on."""
+        for site in self._sites.values():
+            site.ranks_S[slot] = 0
+        for copy in self._copies[digest]:
+            rank = copy.a_RK.shape[0]
+            copy.site.a_SRK[slot, :rank].copy_(copy.a_RK, non_blocking=True)
+            copy.site.b_SNR[slot, :, :rank].copy_(copy.b_NR, non_blocking=True)
+            copy.site.ranks_S[slot] = rank
+
+    def _copies_of(self, adapter: Adapter) -> list[_Copy]:
+        if (reason := adapter.merged_only()) is not None:
+            raise ValueError(f"{adapter.path}: {reason}; allowed: merge_adapter, which merges it into the base model")
+        most = self._config.max_lora_rank
+        if adapter.rank > most:
+            raise ValueError(f"{adapter.path} has rank {adapter.rank}; allowed: up to max_lora_rank, {most}")
+        names = match_modules(adapter, self._sites.keys())
+        for module, low_rank in adapter.linears.items():
+            shape, expected = (low_rank.b_NR.shape[0], low_rank.a_RK.shape[1]), self._sites[names[module]].shape
+            if shape != expected:
+                raise ValueError(
+                    f"{adapter.path}: {module} would change {list(shape)}, but the base model's is {list(expected)}"
+                )
+        return [self._copy_of(self._sites[names[module]], each) for module, each in adapter.linears.items()]
+
+    def _copy_of(self, site: _Site, low_rank: LowRank) -> _Copy:
+        a_RK, b_NR = low_rank.a_RK, low_rank.b_NR.float() * low_rank.scale
+        if site.shard is not None and site.shard.dim is not None:
+            if site.shard.dim == 0:
+                b_NR = site.shard.of(b_NR, self._rank, self._num_ranks)
+            else:
+                a_RK = site.shard.of(a_RK, self._rank, self._num_ranks)
+        dtype, pinned = site.a_SRK.dtype, site.a_SRK.is_cuda
+        held = [torch.empty(t.shape, dtype=dtype, device="cpu", pin_memory=pinned).copy_(t) for t in (a_RK, b_NR)]
+        return _Copy(site, *held)
+
+
+def _sites(
+    config: AdapterConfig, described: Mapping[str, Parameter], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, _Site]:
+    """By the name of the module."""
+    found: dict[str, _Site] = {}
+    for parameter in described.values():
+        if (weights := site_of(parameter, described)) is None:
+            continue
+        name = parameter.name.removesuffix(MATRIX_A)
+        a_SRK, b_SNR, ranks_SM = (tensors[name + suffix] for suffix in (MATRIX_A, MATRIX_B, RANKS))
+        start = 0
+        for member, weight in enumerate(weights):
+            module, end = weight.name.partition(".weight")[0], start + weight.shape[0]
+            rows = slice(member * config.max_lora_rank, (member + 1) * config.max_lora_rank)
+            shape = weight.shape if weight.shard is None else weight.shard.whole
+            found[module] = _Site(shape, weight.shard, a_SRK[:, rows], b_SNR[:, start:end], ranks_SM[:, member])
+            start = end
+    return found

@@ -1,0 +1,136 @@
+"""Adapters that the server has names for: given at its start, or loaded and unloaded while it serves.
+
+A request chooses one by its name as `model`. Routes that load and unload exist only if folders are allowed for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.server.errors import ApiError, bad_request, shown
+from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.replies import read_body
+from compiled_engine.server.serving import serving_of
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of /v1/load_lora_adapter. load_inplace: the name may be taken; it gets the new adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class AdapterNames:
+    """Adapters by name, in the order in which they came."""
+
+    def __init__(self, requests: Iterable[LoRARequest] = ()) -> None:
+        self._requests = {request.lora_name: request for request in requests}
+        self._digests: dict[str, str] = {}
+        self._next_id = len(self._requests) + 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def get(self, name: str) -> LoRARequest | None:
+        return self._requests.get(name)
+
+    async def load(self, engine: AsyncLLM, name: str, path: str | Path) -> None:
+        """Have the engine read an adapter, then give it the name. Raises TypeError, ValueError or OSError."""
+        request = LoRARequest(name, self._next_id, path)
+        self._next_id += 1
+        self._digests[name] = await engine.load_adapter(request)
+        self._requests[name] = request
+
+    async def unload(self, engine: AsyncLLM, name: str) -> None:
+        """Take the name away; requests under way go on."""
+        del self._requests[name]
+        digest = self._digests.pop(name, None)
+        if digest is not None and digest not in self._digests.values():
+            await engine.unload_adapter(digest)
+
+
+def adapters_of(options: ServerOptions) -> list[LoRARequest]:
+    """Return the adapters of `lora_modules`. Raises ValueError for an entry that is none."""
+    found: dict[str, LoRARequest] = {}
+    for number, entry in enumerate(options.lora_modules, 1):
+        name, path = _name_and_path(entry)
+        if name in found:
+            raise ValueError(f"lora_modules names {name!r} twice; allowed: each name once")
+        found[name] = LoRARequest(name, number, path)
+    return list(found.values())
+
+
+async def load_at_start(engine: AsyncLLM, options: ServerOptions) -> None:
+    """Have the engine read the adapters of `lora_modules`, so that a wrong one ends the start. Raises as `load`."""
+    for request in adapters_of(options):
+        await engine.load_adapter(request)
+
+
+async def load_adapter(request: Request) -> Response:
+    """POST /v1/load_lora_adapter."""
+    serving = serving_of(request)
+    fields, _ = await read_body(request, serving, LoadAdapterRequest)
+    name, path = fields.lora_name, Path(fields.lora_path)
+    if not name or name in serving.names:
+        raise bad_request("lora_name", f"lora_name must be a name that the model does not have, got {shown(name)}")
+    if serving.adapters.get(name) is not None and not fields.load_inplace:
+        raise bad_request("lora_name", f"lora_name {shown(name)} is loaded already; load_inplace replaces it")
+    if not _is_allowed(path, serving.options):
+        allowed = ", ".join(serving.options.allowed_lora_folder)
+        raise bad_request("lora_path", f"lora_path must be a folder within {allowed}, got {shown(fields.lora_path)}")
+    try:
+        await serving.adapters.load(serving.engine, name, path.resolve())  # absolute, so never a name on the hub
+    except (TypeError, ValueError, OSError) as error:
+        raise bad_request("lora_path", str(error)) from error
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(request: Request) -> Response:
+    """POST /v1/unload_lora_adapter."""
+    serving = serving_of(request)
+    fields, _ = await read_body(request, serving, UnloadAdapterRequest)
+    if serving.adapters.get(fields.lora_name) is None:
+        loaded = ", ".join(serving.adapters) or "none"
+        text = f"the adapter {shown(fields.lora_name)} does not exist; loaded: {loaded}"
+        raise ApiError(404, text, param="lora_name", code="adapter_not_found")
+    await serving.adapters.unload(serving.engine, fields.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
+
+
+def _is_allowed(path: Path, options: ServerOptions) -> bool:
+    """Links are followed first, so none leads out of the allowed folders."""
+    resolved = path.resolve()
+    return any(resolved.is_relative_to(Path(folder).resolve()) for folder in options.allowed_lora_folder)
+
+
+def _name_and_path(entry: str) -> tuple[str, str]:
+    allowed = 'name=path, or JSON such as {"name": "sql", "path": "path/to/sql"}'
+    if entry.startswith("{"):
+        try:
+            fields = json.loads(entry)
+        except ValueError as error:
+            raise ValueError(f"lora_modules has {entry!r}, which is no JSON ({error}); allowed: {allowed}") from error
+        name, path = fields.get("name"), fields.get("path")
+    else:
+        name, _, path = entry.partition("=")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ValueError(f"lora_modules has {entry!r}; allowed: {allowed}")
+    return name, path

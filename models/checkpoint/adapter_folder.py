@@ -1,0 +1,221 @@
+"""Read a LoRA adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+
+The names of the tensors say which modules are adapted; `target_modules` is not read, as it may be a regular expression.
+A linear W [N, K] becomes W + scale * B A, with A [r, K] and B [N, r] (Hu et al., arXiv:2106.09685). The scale is
+lora_alpha / r, or with rslora lora_alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
+from compiled_engine.models.checkpoint.safetensors_files import PICKLE_PATTERNS, STORED_DTYPES, name_some
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Kinds of initialisation that change the weights of the base model, which the folder does not have.
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Fields of adapter_config.json that must have none of these values, since they change what an adapter computes.
+_UNSUPPORTED = ("layer_replication", "alora_invocation_tokens", "trainable_token_indices", "megatron_config")
+_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<matrix>[AB])(\.weight)?")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The change of a linear, scale * B A: a_RK, b_NR as stored. Of an embedding [V, D]: its transpose, [D, V].
+
+    magnitude_N: with DoRA, the norm of each row of the changed weight (Liu et al., arXiv:2402.09353); None without.
+    """
+
+    a_RK: torch.Tensor
+    b_NR: torch.Tensor
+    scale: float
+    magnitude_N: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a_RK.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The content of an adapter's folder, memory-mapped; modules by the name that the base model has for them.
+
+    whole: tensors that replace those of the base model, by their names (modules_to_save). digest: of both files.
+    transposed: the base model stores these linears as [K, N] (fan_in_fan_out).
+    """
+
+    path: Path
+    digest: str
+    linears: Mapping[str, LowRank]
+    embeddings: Mapping[str, LowRank] = field(default_factory=dict)
+    whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    transposed: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max((each.rank for each in self.linears.values()), default=0)
+
+    def merged_only(self) -> str | None:
+        """Return why the adapter can only be merged into the base model; None if it can be applied to requests."""
+        if dora := [name for name, each in self.linears.items() if each.magnitude_N is not None]:
+            return f"it uses DoRA ({name_some(dora, 3)})"
+        if self.whole:
+            return f"it replaces whole tensors, modules_to_save ({name_some(list(self.whole), 3)})"
+        if self.embeddings:
+            return f"it changes embeddings ({name_some(list(self.embeddings), 3)})"
+        return None
+
+
+def stamp(folder: Path) -> tuple[tuple[int, ...], ...]:
+    """Return what tells a replaced file from the one that was read, without reading it. Raises ValueError if a file is
+    missing."""
+    found = []
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            raise _missing(folder, name) from None
+        found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return tuple(found)
+
+
+def digest_of(folder: Path) -> str:
+    """Return the SHA-256 of both files, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read a folder. Raises ValueError, one line with the folder, for what is missing, damaged or not supported."""
+    stamp(folder)
+    fields = JsonFields.from_file(folder / CONFIG_FILE)
+    if (kind := fields.text("peft_type", "LORA")) != "LORA":
+        raise fields.error("peft_type", f"LORA; {kind} is not supported")
+    _check_config(fields)
+    tensors = _tensors(folder)
+    low_rank: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
+    magnitudes: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix(PREFIX)
+        if (match := _LOW_RANK.fullmatch(name)) is not None:
+            key = match["module"], match["embedding"] is not None
+            low_rank.setdefault(key, {})[match["matrix"]] = tensor
+        elif (match := _MAGNITUDE.fullmatch(name)) is not None:
+            magnitudes[match["module"]] = tensor
+        elif ".lora_" in name or name.endswith(".bias"):
+            raise ValueError(f"{folder}: {full_name} is not supported; allowed: matrices lora_A and lora_B, bias none")
+        else:
+            whole[name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")] = tensor
+    found: tuple[dict[str, LowRank], dict[str, LowRank]] = {}, {}
+    for (module, is_embedding), matrices in low_rank.items():
+        made = _low_rank(folder, fields, module, matrices, magnitudes.pop(module, None))
+        found[is_embedding][module] = made
+    if magnitudes:
+        raise ValueError(f"{folder}: {next(iter(magnitudes))} has a magnitude, but no lora_A and lora_B")
+    if not low_rank and not whole:
+        raise ValueError(f"{folder / WEIGHTS_FILE} holds no tensors of an adapter")
+    linears, embeddings = found
+    transposed = fields.boolean("fan_in_fan_out", False)
+    return Adapter(folder, digest_of(folder), linears, embeddings, whole, transposed)
+
+
+def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
+    """Return the base model's name of each adapted module: the adapter's own, or for checkpoints of multimodal models
+    the one without `language_model`. Raises ValueError for a module that is not among the known ones."""
+    found, unknown = {}, []
+    for module in (*adapter.linears, *adapter.embeddings):
+        short = module.replace("language_model.", "")
+        names = [name for name in (module, short, f"model.{short}", short.removeprefix("model.")) if name in known]
+        if names:
+            found[module] = names[0]
+        else:
+            unknown.append(module)
+    if unknown:
+        raise ValueError(f"{adapter.path}: the base model has no linear {name_some(unknown, 3)}")
+    return found
+
+
+def _check_config(fields: JsonFields) -> None:
+    initial = fields.values.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(_CHANGED_BASES):
+        raise fields.error("init_lora_weights", "one that keeps the base weights; PEFT can convert it while saving")
+    for name in _UNSUPPORTED:
+        if fields.values.get(name):
+            raise fields.error(name, "null")
+    if fields.values.get("bias", "none") != "none":
+        raise fields.error("bias", "'none'")
+    if fields.boolean("lora_bias", False):
+        raise fields.error("lora_bias", "false")
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS_FILE
+    if is_lfs_pointer(path):
+        raise ValueError(describe_lfs_pointer(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in STORED_DTYPES:
+            raise ValueError(
+                f"{path}: {name} has the dtype {tensor.dtype}; allowed: {', '.join(map(str, STORED_DTYPES))}"
+            )
+    return tensors
+
+
+def _low_rank(
+    folder: Path,
+    fields: JsonFields,
+    module: str,
+    matrices: Mapping[str, torch.Tensor],
+    magnitude_N: torch.Tensor | None,
+) -> LowRank:
+    if missing := [name for name in ("A", "B") if name not in matrices]:
+        raise ValueError(f"{folder}: {module} has no lora_{missing[0]}; allowed: both matrices, A and B")
+    a_RK, b_NR = matrices["A"], matrices["B"]
+    if a_RK.dim() != 2 or b_NR.dim() != 2 or a_RK.shape[0] != b_NR.shape[1] or a_RK.shape[0] == 0:
+        raise ValueError(
+            f"{folder}: {module} has lora_A {list(a_RK.shape)} and lora_B {list(b_NR.shape)}; "
+            "allowed: [r, K] and [N, r]"
+        )
+    if magnitude_N is not None and magnitude_N.numel() != b_NR.shape[0]:
+        raise ValueError(f"{folder}: {module} has a magnitude {list(magnitude_N.shape)}; allowed: [{b_NR.shape[0]}]")
+    rank = a_RK.shape[0]
+    alpha = _by_pattern(fields.section("alpha_pattern"), module)
+    alpha = fields.number("lora_alpha", 8) if alpha is None else alpha
+    scale = alpha / (math.sqrt(rank) if fields.boolean("use_rslora", False) else rank)
+    return LowRank(a_RK, b_NR, scale, None if magnitude_N is None else magnitude_N.reshape(-1))
+
+
+def _by_pattern(patterns: JsonFields, module: str) -> float | None:
+    """The value of the first pattern that matches the end of a module's name, as PEFT finds it."""
+    for pattern in patterns.values:
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return patterns.number(pattern)
+    return None
+
+
+def _missing(folder: Path, name: str) -> ValueError:
+    if not folder.is_dir():
+        return ValueError(f"{folder} is no folder; allowed: a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
+    instead = f"; {name_some(pickles)} is a pickle file, which can run code: save the adapter as safetensors"
+    return ValueError(f"{folder / name} is missing{instead if pickles and name == WEIGHTS_FILE else ''}")

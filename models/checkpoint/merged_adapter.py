@@ -1,0 +1,61 @@
+"""Merge an adapter into the tensors of a checkpoint while they are read.
+
+Any rank, DoRA, embeddings and whole tensors are merged; the model that is loaded then is an ordinary one. Products are
+computed in fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from compiled_engine.models.checkpoint.adapter_folder import Adapter, LowRank, match_modules
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
+
+
+def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors, by name, with the adapter merged. dtype: of the model.
+
+    Raises ValueError for modules that the checkpoint does not have, of other shapes or with quantised weights.
+    """
+    merged = dict(tensors)
+    for name, tensor in adapter.whole.items():
+        place = name if name in tensors else name.replace("language_model.", "")
+        if place in tensors and tensors[place].shape != tensor.shape:
+            raise _misfit(adapter, name, tensor, tensors[place])
+        if place not in tensors and not name.startswith("lm_head."):
+            raise ValueError(f"{adapter.path}: the base model has no tensor {name}")
+        merged[place] = tensor  # an output projection may be tied to the embedding in the base alone
+    known = {name.removesuffix(".weight") for name in merged if name.endswith(".weight")}
+    names = match_modules(adapter, known)
+    for module, low_rank in (*adapter.linears.items(), *adapter.embeddings.items()):
+        name = f"{names[module]}.weight"
+        transposed = module in adapter.embeddings or adapter.transposed
+        merged[name] = _changed(adapter, name, merged[name], low_rank, dtype, transposed=transposed)
+    return merged
+
+
+def _changed(
+    adapter: Adapter, name: str, weight: torch.Tensor, low_rank: LowRank, dtype: torch.dtype, *, transposed: bool
+) -> torch.Tensor:
+    """transposed: the weight is [K, N]."""
+    if weight.dtype not in STORED_DTYPES:
+        raise ValueError(
+            f"{adapter.path}: {name} is quantised ({weight.dtype}); allowed: a base model of full precision"
+        )
+    delta_NK = low_rank.scale * (low_rank.b_NR.float() @ low_rank.a_RK.float())
+    weight_NK = weight.T if transposed else weight
+    if delta_NK.shape != weight_NK.shape:
+        raise _misfit(adapter, name, delta_NK, weight_NK)
+    changed_NK = weight_NK.float() + delta_NK
+    if low_rank.magnitude_N is not None:
+        changed_NK *= (low_rank.magnitude_N.float() / changed_NK.norm(dim=1)).unsqueeze(1)
+    changed = changed_NK.T if transposed else changed_NK
+    return changed.to(torch.promote_types(weight.dtype, dtype)).contiguous()
+
+
+def _misfit(adapter: Adapter, name: str, found: torch.Tensor, expected: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{adapter.path}: {name} would be {list(found.shape)}, but the base model's is {list(expected.shape)}"
+    )

@@ -1,0 +1,242 @@
+"""Quantise a checkpoint: write a folder in the layout of compressed-tensors, which transformers and others load.
+
+The linears are those that `quantization` would quantise while the checkpoint is loaded, and codes and scales are the
+same, except where rows are no multiple of a tile's. Files are read and written a tensor at a time, in the source's
+shards. A folder has its name once it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.match_tensors import match_tensors
+from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
+from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors
+from compiled_engine.models.checkpoint.safetensors_files import (
+    INDEX,
+    PICKLE_PATTERNS,
+    find_shards,
+    map_tensors,
+    name_some,
+)
+from compiled_engine.models.checkpoint.safetensors_writer import Described, SafetensorsWriter
+from compiled_engine.models.checkpoint.wrappers import text_tensors
+from compiled_engine.models.foreign.placement import Placement
+from compiled_engine.passes.framework.rounding import codes_of, scales_of
+from compiled_engine.process.progress import Advance, Progress
+from compiled_engine.quantisation import LinearScheme, Quantisation, matches
+
+# Matrices of experts are kept as they are: the engine has no kernels for their codes.
+EXPERTS = r"re:.*\.experts\..*"
+_WEIGHT, _SCALES = ".weight", ".weight_scale"
+_MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers
+_NOT_COPIED = ("*.safetensors", INDEX, "config.json", *PICKLE_PATTERNS, "*.gguf", "*.h5", "*.msgpack")
+_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class QuantisePlan:
+    """The work for one checkpoint.
+
+    schemes: of each tensor of codes to be, by its name in the files. kept: the linears that stay as they are, with the
+    reason. ignore: their targets, as the folder states them.
+    """
+
+    path: Path
+    rules: Quantisation
+    schemes: Mapping[str, LinearScheme]
+    kept: Mapping[str, str]
+    ignore: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+def require_unquantised(path: Path) -> None:
+    """Raise ValueError for a folder whose weights are quantised already, or without a config.json."""
+    fields = JsonFields.from_file(path / "config.json")
+    beside = path / "hf_quant_config.json"
+    if SECTION in fields or beside.is_file():
+        method = fields.section(SECTION).values.get("quant_method", beside.name)
+        raise ValueError(
+            f"model is {str(path)!r}, which is quantised already, with {method}; allowed: a checkpoint in float32, "
+            "bfloat16 or float16"
+        )
+
+
+def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, ...] = ()) -> QuantisePlan:
+    """Return the plan for a checkpoint whose files are complete. config: with rules, as `quantization` gives them.
+
+    cache_dir: see `load_weights`. asked: targets to be ignored that must match a linear. Raises ValueError if the
+    tensors do not fit the model, if one of `asked` matches none, or if no linear is left.
+    """
+    rules = config.quantisation
+    assert rules is not None
+    files = map_tensors(config.path)
+    model = build_model(config)
+    tensors = text_tensors(files)[0] if config.wrapper is not None else files
+    if config.pooling is not None:
+        tensors = pooling_tensors(tensors, dict(model.named_parameters(remove_duplicate=False)), config)
+    read = match_tensors(tensors, model, config, cache_dir).read
+    file_names = {id(tensor): name for name, tensor in files.items()}
+
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    if unused := [target for target in asked if not any(matches(target, name) for name in linears)]:
+        raise ValueError(
+            f"ignore has {unused[0]!r}, which matches no linear of the model; it has {name_some([*linears])}"
+        )
+
+    schemes: dict[str, LinearScheme] = {}
+    kept: dict[str, str] = {}
+    for module, layer in linears.items():
+        scheme, placements = rules.scheme_of(module), read.get(f"{module}{_WEIGHT}", ())
+        if scheme is None:
+            kept[module] = rules.why_not(module)
+        elif [_is_whole(placement, layer.weight) for placement in placements] != [True]:
+            kept[module] = "the checkpoint holds it in parts, or under another name"
+        else:
+            schemes[file_names[id(tensors[placements[0].source])]] = scheme
+    if not schemes:
+        reasons = name_some([f"{module} ({reason})" for module, reason in kept.items()])
+        raise ValueError(f"{config.path}: there is no linear to quantise: {reasons or 'the model has none'}")
+    own_names = {id(tensor): name for name, tensor in tensors.items()}
+    embeddings = {f"{name}{_WEIGHT}" for name, layer in model.named_modules() if isinstance(layer, nn.Embedding)}
+    plain = [
+        name.removesuffix(_WEIGHT)
+        for name, tensor in files.items()
+        if tensor.dim() == 2 and name.endswith(_WEIGHT) and name not in schemes
+        if own_names.get(id(tensor)) not in embeddings
+    ]
+    sizes = [_described(name, tensor, schemes.get(name)) for name, tensor in files.items()]
+    return QuantisePlan(
+        config.path,
+        rules,
+        schemes,
+        kept,
+        _ignore(rules, [*plain, *kept]),
+        sum(tensor.nbytes for tensor in files.values()),
+        sum(each.nbytes for described in sizes for each in described.values()),
+    )
+
+
+def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
+    """Write the folder. A folder under the name `out` is complete; an interrupted or failed one is removed.
+
+    Raises ValueError for weights that are not finite, OSError if the disk is full or `out` exists.
+    """
+    with _complete_folder(out) as folder:
+        shards: dict[str, str] = {}
+        with progress.stage("quantise", plan.bytes_before, in_bytes=True) as advance:
+            for shard in find_shards(plan.path):
+                for name in _write_shard(plan, shard, folder / shard.name, advance):
+                    shards[name] = shard.name
+        if (plan.path / INDEX).is_file() or len(set(shards.values())) > 1:
+            index = {"metadata": {"total_size": plan.bytes_after}, "weight_map": shards}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _copy_others(plan.path, folder)
+        values = json.loads((plan.path / "config.json").read_text(encoding="utf-8"))
+        values[SECTION] = as_compressed_tensors(replace(plan.rules, ignore=plan.ignore))
+        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, K], and scales [R, C] in fp32, computed some rows at a time, so that little memory is used."""
+    rounding = scheme.weight
+    codes_NK = torch.empty(weight_NK.shape, dtype=rounding.dtype)
+    scales_RC = torch.empty(rounding.grid(*weight_NK.shape))
+    tile = rounding.rows or len(weight_NK)
+    rows = max(1, _CHUNK_ROWS // tile) * tile
+    for start in range(0, len(weight_NK), rows):
+        part = weight_NK[start : start + rows]
+        scales = scales_of(part, rounding)
+        scales_RC[start // tile : start // tile + len(scales)] = scales
+        codes_NK[start : start + rows] = codes_of(part, scales, rounding)
+    return codes_NK, scales_RC
+
+
+def _is_whole(placement: Placement, weight: torch.Tensor) -> bool:
+    """Return whether a tensor of the checkpoint is the weight as it is, under the same name."""
+    all_of_it = tuple((0, size) for size in weight.shape)
+    same = placement.target == placement.source and not placement.transposed
+    return same and placement.taken == placement.placed == all_of_it
+
+
+def _ignore(rules: Quantisation, modules: list[str]) -> tuple[str, ...]:
+    """Return the targets that name these modules: those of the rules, all experts, and names."""
+    targets = list(rules.ignore)
+    if any(matches(EXPERTS, module) for module in modules):
+        targets.append(EXPERTS)
+    matching = replace(rules, ignore=tuple(targets))
+    return tuple(dict.fromkeys([*targets, *(name for name in modules if matching.scheme_of(name) is not None)]))
+
+
+def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> dict[str, Described]:
+    """The tensors that are written for one of the source."""
+    shape = tuple(tensor.shape)
+    if scheme is None:
+        return {name: Described("", shape, tensor.nbytes)}
+    grid = scheme.weight.grid(*shape)
+    return {
+        name: Described("F8_E4M3", shape, tensor.numel()),
+        f"{name.removesuffix(_WEIGHT)}{_SCALES}": Described("F32", grid, 4 * math.prod(grid)),
+    }
+
+
+def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advance) -> list[str]:
+    """Write one file, and return the names of its tensors."""
+    with safe_open(source, framework="pt") as file:
+        described: dict[str, Described] = {}
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            found = _described(name, file.get_tensor(name), plan.schemes.get(name))
+            if name not in plan.schemes:
+                found = {name: found[name]._replace(dtype=file.get_slice(name).get_dtype())}
+            described |= found
+        with SafetensorsWriter(target, described) as writer:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_tensor(name)
+                if name not in plan.schemes:
+                    writer.write(name, tensor)
+                else:
+                    codes, scales = quantise_weight(tensor, plan.schemes[name])
+                    if not scales.isfinite().all():
+                        raise ValueError(f"{source}: {name} has values that are not finite, which no scale covers")
+                    writer.write(name, codes)
+                    writer.write(f"{name.removesuffix(_WEIGHT)}{_SCALES}", scales)
+                advance(tensor.nbytes)
+    return list(described)
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Copy files besides weights and config.json, such as the tokenizer's, and modules of sentence-transformers."""
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and _MODULE_FOLDER.fullmatch(path.name):
+            shutil.copytree(path, folder / path.name)
+        elif path.is_file() and not any(path.match(pattern) for pattern in _NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)
+
+
+@contextmanager
+def _complete_folder(out: Path) -> Iterator[Path]:
+    """A new folder next to `out`, which gets that name in the end, and is removed after an error or an interrupt."""
+    folder = out.with_name(f".{out.name}.{os.getpid()}.incomplete")
+    folder.mkdir()
+    try:
+        yield folder
+        os.rename(folder, out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

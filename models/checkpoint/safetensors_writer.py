@@ -1,0 +1,63 @@
+"""Write a safetensors file a tensor at a time: names, dtypes and shapes come first, the values in any order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+
+class Described(NamedTuple):
+    """A tensor to be written. dtype: the format's name, such as BF16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class SafetensorsWriter:
+    """The open file. Its values are zeros where `write` was not called."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Described]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, tuple[int, int]] = {}
+        end = 0
+        # Tensors of large elements come first, so each begins at a multiple of its element's size.
+        for name in sorted(tensors, key=lambda name: -_element_bytes(tensors[name])):
+            dtype, shape, nbytes = tensors[name]
+            start, end = end, end + nbytes
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+            self._places[name] = start, nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._begin = self._file.tell()
+        self._file.truncate(self._begin + end)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the values of a tensor of the stated size. Raises ValueError for another size."""
+        start, nbytes = self._places[name]
+        if tensor.nbytes != nbytes:
+            raise ValueError(f"{name} takes {tensor.nbytes} bytes, but {nbytes} were stated")
+        self._file.seek(self._begin + start)
+        self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _element_bytes(tensor: Described) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return tensor.nbytes // count if count else 0

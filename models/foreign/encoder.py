@@ -1,0 +1,147 @@
+"""A model of transformers that attends in both directions, with the engine's calling convention.
+
+Texts are packed: a batch of one, in which attention alone tells one text from another. The classifier's head is the
+model's own code too: it gets pooled hidden states as those of texts of one token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.models.foreign.interfaces import PACKED_NAME, Step
+from compiled_engine.models.foreign.mechanisms import first_position, missing_mechanisms
+from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
+
+
+class Encoder(nn.Module):
+    """`model`: of transformers. `step`: what attention reads. `layers_path`, `layer_signatures`, `layers_in_tuple`: see
+    `Observation`. token_types: how many types tokens may have; 0 if the code reads none."""
+
+    def __init__(self, model: Any, observation: Observation, token_types: int) -> None:
+        super().__init__()
+        self.model, self.token_types = model, token_types
+        self.first_position = first_position(model)
+        self.step = Step([layer.sliding_window for layer in observation.attention])
+        names = {id(module): name for name, module in self.named_modules()}
+        self.layers_path = ""
+        if observation.layers_path:
+            self.layers_path = names[id(model.base_model.get_submodule(observation.layers_path))]
+        self.layer_signatures, self.layers_in_tuple = observation.signatures, observation.in_tuple
+        for module, layer in zip(observation.modules, observation.attention, strict=True):
+            module.step, module.packed_window = self.step, layer.sliding_window  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+        token_types_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, D]. kv_caches: none. token_types_T: None where all are 0."""
+        self.step.inputs = attention_inputs
+        arguments = {}
+        if self.token_types:
+            types_T = torch.zeros_like(input_ids_T) if token_types_T is None else token_types_T
+            arguments["token_type_ids"] = types_T.unsqueeze(0)
+        positions_T = positions_T + self.first_position if self.first_position else positions_T
+        output = self.model.base_model(
+            input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), **arguments
+        )
+        return output[0].squeeze(0)
+
+
+class Classifier(Encoder):
+    """An encoder with its head, which computes in fp32."""
+
+    def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:
+        """Logits [R, L] from pooled hidden states."""
+        return self.model(inputs_embeds=pooled_RW.unsqueeze(1), hand_on=True).logits
+
+
+class Base:
+    """A mixin of the base model's class, which can return its input as its output."""
+
+    pooler: Any
+
+    def forward(self, *arguments: Any, hand_on: bool = False, **keywords: Any) -> Any:
+        if hand_on:
+            return HandedOn(keywords["inputs_embeds"], getattr(self, "pooler", None))
+        return super().forward(*arguments, **keywords)  # type: ignore[misc]
+
+
+class HandedOn:
+    """The base model's output that a classifier's code receives: hidden states, and what the pooler makes of them."""
+
+    hidden_states = attentions = cross_attentions = cache = past_key_values = None
+
+    def __init__(self, last_hidden_state: torch.Tensor, pooler: Any) -> None:
+        self.last_hidden_state = last_hidden_state
+        self.pooler_output = None if pooler is None else pooler(last_hidden_state, in_head=True)
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.last_hidden_state, self.pooler_output)[index]
+
+
+class PoolerOfHead:
+    """A mixin of the class of a base model's pooler: it is part of the head, and the base model does without it."""
+
+    def forward(self, hidden_states: torch.Tensor, *, in_head: bool = False) -> Any:
+        return super().forward(hidden_states) if in_head else None  # type: ignore[misc]
+
+
+def make_encoder(
+    config: PreTrainedConfig, auto: Any, dtype: torch.dtype, *, classifies: bool
+) -> tuple[Encoder, Observation] | None:
+    """The model on the meta device, and what was observed; None if its attention is causal.
+
+    auto: transformers' class that makes it. Raises UnsupportedModelError for what the engine cannot do.
+    """
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype, attn_implementation=PACKED_NAME, trust_remote_code=False)
+    model = model.eval().requires_grad_(False)
+    base = model.base_model
+    if missing := missing_mechanisms(config, model, encodes=True):
+        raise UnsupportedModelError(f"it needs {', '.join(missing)}, which the engine does not have")
+    if "position_ids" not in (known := inspect.signature(base.forward).parameters):
+        raise UnsupportedModelError("its code takes no positions")
+    observation = observe(base, config.num_hidden_layers, encodes=True)
+    if observation.attention[0].causal:
+        return None
+    if not classifies:
+        if getattr(base, "pooler", None) is not None:
+            base.pooler = None
+        return Encoder(model, observation, _token_types(config, known)), observation
+    _adapt_head(model)
+    made = Classifier(model, observation, _token_types(config, known))
+    logits = made.pooler(torch.empty(2, config.hidden_size, dtype=torch.float32, device="meta"))
+    if logits.shape != (2, config.num_labels):
+        raise UnsupportedModelError(f"its head makes {list(logits.shape)} of two texts with {config.num_labels} labels")
+    return made, observation
+
+
+def _token_types(config: PreTrainedConfig, parameters: Any) -> int:
+    count = getattr(config, "type_vocab_size", 0)
+    return count if isinstance(count, int) and "token_type_ids" in parameters else 0
+
+
+def _adapt_head(model: Any) -> None:
+    base = model.base_model
+    pooler = getattr(base, "pooler", None)
+    for child in model.children():
+        if child is not base:
+            child.to(torch.float32)
+    if pooler is not None:
+        pooler.to(torch.float32)
+        pooler.__class__ = _mixed(PoolerOfHead, type(pooler))
+    base.__class__ = _mixed(Base, type(base))
+
+
+def _mixed(ours: type, theirs: type) -> type:
+    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})

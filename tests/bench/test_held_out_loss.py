@@ -1,0 +1,60 @@
+"""The loss on a text: of the engine, of what `quantise` writes, and beside float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from compiled_engine.bench.held_out_loss import BASE, VARIANTS, compare_losses
+from compiled_engine.cli.app import app
+from compiled_engine.cli.bench_loss import loss_table
+from compiled_engine.models.bundled_training.held_out import held_out_windows, mean_nats_per_token, scored_tokens
+from compiled_engine.process.progress import SilentProgress
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def text(bundled_model_path: Path) -> str:
+    return (bundled_model_path / "held_out.txt").read_text()[:2500]
+
+
+@pytest.fixture(scope="module")
+def expected(bundled_model_path: Path, text: str) -> tuple[float, int]:
+    """The loss and the number of tokens, as the bundled model's are defined."""
+    windows = held_out_windows(AutoTokenizer.from_pretrained(bundled_model_path), text)
+    plain = AutoModelForCausalLM.from_pretrained(bundled_model_path, dtype=torch.float32)
+    assert len(windows) > 1
+    return mean_nats_per_token(lambda ids: plain(ids).logits, windows), scored_tokens(windows)
+
+
+def test_quantise_tells_the_loss_before_and_after(
+    bundled_model_path: Path, text: str, expected: tuple[float, int], tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text(text)
+    command = ["quantise", str(bundled_model_path), str(tmp_path / "fp8"), "--scheme", "fp8", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*command, "--text", str(tmp_path / "text"), "--json"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["num_tokens"] == expected[1]
+    assert result["loss_before"] == pytest.approx(expected[0], abs=1e-4)
+    assert 1e-5 < abs(result["loss_after"] - expected[0]) < 0.05
+
+
+def test_rows_are_compared_with_float32(text: str, expected: tuple[float, int]) -> None:
+    chosen = {name: VARIANTS[name] for name in (BASE, "fp8")}
+    result = compare_losses(None, text, {"device": "cpu", "progress": False}, SilentProgress(), chosen)
+    base, quantised = result["rows"]
+    assert result["num_tokens"] == expected[1]
+    assert base == {"name": BASE, "loss": pytest.approx(expected[0], abs=1e-4)}
+    assert quantised["difference"] == pytest.approx(quantised["loss"] - base["loss"])
+    assert 1e-5 < quantised["divergence"]["mean"] < quantised["divergence"]["p99"] < 0.2
+    assert 0.9 < quantised["same_best"] < 1
+    assert loss_table(result).row_count == 2
+    with pytest.raises(ValueError, match="text must have at least two tokens, got 1"):
+        compare_losses(None, "a", {"device": "cpu", "progress": False}, SilentProgress(), chosen)

@@ -1,0 +1,132 @@
+"""Slots and host copies of adapters: which adapter gets which slot, what is evicted, and who waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
+from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, RunnerOutput, SchedulerOutput, prefix_root
+from compiled_engine.sampling.params import SamplingParams
+
+
+class Engine:
+    """A scheduler whose steps sample token 7, and what a core tells it of adapters."""
+
+    def __init__(self, max_loras: int = 2, max_cpu_loras: int = 3) -> None:
+        scheduler = SchedulerConfig(8, 64, 64, "fcfs")
+        config = AdapterConfig(max_loras, 4, max_cpu_loras)
+        self.scheduler = Scheduler(scheduler, CacheConfig(4, 64, 0.9, True), 64, 100, adapters=config)
+        self.dropped: list[str] = []
+
+    def add(self, name: str, adapter: str | None, max_tokens: int = 2) -> None:
+        ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}")
+        if adapter is not None and not self.scheduler.adapters.is_loaded(adapter):
+            self.dropped += self.scheduler.adapters.loaded(adapter)
+        root = prefix_root(adapter=ref)
+        params = SamplingParams(max_tokens=max_tokens)
+        self.scheduler.add(EngineRequest(name, (1, 2, 3), params, prefix_root=root, adapter=ref))
+
+    def step(self) -> SchedulerOutput:
+        step = self.scheduler.schedule()
+        assert step is not None
+        self.scheduler.update(step, RunnerOutput([7] * sum(step.samples)))
+        self.scheduler.check_integrity()
+        return step
+
+    def finish(self) -> None:
+        while self.scheduler.has_unfinished():
+            self.step()
+        self.scheduler.check_idle()
+
+
+def slots(step: SchedulerOutput) -> dict[str, int]:
+    return {request.request_id: request.adapter_slot for request in step.new}
+
+
+def test_adapters_share_slots_and_others_need_none() -> None:
+    engine = Engine()
+    for name, adapter in (("r", "a"), ("s", None), ("t", "b"), ("u", "a")):
+        engine.add(name, adapter)
+    step = engine.step()
+    assert slots(step) == {"r": 0, "s": -1, "t": 1, "u": 0}
+    assert step.placed_adapters == {0: "a", 1: "b"}
+    assert engine.step().placed_adapters == {}
+    engine.finish()
+
+
+def test_a_request_waits_for_a_slot_and_is_not_passed() -> None:
+    engine = Engine()
+    engine.add("r", "a", max_tokens=4)
+    engine.add("s", "b", max_tokens=2)
+    engine.add("t", "c")
+    engine.add("u", "a")  # its adapter has a slot, but t is older
+    assert slots(engine.step()) == {"r": 0, "s": 1}
+    assert slots(engine.step()) == {}
+    step = engine.step()  # s has ended
+    assert slots(step) == {"t": 1, "u": 0}
+    assert step.placed_adapters == {1: "c"}
+    engine.finish()
+
+
+def test_the_slot_used_least_recently_is_given_away() -> None:
+    engine = Engine(max_cpu_loras=9)
+    for adapter in ("a", "b", "a", "c"):
+        engine.add(f"of {adapter}", adapter)
+        engine.finish()
+    engine.add("again", "a")
+    assert engine.step().placed_adapters == {}  # b went for c
+    engine.finish()
+    engine.add("b again", "b")
+    assert engine.step().placed_adapters == {1: "b"}
+    engine.finish()
+    assert engine.scheduler.metrics()["adapter_placements"] == 4
+
+
+def test_copies_that_no_request_uses_are_dropped_beyond_the_most() -> None:
+    engine = Engine(max_loras=2, max_cpu_loras=2)
+    engine.add("r", "a", max_tokens=3)
+    for adapter in ("b", "c", "d"):  # all wait
+        engine.add(adapter, adapter)
+    assert engine.dropped == []
+    engine.finish()
+    engine.add("s", "e")
+    assert engine.dropped == ["a", "b", "c"]
+    engine.finish()
+    assert engine.scheduler.adapters.unload("e")
+    assert not engine.scheduler.adapters.unload("e")
+
+
+def test_an_adapter_in_use_is_not_unloaded() -> None:
+    engine = Engine()
+    engine.add("r", "a")
+    assert not engine.scheduler.adapters.unload("a")
+    assert engine.scheduler.abort("r") is not None
+    assert engine.scheduler.adapters.unload("a")
+
+
+def test_after_a_failed_step_adapters_are_placed_again() -> None:
+    engine = Engine()
+    engine.add("r", "a")
+    assert engine.scheduler.schedule() is not None
+    engine.scheduler.fail_step()
+    engine.add("s", "a")
+    assert engine.step().placed_adapters == {0: "a"}
+    engine.finish()
+
+
+def test_a_prefix_depends_on_the_content() -> None:
+    refs = [AdapterRef("digest", "/one", "x"), AdapterRef("digest", "/two", "y"), AdapterRef("other", "/one", "x")]
+    roots = [prefix_root(adapter=ref) for ref in refs]
+    assert roots[0] == roots[1] != roots[2]
+    assert ROOT == prefix_root() not in roots
+    assert len({prefix_root(salt="s", adapter=refs[0]), prefix_root(salt="s"), roots[0]}) == 3
+
+
+@pytest.mark.parametrize("used", ["a", None])
+def test_has_room_counts_adapters_not_requests(used: str | None) -> None:
+    engine = Engine(max_loras=1)
+    engine.add("r", "a", max_tokens=5)
+    engine.add("s", used)
+    assert list(slots(engine.step())) == ["r", "s"]
+    engine.finish()

@@ -1,0 +1,179 @@
+"""Requests with adapters: what each gets is what the base model with that adapter merged would give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from adapter_folders import LINEARS, OPTIONS, make_adapter
+from checkpoints import load_checkpoint, make_checkpoint
+from torch import nn
+
+from compiled_engine import LLM, LoRARequest, SamplingParams
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.models.checkpoint.adapter_folder import read_adapter
+
+PROMPTS = [[3, 99, 5, 27, 64, 8, 120, 41], [7] * 20, list(range(1, 34)), [11, 12], [90, 2, 90, 2, 90], [55]]
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=0)
+WAYS: dict[str, dict[str, Any]] = {
+    "rank 1": {"rank": 1},
+    "rank 64": {"rank": 64, "size": 0.5},
+    "rslora, q and v": {"rank": 4, "targets": ("q_proj", "v_proj"), "use_rslora": True},
+    "patterns": {"rank": 4, "ranks": {"q_proj": 16, "up_proj": 2}, "alpha_pattern": {"q_proj": 3}},
+}
+
+
+class Adapted(NamedTuple):
+    """An engine, its base model, and adapters by name."""
+
+    llm: LLM
+    base: Path
+    model: nn.Module
+    folders: dict[str, Path]
+
+    def request(self, name: str | None) -> LoRARequest | None:
+        return None if name is None else LoRARequest(name, 1 + list(self.folders).index(name), self.folders[name])
+
+    def generate(self, names: Sequence[str | None], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(names)]]
+        return self.llm.generate(prompts, params, lora_request=[self.request(name) for name in names])
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    path = tmp_path_factory.mktemp("adapted")
+    model = make_checkpoint(path / "base", "qwen3", num_hidden_layers=2)
+    folders = {
+        name: make_adapter(path / str(seed), model, seed=seed, **how) for seed, (name, how) in enumerate(WAYS.items())
+    }
+    with LLM(path / "base", strict_passes=True, **OPTIONS) as llm:
+        yield Adapted(llm, path / "base", model, folders)
+
+
+def merged(base: Path, adapter: Path | None) -> nn.Module:
+    """Transformers' model with W + scale * B A in the place of each adapted W."""
+    model = load_checkpoint(base, torch.float32)
+    if adapter is not None:
+        for name, each in read_adapter(adapter).linears.items():
+            model.get_submodule(name).weight += each.scale * (each.b_NR @ each.a_RK)
+    return model
+
+
+def assert_is_of(model: nn.Module, output: RequestOutput) -> None:
+    """Prompt log-probabilities within 3e-4, and the tokens that the model finds likeliest."""
+    ids, new = output.prompt_token_ids, output.outputs[0].token_ids
+    logits = model(torch.tensor([[*ids, *new]])).logits[0]
+    expected = logits.log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    for position, token_id in enumerate(ids[1:], 1):
+        found = output.prompt_logprobs[position]
+        assert found is not None
+        assert abs(found[token_id].logprob - float(expected[position - 1, token_id])) < 3e-4
+    assert list(new) == logits[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
+def test_a_batch_of_adapters_and_none(adapted: Adapted) -> None:
+    """There are more adapters than slots, and one more than copies in host memory; a prompt comes in chunks."""
+    names = [None, *WAYS, None]
+    outputs = adapted.generate(names)
+    for name, output in zip(names, outputs, strict=True):
+        assert_is_of(merged(adapted.base, None if name is None else adapted.folders[name]), output)
+    texts = {name: tuple(output.outputs[0].token_ids) for name, output in zip(names, outputs, strict=True)}
+    assert len(set(texts.values())) > len(WAYS) - 1
+    adapted.llm.core.check_integrity()
+    metrics = adapted.llm.metrics()
+    assert metrics["adapters_in_slots"] == 2
+    assert metrics["adapters_loaded"] <= 4
+
+
+def test_steps_without_adapters_run_the_forward_without_the_pass(adapted: Adapted) -> None:
+    passes = adapted.llm.metrics()["passes"]
+    assert "adapters" not in passes["1-16"]
+    assert passes["adapted/1-16"]["adapters"] == {"matches": 8, "contract": 8}
+    assert "gated_linear" not in passes["adapted/1-16"]
+
+
+def test_tokens_are_the_same_alone_and_beside_others(adapted: Adapted) -> None:
+    sampled = SamplingParams(max_tokens=6, temperature=0.8, seed=5, ignore_eos=True)
+    together = adapted.generate([None, "rank 1", "patterns"], sampled)
+    alone = adapted.llm.generate({"prompt_token_ids": PROMPTS[2]}, sampled, lora_request=adapted.request("patterns"))
+    assert together[2].outputs[0].token_ids == alone[0].outputs[0].token_ids
+
+
+def test_a_prefix_is_not_shared_with_another_adapter(adapted: Adapted) -> None:
+    ids, params = [17] * 33, SamplingParams(max_tokens=2, temperature=0)
+    cached = []
+    for name in (None, "rank 1", "rank 64", "rank 1", None):
+        (output,) = adapted.llm.generate({"prompt_token_ids": ids}, params, lora_request=adapted.request(name))
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 0, 0, 32, 32]
+
+
+def test_replaced_files_are_another_adapter(adapted: Adapted, tmp_path: Path) -> None:
+    folder, ids = make_adapter(tmp_path / "adapter", adapted.model, 4, seed=7), [23] * 33
+    request = LoRARequest("one", 9, folder)
+    outputs = []
+    for seed in (7, 8):
+        make_adapter(folder, adapted.model, 4, seed=seed)
+        outputs += adapted.llm.generate({"prompt_token_ids": ids}, GREEDY, lora_request=request)
+        assert_is_of(merged(adapted.base, folder), outputs[-1])
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
+    assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
+
+
+def test_what_is_no_adapter_for_the_engine_is_refused_in_one_line(adapted: Adapted, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=2, hidden_size=64)
+    refused = {
+        r"rank 65; allowed: up to max_lora_rank, 64": make_adapter(tmp_path / "a", adapted.model, 65),
+        r"it uses DoRA .*allowed: merge_adapter": make_adapter(tmp_path / "b", adapted.model, use_dora=True),
+        r"has no linear lm_head": make_adapter(tmp_path / "c", adapted.model, targets=("lm_head",)),
+        r"would change \[\d+, 64\], but the base model's is": make_adapter(tmp_path / "d", other, targets=("q_proj",)),
+        r"is no folder": tmp_path / "missing",
+    }
+    for message, folder in refused.items():
+        with pytest.raises(ValueError, match=message) as error:
+            adapted.llm.generate([1, 2], lora_request=LoRARequest("bad", 1, folder))
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="lora_request must have one entry for each prompt, got 1 for 2 prompts"):
+        adapted.llm.generate([[1], [2]], lora_request=[None])
+    with pytest.raises(TypeError, match="lora_request must be a LoRARequest"):
+        adapted.llm.generate([1, 2], lora_request="adapter")  # type: ignore[arg-type]
+    assert_is_of(adapted.model, adapted.generate([None])[0])
+
+
+def test_preempted_requests_keep_their_adapters(adapted: Adapted) -> None:
+    """In a pool of few blocks, with a step launched before the results of the one before it are there."""
+    few = OPTIONS | {"num_blocks": 5, "async_scheduling": True}
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": PROMPTS[index]} for index in (0, 3, 5)]
+    requests = [adapted.request(name) for name in ("rank 1", "patterns", None)]
+    expected = adapted.llm.generate(prompts, params, lora_request=requests)
+    with LLM(adapted.base, **few) as llm:
+        outputs = llm.generate(prompts, params, lora_request=requests)
+        assert llm.metrics()["preemptions"] > 0
+        llm.core.check_integrity()
+    assert [o.outputs[0].token_ids for o in outputs] == [e.outputs[0].token_ids for e in expected]
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "two ranks": ("qwen2", {"tensor_parallel_size": 2}, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "code of transformers": ("mistral", {"model_impl": "transformers"}, {}),
+    "packed linears of transformers": ("phi3", {"model_impl": "transformers"}, {}),
+}
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_other_models_and_two_ranks(which: str, tmp_path: Path) -> None:
+    family, options, shape = OTHERS[which]
+    model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=2, **shape)
+    targets = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj") if family == "phi3" else LINEARS
+    folders = [make_adapter(tmp_path / str(seed), model, 4, targets=targets, seed=seed) for seed in range(2)]
+    requests = [None, *(LoRARequest(str(seed), 1 + seed, folder) for seed, folder in enumerate(folders))]
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(requests)]]
+    with LLM(tmp_path / "base", strict_passes=True, **OPTIONS | options) as llm:
+        outputs = llm.generate(prompts, GREEDY, lora_request=requests)
+    for folder, output in zip([None, *folders], outputs, strict=True):
+        assert_is_of(merged(tmp_path / "base", folder), output)

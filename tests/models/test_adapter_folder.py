@@ -1,0 +1,166 @@
+"""Adapters from PEFT's folders: what is read, what is merged, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_folders import make_adapter
+from checkpoints import load_checkpoint, make_checkpoint
+from safetensors.torch import load_file, save_file
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.models.checkpoint.adapter_folder import digest_of, read_adapter, stamp
+from compiled_engine.models.checkpoint.merged_adapter import merge
+from compiled_engine.models.checkpoint.safetensors_files import map_tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+IDS = [3, 99, 5, 27, 64, 8, 120, 41]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("base")
+    return path, make_checkpoint(path, "qwen3", num_hidden_layers=2)
+
+
+def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
+    peft = pytest.importorskip("peft")
+    model = peft.PeftModel.from_pretrained(load_checkpoint(base, torch.float32), adapter).eval()
+    logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits.detach()
+
+
+def merged_logits(base: Path, adapter: Path, tmp_path: Path) -> torch.Tensor:
+    """Of transformers' model, on a checkpoint with the tensors that `merge` returns."""
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    merged = merge(read_adapter(adapter), map_tensors(base), torch.float32)
+    save_file({name: tensor.contiguous() for name, tensor in merged.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text((base / "config.json").read_text())
+    logits: torch.Tensor = load_checkpoint(folder, torch.float32)(torch.tensor([IDS])).logits[0]
+    return logits.detach()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "rank 1": {"rank": 1},
+    "rank 16": {"rank": 16, "lora_alpha": 32},
+    "rslora": {"rank": 16, "use_rslora": True},
+    "q and v": {"rank": 4, "targets": ("q_proj", "v_proj")},
+    "patterns": {"rank": 4, "ranks": {"q_proj": 8}, "alpha_pattern": {"q_proj": 3, "layers.1.mlp.up_proj": 1}},
+    "lm_head": {"rank": 4, "targets": ("down_proj", "lm_head")},
+    "dora": {"rank": 4, "use_dora": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_merged_is_what_peft_computes(way: str, base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    path, model = base
+    adapter = make_adapter(tmp_path / "adapter", model, **WAYS[way])
+    found, unadapted = merged_logits(path, adapter, tmp_path), model(torch.tensor([IDS])).logits[0]
+    assert (found - unadapted).abs().max() > 0.1
+    torch.testing.assert_close(found, peft_logits(path, adapter), atol=3e-4, rtol=1e-4)
+
+
+def test_whole_tensors_and_embeddings_are_merged(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    path, _ = base
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    adapted = peft.get_peft_model(load_checkpoint(path, torch.float32), config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.normal_(0, 0.3, generator=generator)
+    adapted.save_pretrained(tmp_path / "adapter")
+    read = read_adapter(tmp_path / "adapter")
+    assert list(read.embeddings) == ["model.embed_tokens"]
+    assert "lm_head.weight" in read.whole
+    expected = adapted(torch.tensor([IDS])).logits[0].detach()
+    found = merged_logits(path, tmp_path / "adapter", tmp_path)
+    torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+
+
+def test_engine_merges_while_it_loads(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    path, model = base
+    adapter = make_adapter(tmp_path / "adapter", model, 8, use_dora=True)
+    expected = merged_logits(path, adapter, tmp_path).log_softmax(-1)
+    options: dict[str, Any] = {"mode": "eager", "device": "cpu", "progress": False, "max_model_len": 64}
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    with LLM(path, merge_adapter=adapter, **options) as llm:
+        logprobs = llm.generate({"prompt_token_ids": IDS}, params)[0].prompt_logprobs
+    assert logprobs is not None
+    for position, token_id in enumerate(IDS[1:], 1):
+        found = logprobs[position]
+        assert found is not None
+        assert abs(found[token_id].logprob - float(expected[position - 1, token_id])) < 3e-4
+
+
+def _without_b(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors[next(name for name in tensors if "lora_B" in name)]
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+def _set(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | fields))
+
+    return change
+
+
+def _wider(folder: Path) -> None:
+    save_file({name: tensor.repeat(1, 2) for name, tensor in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "half": (_without_b, r"has no lora_B; allowed: both matrices"),
+    "pickle": (_pickled, r"adapter_model.bin is a pickle file, which can run code"),
+    "no config": (lambda folder: (folder / CONFIG).unlink(), r"adapter_config.json is missing"),
+    "damaged": (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 40) and None, r"is damaged"),
+    "shape": (_wider, r"allowed: \[r, K\] and \[N, r\]"),
+    "bias": (_set(bias="all"), r"bias must be 'none', got 'all'"),
+    "pissa": (_set(init_lora_weights="pissa_niter_4"), r"init_lora_weights must be one that keeps the base weights"),
+    "another method": (_set(peft_type="IA3"), r"peft_type must be LORA; IA3 is not supported"),
+    "alpha": (_set(lora_alpha=-1), r"lora_alpha must be a number above 0"),
+}
+
+
+@pytest.mark.parametrize("way", BROKEN)
+def test_broken_folder_is_one_line(way: str, base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "adapter", base[1])
+    breaks, message = BROKEN[way]
+    breaks(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        read_adapter(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_adapter_of_another_model_is_refused(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    path, _ = base
+    other = make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3, hidden_size=64)
+    adapter = read_adapter(make_adapter(tmp_path / "adapter", other))
+    with pytest.raises(ValueError, match=r"the base model has no linear model\.layers\.2"):
+        merge(adapter, map_tensors(path), torch.float32)
+    narrower = make_checkpoint(tmp_path / "narrower", "qwen3", num_hidden_layers=2, hidden_size=64)
+    adapter = read_adapter(make_adapter(tmp_path / "misfit", narrower))
+    with pytest.raises(ValueError, match=r"would be \[64, 80\], but the base model's is \[56, 80\]"):
+        merge(adapter, map_tensors(path), torch.float32)
+
+
+def test_replaced_files_have_another_digest(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "adapter", base[1])
+    digest, before = digest_of(folder), stamp(folder)
+    assert read_adapter(folder).digest == digest
+    assert (digest_of(folder), stamp(folder)) == (digest, before)
+    make_adapter(folder, base[1], seed=1)
+    assert digest_of(folder) != digest
+    assert stamp(folder) != before

@@ -1,0 +1,89 @@
+"""The statements of a folder that pools, read without weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_config
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions, pooling_tensors, read_pooling
+from compiled_engine.pooling import CLASSIFY, LAST, NORMALISE, SIGMOID, SOFTMAX, Dense, PoolerConfig, Pooling
+
+HIDDEN = 8
+
+
+def read(
+    path: Path, architecture: str = "Qwen3Model", override: dict[str, Any] | None = None, **config: Any
+) -> Pooling:
+    fields = JsonFields("config.json", {"architectures": [architecture], **config})
+    asked = PoolingOptions(override=PoolerConfig.of(override or {}))
+    return read_pooling(fields, path, asked, HIDDEN, {}, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "problem", "activation"),
+    [
+        (1, None, SIGMOID),
+        (1, "single_label_classification", SOFTMAX),
+        (2, None, SOFTMAX),
+        (2, "single_label_classification", SOFTMAX),
+        (1, "multi_label_classification", SIGMOID),
+    ],
+)
+def test_a_stated_problem_counts_more_than_the_number_of_labels(
+    count: int, problem: str | None, activation: str, tmp_path: Path
+) -> None:
+    labels = {str(i): f"L{i}" for i in range(count)}
+    stated = {} if problem is None else {"problem_type": problem}
+    pooling = read(tmp_path, "Qwen3ForSequenceClassification", id2label=labels, **stated)
+    assert (pooling.activation, pooling.labels) == (activation, tuple(labels.values()))
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_softmax_is_for_classifiers(softmax: bool, tmp_path: Path) -> None:
+    assert read(tmp_path, override={"softmax": softmax}).activation == NORMALISE
+    classifier = read(tmp_path, "Qwen3ForSequenceClassification", {"softmax": softmax}, num_labels=3)
+    assert classifier.activation == (SOFTMAX if softmax else SIGMOID)
+
+
+def write_dense(path: Path, **config: Any) -> None:
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Dense", "type": "sentence_transformers.models.Dense"}]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Dense").mkdir(exist_ok=True)
+    (path / "1_Dense" / "config.json").write_text(json.dumps({"in_features": HIDDEN, "out_features": 3, **config}))
+
+
+def test_a_linear_has_the_defaults_of_sentence_transformers(tmp_path: Path) -> None:
+    """A bias and tanh."""
+    write_dense(tmp_path)
+    (dense,) = read(tmp_path).head
+    assert (dense.source, dense.in_size, dense.out_size, dense.bias, dense.activation) == (
+        "1_Dense",
+        HIDDEN,
+        3,
+        True,
+        "Tanh",
+    )
+    assert hasattr(torch.nn, dense.activation)
+    write_dense(tmp_path, in_features=9)
+    with pytest.raises(ValueError, match="in_features must be 8, as many as come before"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_that_judge_are_rows_of_the_output_projection(tied: bool) -> None:
+    """A tied checkpoint may hold one that is not read."""
+    head = Dense("", HIDDEN, 2, tokens=(3, 1))
+    pooling = Pooling(CLASSIFY, LAST, (head,), SOFTMAX)
+    config = replace(tiny_config().model, tie_word_embeddings=tied, pooling=pooling)
+    embedding, output = torch.randn(2, 5, HIDDEN)
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+    found = pooling_tensors(tensors, {"model.embed_tokens.weight"}, config)
+    assert found.keys() == {"model.embed_tokens.weight", "pooler.linears.0.weight"}
+    assert torch.equal(found["pooler.linears.0.weight"], (embedding if tied else output)[[3, 1]])

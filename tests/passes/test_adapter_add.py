@@ -1,0 +1,143 @@
+"""The kernels that add adapters against their plain-torch reference, on random shapes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from interpreter import interpreting, loops_to_a_loaded_bound
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
+from compiled_engine.passes.linear.adapter_add import expand_kernel, launch, reference, shrink_kernel
+
+
+class Case(NamedTuple):
+    """Tokens; columns; rows of each member; slots; largest rank."""
+
+    tokens: int
+    k: int
+    sizes: tuple[int, ...]
+    slots: int
+    rank: int
+
+
+CASES = [
+    Case(1, 48, (40,), 1, 4),
+    Case(5, 600, (48, 16, 16), 3, 8),
+    Case(17, 96, (70, 70), 4, 16),
+    Case(70, 130, (33,), 2, 20),
+    Case(66, 64, (130, 24, 8, 8), 3, 64),
+]
+LARGE = [
+    Case(1, 4096, (4096, 1024, 1024), 8, 16),
+    Case(300, 4096, (12288, 12288), 8, 64),
+    Case(64, 12288, (4096,), 8, 16),
+]
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+INTERPRETED = """
+import torch
+from test_adapter_add import CASES, check
+for case in CASES:
+    check(case, torch.float32, "cpu")
+print("right")
+"""
+
+
+def arguments_of(case: Case, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Of the op. Some tokens have no adapter, ranks differ, and what no adapter uses is huge."""
+    generator = torch.Generator().manual_seed(case.tokens)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    members, total = len(case.sizes), sum(case.sizes)
+    ranks = torch.randint(0, case.rank + 1, (case.slots, members), generator=generator, dtype=torch.int32)
+    ranks[0] = case.rank
+    slots = torch.randint(-1, case.slots, (case.tokens,), generator=generator, dtype=torch.int32)
+    slots[0] = 0
+    a = normal(case.slots, members, case.rank, case.k) / case.k**0.5
+    b = normal(case.slots, total, case.rank) / case.rank**0.5
+    unused = torch.arange(case.rank) >= ranks.unsqueeze(2)
+    a[unused] = 1e4
+    y, x = normal(case.tokens, total), normal(case.tokens, case.k)
+    tensors = (y, x, a.flatten(1, 2), b)
+    return (*(t.to(device, dtype) for t in tensors), ranks.to(device), slots.to(device), list(case.sizes))
+
+
+def check(case: Case, dtype: torch.dtype, device: str) -> None:
+    arguments = arguments_of(case, dtype, device)
+    if device == "cuda":
+        for size in (arguments[0].shape, (64, *arguments[0].shape)):  # the next allocations find NaN
+            torch.full(size, float("nan"), device=device)
+    found = launch(*arguments)
+    wide = [t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in arguments]
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(found.float(), reference(*wide), rtol=tolerance, atol=tolerance)
+    none = arguments[5] < 0
+    assert torch.equal(found[none], arguments[0][none])
+
+
+def test_reference_is_the_definition() -> None:
+    for case in CASES:
+        y, x, a, b, ranks, slots, sizes = arguments_of(case, torch.float32, "cpu")
+        expected = y.clone()
+        for token, slot in enumerate(slots.tolist()):
+            for member, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+                rank = int(ranks[slot, member]) if slot >= 0 else 0
+                a_RK = a[slot, member * case.rank :][:rank]
+                expected[token, end - size : end] += b[slot, end - size : end, :rank] @ (a_RK @ x[token])
+        torch.testing.assert_close(reference(y, x, a, b, ranks, slots, sizes), expected, rtol=2e-5, atol=2e-5)
+
+
+@loops_to_a_loaded_bound
+def test_kernels_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=interpreting(__file__), capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "right\n", done.stderr
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize(("dtype", "few"), [("bf16", True), ("bf16", False), ("fp32", True)])
+def test_kernels_compile_for_hopper(dtype: str, few: bool) -> None:
+    pointers = {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "b_ptr": f"*{dtype}"}
+    pointers |= {"out_ptr": f"*{dtype}", "z_ptr": "*fp32", "ranks_ptr": "*i32", "slots_ptr": "*i32"}
+    block_t = 16 if few else 64
+    shared = {"RANK": 16, "BLOCK_T": block_t, "DEPENDENT_LAUNCH": True}
+    kernels: list[tuple[Any, dict[str, Any]]] = [
+        (shrink_kernel, {"K": 4096, "MEMBERS": 3, "BLOCK_R": 64, "BLOCK_K": 128 if few else 64}),
+        (
+            expand_kernel,
+            {
+                **{"N": 6144, "BEGINS": (0, 4096, 5120), "ENDS": (4096, 5120, 6144)},
+                **{"NUM_SLOTS": 8, "BLOCK_N": 64, "BLOCK_R": 16},
+            },
+        ),
+    ]
+    for kernel, own in kernels:
+        jit = getattr(kernel, "jit_function", kernel)
+        constants = shared | own
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in jit.arg_names}
+        program = triton.compile(ASTSource(jit, signature, constants), target=GPUTarget("cuda", 90, 32))
+        assert "mma" in program.asm["ptx"] if dtype == "bf16" else "fma" in program.asm["ptx"]
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+def test_launches_are_those_of_the_kernels(hopper: Path) -> None:
+    with ThreadPoolExecutor(2) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
+        launch(*arguments_of(CASES[1], torch.bfloat16, "cpu"))
+        assert [loading.result() is not None for loading in kernels.load()] == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", CASES + LARGE)
+def test_kernels_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype, "cuda")

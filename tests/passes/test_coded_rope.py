@@ -1,0 +1,121 @@
+"""Kernels that rotate and write into KV caches of 8 bits, and the whole table of attention cases in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import CODED_CASES, SOME_CODED_CASES, Case, decodes, interpreted, near_cache, outcome, same_cache
+from interpreter import interpreting
+from test_rope_attend import arguments_of as attend_arguments
+from test_rope_attend import difference
+from test_rope_kv_write_op import FORMS, SHAPES, in_form, random_arguments
+
+from compiled_engine.kv_format import CODED, FP8, cache_dtype, head_width
+from compiled_engine.passes.rope import rope_kv_write_kernel
+from compiled_engine.passes.rope.rope_kv_write import rope_kv_write
+
+# Of the table: see LIMITS in test_attention.py.
+REFUSED = {"triton": ("head size 20", "mixed, block size 24"), "torch": ()}
+NAMES = [elements.name for elements in CODED]
+
+
+def over_codes(arguments: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """The arguments of rope_kv_write with a cache of 8 bits, whose blocks hold garbage."""
+    q, k, v, cache, slots, _, *rotation = arguments
+    dtype = cache_dtype(name, q.dtype)
+    shape = (*cache.shape[:-1], head_width(dtype, cache.shape[-1]))
+    garbage = torch.full(shape, 0xFF, dtype=torch.uint8, device=q.device).view(dtype)
+    scales_2K = torch.linspace(0.25, 2, 2 * cache.shape[3], device=q.device).view(2, -1) if name == FP8 else None
+    return q, k, v, garbage, slots, scales_2K, *rotation
+
+
+def written_otherwise(arguments: tuple[Any, ...], name: str) -> str | None:
+    """What the kernel does otherwise than the reference on a CPU; None where it does the same."""
+    launched = over_codes(arguments, name)
+    by_rule = [x.cpu() if isinstance(x, torch.Tensor) else x for x in over_codes(arguments, name)]
+    q_THd, expected_THd = rope_kv_write_kernel.launch(*launched), rope_kv_write(*by_rule)
+    tolerance = 1e-5 if q_THd.dtype is torch.float32 else 3e-2
+    if not torch.allclose(q_THd.cpu().float(), expected_THd.float(), rtol=tolerance, atol=tolerance):
+        return "the rotated queries differ"
+    near = near_cache if arguments[6] is not None else same_cache  # norms add squares in any order
+    return None if near(launched[3].cpu(), by_rule[3]) else "the cache differs"
+
+
+def rotated_and_written(device: str, dtypes: tuple[torch.dtype, ...], some: bool) -> dict[str, str | None]:
+    """Outcomes by kernel, format, type and shape. some: a few of the shapes."""
+    found = {}
+    for name in NAMES:
+        for dtype in dtypes:
+            for shape in ((33, 3, 1, 64), (5, 4, 2, 80)) if some else SHAPES:
+                for normed in (True, False):
+                    arguments = random_arguments(shape, dtype, normed, device)[0]
+                    found[f"write, {name}, {dtype}, {shape}, {normed}"] = written_otherwise(arguments, name)
+            for form in FORMS[:1] if some else FORMS:
+                arguments = in_form(form, dtype, False, device)[0]
+                found[f"write, {name}, {dtype}, {form}"] = written_otherwise(arguments, name)
+            for case in (
+                Case("decodes", decodes(1, 33, 150, 300)),
+                Case("window", (*decodes(5, 90, 300), *decodes(0)), sliding_window=20),
+                Case("sinks", decodes(300, 40), num_heads=8, sinks=True, head_dim=80, soft_cap=5.0),
+            )[: 2 if some else 3]:
+                arguments = attend_arguments(replace(case, storage=name), dtype, device, normed=True)
+                found[f"attend, {name}, {dtype}, {case.name}"] = difference(arguments)
+    return found
+
+
+def check_interpreted(some: bool) -> None:
+    """Run by the next tests in a process whose Triton interprets."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        key: value
+        for key, value in rotated_and_written(
+            "cpu", (torch.float32,) if some else (torch.float32, torch.float16), some
+        ).items()
+        if value
+    }
+    few = [
+        case for case in SOME_CODED_CASES if case.name.split(": ", 1)[1] in ("one token", "decodes", "window, mixed")
+    ]
+    for dtype in (torch.float32, torch.float16):
+        for case in interpreted(*(few if some else CODED_CASES)):
+            expected = "refused" if case.name.split(": ", 1)[1] in REFUSED["triton"] else "right"
+            if not (result := outcome("triton", case, "cpu", dtype)).startswith(expected):
+                found[f"{case.name}, {dtype}"] = result
+    print(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    "some", [True, pytest.param(False, marks=pytest.mark.product(one_in=1000))], ids=["some", "all"]
+)
+def test_the_kernels_interpreted(some: bool, request: pytest.FixtureRequest) -> None:
+    if not some and not request.config.getoption("--all"):
+        pytest.skip("the whole table takes minutes: --all")
+    script = f"import test_coded_rope; test_coded_rope.check_interpreted({some})"
+    environment = interpreting(__file__)
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "{}", run.stdout[-2000:] + run.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rotated_and_written_on_cuda(dtype: torch.dtype) -> None:
+    found = rotated_and_written("cuda", (dtype,), some=False)
+    assert {key: value for key, value in found.items() if value} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_table_on_cuda(backend: str, dtype: torch.dtype, part: int) -> None:
+    """The table of attention cases over caches of 8 bits, in parts: every case compiles kernels of its own."""
+    cases = [case for case in CODED_CASES if case.name.split(": ", 1)[1] not in REFUSED[backend]][part::4]
+    assert {case.name: outcome(backend, case, "cuda", dtype) for case in cases} == {
+        case.name: "right" for case in cases
+    }

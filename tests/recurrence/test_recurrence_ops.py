@@ -1,0 +1,120 @@
+"""Convolutions and gated delta rules over packed sequences equal transformers' functions, and the kernels both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from interpreter import interpreting, loops_to_a_loaded_bound
+from recurrence_cases import NAN, check_all
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from compiled_engine.recurrence.op import apply_rule, convolve
+from compiled_engine.recurrence.sequences import Sequences
+
+# Tokens of three requests in each step. The second begins late, the third pauses, and rows are used again by padding.
+STEPS = ((7, 0, 1), (1, 70, 0), (0, 1, 2), (5, 1, 1))
+ROWS = (3, 0, 2)
+LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
+
+
+def in_steps(whole: list[list[torch.Tensor]]) -> list[tuple[list[torch.Tensor], Sequences]]:
+    """The packed inputs of each step, with a row of padding behind, and its sequences. whole: of each request."""
+    steps, done = [], [0, 0, 0]
+    for counts in STEPS:
+        requests = [number for number in range(3) if counts[number]]
+        parts = [[x[done[n] : done[n] + counts[n]] for x in whole[n]] for n in requests]
+        packed = [torch.cat([*columns, torch.full_like(columns[0][:1], NAN)]) for columns in zip(*parts, strict=True)]
+        lens = [counts[n] for n in requests]
+        done = [before + count for before, count in zip(done, counts, strict=True)]
+        sequences = Sequences(
+            torch.tensor([*(ROWS[n] for n in requests), -1]).int(),
+            torch.tensor([0, *lens, 1]).cumsum(0).int(),
+            torch.tensor([*(done[n] for n in requests), 0]).int(),
+        )
+        steps.append((packed, sequences))
+    return steps
+
+
+def unpacked(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of each request; those of padding are zeros."""
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for counts, out_T in zip(STEPS, outputs, strict=True):
+        *parts, padding = out_T.split([*filter(None, counts), 1])
+        assert not padding.any()
+        for number, part in zip([n for n in range(3) if counts[n]], parts, strict=True):
+            found[number].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_convolutions_in_steps_are_those_of_whole_sequences(width: int, activation: str | None) -> None:
+    generator = torch.Generator().manual_seed(width)
+    weight_DW = torch.randn(12, width, generator=generator)
+    bias_D = torch.randn(12, generator=generator) if activation else None
+    whole = [[torch.randn(length, 12, generator=generator)] for length in LENGTHS]
+    state_SDL = torch.full((4, 12, width - 1), NAN)
+    outputs = []
+    for (x_TD,), sequences in in_steps(whole):
+        outputs.append(torch.full_like(x_TD, NAN))
+        convolve(x_TD, weight_DW, bias_D, activation or "", state_SDL, outputs[-1], *sequences)
+    for (x_TD,), found_TD in zip(whole, unpacked(outputs), strict=True):
+        expected = modeling_qwen3_next.causal_conv1d_fn(x_TD.T[None], weight_DW, bias_D, activation=activation)
+        torch.testing.assert_close(found_TD, expected[0].T)
+    assert state_SDL[1].isnan().all()
+    for row, (x_TD,) in zip(ROWS, whole, strict=True):
+        kept = min(len(x_TD), width - 1)
+        assert torch.equal(state_SDL[row, :, width - 1 - kept :], x_TD[len(x_TD) - kept :].T)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_delta_rules_in_steps_are_those_of_whole_sequences(group: int) -> None:
+    generator = torch.Generator().manual_seed(group)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    whole = [
+        [
+            normal(n, 2, 16),
+            normal(n, 2, 16),
+            normal(n, 2 * group, 24),
+            -normal(n, 2 * group).abs(),
+            normal(n, 2 * group),
+        ]
+        for n in LENGTHS
+    ]
+    whole = [[*operands, beta_TH.sigmoid()] for *operands, beta_TH in whole]
+    state_SHkv = torch.full((4, 2 * group, 16, 24), NAN)
+    outputs = []
+    for operands, sequences in in_steps(whole):
+        outputs.append(torch.full_like(operands[2], NAN))
+        apply_rule(*operands, True, state_SHkv, outputs[-1], *sequences)
+    for number, (q, k, v, g, beta) in enumerate(whole):
+        batch = [x[None] for x in (q.repeat_interleave(group, 1), k.repeat_interleave(group, 1), v)]
+        expected, state = modeling_qwen3_next.torch_recurrent_gated_delta_rule(
+            *batch, g=g[None], beta=beta[None], output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        torch.testing.assert_close(unpacked(outputs)[number], expected[0], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(state_SHkv[ROWS[number]], state[0], rtol=2e-5, atol=2e-5)
+    assert state_SHkv[1].isnan().all()
+
+
+@loops_to_a_loaded_bound
+def test_kernels_equal_their_references_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "recurrence_cases"],
+        env=interpreting(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == "equal", run.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_kernels_equal_their_references_on_a_gpu() -> None:
+    check_all(torch.device("cuda"), 6)

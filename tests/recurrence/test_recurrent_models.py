@@ -1,0 +1,150 @@
+"""Models with recurrences: right in chunks, beside others, preempted, in rows used again; cached; refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.bench.families import family, write_checkpoint
+from compiled_engine.bench.family_comparison import difference_after_passes, difference_of, fused_model
+from compiled_engine.graphs.cache.key import cache_factors
+from compiled_engine.llm import LLM
+from compiled_engine.other_engines.translate import make_options
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
+
+FAMILIES = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+PROMPTS = [[7, 8, 9], list(range(20, 65)), [3], list(range(90, 107)), [5, 5, 5, 5]]
+SMALL: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 80, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A family's folder, and its model as transformers has it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, write_checkpoint(folder, family(request.param))
+
+
+@pytest.fixture(scope="module")
+def delta_net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("qwen3_5_text")
+    return folder, write_checkpoint(folder, family("qwen3_5_text"))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_eager_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> None:
+    folder, oracle = checkpoint
+    difference = difference_of(folder, oracle, {"mode": "eager", "device": "cpu"})
+    assert difference.is_right(torch.float32), difference
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["lfm2_moe", "qwen3_next"])
+def test_logprobs_after_all_passes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder, oracle = tmp_path, write_checkpoint(tmp_path, family(name))
+    model = fused_model(folder, {"device": "cpu", "strict_passes": True}, verify=True)
+    difference = difference_after_passes(model, oracle)
+    assert difference.is_right(torch.float32), difference
+    report = next(report for report in model.reports if report.name == "recurrences")
+    ops = {"compiled_engine::conv_state"} | ({"compiled_engine::delta_rule"} if "lfm2" not in name else set())
+    assert {note.partition(" x ")[2] for note in report.notes} == ops
+    assert report.matches == report.contract == 2 * len(ops)
+
+
+def greedy(oracle: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    for _ in range(count):
+        ids = torch.cat((ids, oracle(ids).logits[:, -1:].argmax(-1)), 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def generated(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    params = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
+    with LLM(folder, **SMALL | options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+        return [list(output.outputs[0].token_ids) for output in outputs], llm.metrics()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tokens_are_transformers_whatever_runs_beside_them(delta_net: tuple[Path, Any]) -> None:
+    folder, oracle = delta_net
+    expected = [greedy(oracle, prompt, 12) for prompt in PROMPTS]
+    whole, _ = generated(folder, mode="eager", max_num_seqs=5)
+    assert whole == expected
+    chunked, _ = generated(folder, mode="eager", max_num_seqs=2, max_num_batched_tokens=7)
+    assert chunked == expected
+    few_blocks = {"num_blocks": 24, "block_size": 4}
+    preempted, metrics = generated(folder, mode="eager", max_num_seqs=5, async_scheduling=True, **few_blocks)
+    assert preempted == expected
+    assert metrics["preemptions"] > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_request_that_is_given_up_leaves_nothing_to_the_next_in_its_row(delta_net: tuple[Path, Any]) -> None:
+    folder, oracle = delta_net
+    params = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
+    with LLM(folder, **SMALL, mode="eager", max_num_seqs=1) as llm:
+        stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, params)
+        next(stream)
+        stream.close()
+        (output,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params)
+    assert list(output.outputs[0].token_ids) == greedy(oracle, PROMPTS[0], 12)
+
+
+def test_the_key_has_the_states_and_their_rows(delta_net: tuple[Path, Any], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family("qwen3"))
+
+    def factors(folder: Path, **options: Any) -> dict[str, Any]:
+        given = {"model": folder, "device": "cpu", "model_impl": "transformers", "mode": "compiled"}
+        return cache_factors(resolve(make_options(given | options)))
+
+    few, many = (factors(delta_net[0], max_num_seqs=count) for count in (3, 4))
+    assert few["config"]["model.recurrences.num_rows"] == 3
+    assert few["config"].keys() == many["config"].keys()
+    assert few != many
+    plain = factors(tmp_path, max_num_seqs=3)
+    assert plain == factors(tmp_path, max_num_seqs=4)
+    assert not any("recurrences" in name for name in plain["config"])
+    more = few["source"].keys() - plain["source"].keys()
+    assert {name.partition("/")[0] for name in more} == {"recurrence"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but the states of Qwen3_5ForCausalLM's recurrences"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but the states of Qwen3_5ForCausalLM's recurr"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config is .*, but the model has recurrences, whose states cannot go back to before a draft",
+        ),
+    ],
+)
+def test_what_states_cannot_do_is_refused(options: dict[str, Any], reason: str, delta_net: tuple[Path, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}.*; allowed: (1|None)$") as error:
+        resolve(make_options({"model": delta_net[0], "device": "cpu"} | options))
+    assert "\n" not in str(error.value)
+
+
+def test_the_prefix_cache_is_off_with_a_reason(delta_net: tuple[Path, Any]) -> None:
+    config = resolve(make_options({"model": delta_net[0], "device": "cpu"}))
+    assert not config.cache.enable_prefix_caching
+    assert "recurrences" in config.reasons["cache.enable_prefix_caching"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compiled", "graphed"])
+def test_logprobs_on_a_gpu_are_those_of_transformers(mode: str, checkpoint: tuple[Path, Any]) -> None:
+    folder, oracle = checkpoint
+    difference = difference_of(folder, oracle.to("cpu"), {"mode": mode, "device": "cuda"})
+    assert difference.is_right(torch.float32), difference
+
+
+@pytest.mark.gpu
+def test_half_precision_on_a_gpu_is_as_near_as_transformers(checkpoint: tuple[Path, Any]) -> None:
+    folder, oracle = checkpoint
+    difference = difference_of(folder, oracle.to("cpu"), {"mode": "graphed", "device": "cuda", "dtype": "bfloat16"})
+    assert difference.is_right(torch.bfloat16), difference

@@ -1,0 +1,117 @@
+"""Adapters over HTTP: names as models, cards, loading and unloading while the server runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from adapter_folders import OPTIONS, make_adapter
+from checkpoints import make_checkpoint
+from running_server import MODEL, RunningServer
+from torch import nn
+
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.server.adapters import adapters_of
+from compiled_engine.server.options import ServerOptions
+
+
+class Served(NamedTuple):
+    """A server, the folder that clients may load from, and the base model."""
+
+    url: str
+    folder: Path
+    model: nn.Module
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=120)
+
+    def tokens(self, model: str) -> list[int]:
+        fields = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+        answer = self.post("/v1/completions", model=model, **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == model
+        token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return token_ids
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("served")
+    model = make_checkpoint(path / "base", "qwen3", num_hidden_layers=2)
+    first = make_adapter(path / "first", model, 4, seed=1)
+    options = ServerOptions(
+        port=0, lora_modules=(f"first={first}",), allowed_lora_folder=(str(path / "allowed"),), web_page=False
+    )
+    engine = AsyncLLM(path / "base", core="in_process", skip_tokenizer_init=True, **OPTIONS)
+    server = RunningServer(engine, options)
+    server.start()
+    try:
+        yield Served(server.url, path / "allowed", model)
+    finally:
+        server.stop()
+
+
+def test_an_adapter_is_a_model(served: Served) -> None:
+    cards = {card["id"]: card for card in httpx.get(f"{served.url}/v1/models").json()["data"]}
+    assert list(cards) == [MODEL, "first"]
+    assert cards["first"]["parent"] == MODEL
+    assert cards["first"]["root"].endswith("/first")
+    assert "parent" not in cards[MODEL]
+    assert httpx.get(f"{served.url}/v1/models/first").json() == cards["first"]
+    assert served.tokens(MODEL) != served.tokens("first")
+    unknown = served.post("/v1/completions", model="fist", prompt=[1])
+    assert unknown.status_code == 404
+    assert "this server has small, first; the nearest is first" in unknown.json()["error"]["message"]
+
+
+def test_adapters_are_loaded_and_unloaded_while_it_serves(served: Served) -> None:
+    folder = make_adapter(served.folder / "second", served.model, 8, seed=2)
+    loaded = served.post("/v1/load_lora_adapter", lora_name="second", lora_path=str(folder))
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'second' added successfully.")
+    before = served.tokens("second")
+    again = served.post("/v1/load_lora_adapter", lora_name="second", lora_path=str(folder))
+    assert again.status_code == 400
+    assert "load_inplace replaces it" in again.json()["error"]["message"]
+    make_adapter(folder, served.model, 8, seed=3)
+    replaced = served.post("/v1/load_lora_adapter", lora_name="second", lora_path=str(folder), load_inplace=True)
+    assert replaced.status_code == 200
+    assert served.tokens("second") != before
+    unloaded = served.post("/v1/unload_lora_adapter", lora_name="second")
+    assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'second' removed successfully.")
+    assert served.post("/v1/completions", model="second", prompt=[1]).status_code == 404
+    assert served.post("/v1/unload_lora_adapter", lora_name="second").status_code == 404
+
+
+def test_what_is_no_adapter_is_refused_and_the_server_stays(served: Served, tmp_path: Path) -> None:
+    outside = make_adapter(tmp_path / "outside", served.model, 4)
+    served.folder.mkdir(exist_ok=True)
+    (served.folder / "link").symlink_to(outside)
+    wide = make_adapter(served.folder / "wide", served.model, 65)
+    for path, message in (
+        (str(outside), "lora_path must be a folder within"),
+        (str(served.folder / "link"), "lora_path must be a folder within"),
+        (str(served.folder / ".." / "first"), "lora_path must be a folder within"),
+        (str(served.folder / "missing"), "is no folder"),
+        (str(wide), "rank 65; allowed: up to max_lora_rank, 64"),
+    ):
+        refused = served.post("/v1/load_lora_adapter", lora_name="bad", lora_path=path)
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
+    taken = served.post("/v1/load_lora_adapter", lora_name=MODEL, lora_path=str(wide))
+    assert "lora_name must be a name that the model does not have" in taken.json()["error"]["message"]
+    assert len(served.tokens("first")) == 5
+
+
+def test_options_of_adapters_are_checked() -> None:
+    named = adapters_of(ServerOptions(lora_modules=("a=/x=y", '{"name": "b", "path": "/z"}')))
+    assert [(each.lora_name, each.lora_int_id, each.lora_path) for each in named] == [("a", 1, "/x=y"), ("b", 2, "/z")]
+    for entry in ("a", "=x", '{"name": "b"}', "{"):
+        with pytest.raises(ValueError, match=r"lora_modules has .*allowed: name=path"):
+            adapters_of(ServerOptions(lora_modules=(entry,)))
+    with pytest.raises(ValueError, match="names 'a' twice"):
+        adapters_of(ServerOptions(lora_modules=("a=/x", "a=/y")))
+    with pytest.raises(ValueError, match="api_server_count is 2"):
+        ServerOptions(allowed_lora_folder=("/x",), api_server_count=2)

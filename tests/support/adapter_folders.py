@@ -1,0 +1,69 @@
+"""Random LoRA adapters in PEFT's layout, and the same weights merged by plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+# Of engines with adapters on a CPU; with the same model they share what is compiled.
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "progress": False,
+    "max_model_len": 64,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 16,
+    "block_size": 16,
+    "num_blocks": 64,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 64,
+    "max_cpu_loras": 3,
+}
+
+
+def make_adapter(
+    path: Path,
+    model: nn.Module,
+    rank: int = 4,
+    *,
+    targets: Sequence[str] = LINEARS,
+    seed: int = 0,
+    size: float = 1.0,
+    ranks: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """Write an adapter of the linears of `model` whose names end in `targets`; return its folder.
+
+    ranks: of linears with these endings. size: of its changes, relative to the weights'. config: further fields.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or not name.endswith(tuple(targets)):
+            continue
+        r = next((r for ending, r in (ranks or {}).items() if name.endswith(ending)), rank)
+        rows, columns = module.weight.shape
+        scale = size * float(module.weight.std()) / math.sqrt(r)
+        a_RK = torch.randn(r, columns, generator=generator)
+        b_NR = torch.randn(rows, r, generator=generator) * scale
+        prefix = f"base_model.model.{name}"
+        tensors |= {f"{prefix}.lora_A.weight": a_RK.to(dtype), f"{prefix}.lora_B.weight": b_NR.to(dtype)}
+        if config.get("use_dora"):
+            tensors[f"{prefix}.lora_magnitude_vector"] = 0.5 + torch.rand(rows, generator=generator).to(dtype)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": list(targets)}
+    patterns = {"rank_pattern": dict(ranks)} if ranks else {}
+    (path / "adapter_config.json").write_text(json.dumps(fields | patterns | config))
+    return path
