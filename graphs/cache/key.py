@@ -48,6 +48,7 @@ GRAPH_FIELDS = (
 )
 # Packages that define a rank's share of parameters and checkpoints, and the sums over ranks.
 RANK_PACKAGES = ("parallel", "models.checkpoint")
+RECURRENCE_PACKAGES = ("recurrence",)
 # Packages for models with transformers' code.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # Fields of a quantised model.
@@ -154,7 +155,7 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
     if config.model.transformers is not None:
         factors["source"] |= digests_of(("models.foreign",))
     if config.model.recurrences is not None:
-        factors["source"] |= digests_of(("recurrence",))
+        factors["source"] |= digests_of(RECURRENCE_PACKAGES)
     return factors
 
 
