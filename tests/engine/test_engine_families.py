@@ -13,6 +13,9 @@ from checkpoints import make_checkpoint
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
+# `make test-all` runs every case.
+pytestmark = pytest.mark.product(one_in=3)
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,

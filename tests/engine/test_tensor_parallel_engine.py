@@ -19,6 +19,9 @@ from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
+# `make test-all` runs every case.
+pytestmark = pytest.mark.product(one_in=3)
+
 # Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
 ENGINE: dict[str, Any] = {
     "device": "cpu",

@@ -35,7 +35,8 @@ from compiled_engine.processes.ranks import Heartbeats
 from compiled_engine.processes.wire import Ready, encode
 from compiled_engine.sampling.params import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+# Of cases that differ in a fault `make test-all` runs every one.
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.product(one_in=3)]
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
