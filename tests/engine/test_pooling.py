@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from pooling_folders import embedding, hidden_states, make_classifier, make_embedder, make_reranker, write_modules
+from pooling_folders import (
+    assert_close,
+    embedding,
+    hidden_states,
+    make_classifier,
+    make_embedder,
+    make_reranker,
+    write_modules,
+)
 
 from compiled_engine import LLM, AsyncLLM, LogitsProcessor, PoolerConfig, PoolingParams
 
@@ -47,13 +55,6 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     yield start
     for llm in made:
         llm.close()
-
-
-def assert_close(got: list[float] | torch.Tensor, expected: torch.Tensor) -> None:
-    values = torch.as_tensor(got)
-    assert values.shape == expected.shape
-    assert (values - expected).abs().max() <= 1e-4
-    assert torch.nn.functional.cosine_similarity(values.flatten(), expected.flatten(), dim=0) >= 0.9999
 
 
 @pytest.mark.parametrize("name", KINDS)

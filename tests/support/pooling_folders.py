@@ -137,3 +137,11 @@ def make_reranker(path: Path) -> Any:
         values["model"]["merges"] = merges = [pair for pair in merges if "".join(pair) != entry]
     (path / "tokenizer.json").write_text(json.dumps(values))
     return model
+
+
+def assert_close(got: list[float] | torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare a result of the engine with the oracle's, in fp32."""
+    values = torch.as_tensor(got)
+    assert values.shape == expected.shape
+    assert (values - expected).abs().max() <= 1e-4
+    assert torch.nn.functional.cosine_similarity(values.flatten(), expected.flatten(), dim=0) >= 0.9999
