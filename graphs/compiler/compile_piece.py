@@ -4,34 +4,87 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch._inductor.config as inductor_config
+from torch import fx
 from torch._inductor import CompiledArtifact
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
 from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
-from compiled_engine.graphs.compiler.trace import require_no_guards
+from compiled_engine.graphs.compiler.trace import GuardError, require_no_guards
 from compiled_engine.process.child import environment_variables
+
+aten = torch.ops.aten
+Size = int | torch.SymInt
 
 
 def compile_piece(entry: Path, key: str) -> float:
     """Compile pieces/<key>.json of an entry to pieces/<key>.bin, its output code to pieces/<key>.py; seconds taken.
 
-    Raises UnknownTarget for an op that this process does not know, GuardError when Inductor needed a guard.
+    Raises UnknownTarget for an op that this process does not know, GuardError when Inductor decided on a size.
     """
     start = time.perf_counter()
     piece, fakes, shape_env = piece_from_json((entry / "pieces" / f"{key}.json").read_text())
+    divide_views(piece.graph)
     with compiler_folders(entry, key):
         compat.compile_piece(piece, fakes, INDUCTOR_OPTIONS).save(path=str(artifact_path(entry, key)))
-    require_no_guards(shape_env)
+    require_open_sizes(shape_env)
     code = _output_code(entry / "inductor" / key)
     if code is not None:
         shutil.copyfile(code, entry / "pieces" / f"{key}.py")
     return time.perf_counter() - start
+
+
+def require_open_sizes(shape_env: ShapeEnv) -> None:
+    """Raise GuardError if Inductor decided on a size of the piece's inputs, by a guard or a value for it."""
+    require_no_guards(shape_env)
+    if shape_env.replacements:
+        found = ", ".join(f"{symbol} is {value}" for symbol, value in shape_env.replacements.items())
+        raise GuardError(f"the compiled piece would hold only where {found}")
+
+
+def divide_views(graph: fx.Graph) -> None:
+    """Let a view that divides and joins dimensions at once, such as [4n, 24] to [n, 96], divide them first.
+
+    Inductor of torch 2.13 compares the sizes of such a view in pairs and concludes that n is 1.
+    """
+    for node in graph.nodes:
+        if node.target not in (aten.view.default, aten._unsafe_view.default):
+            continue
+        before = node.args[0].meta["val"]
+        divided = divided_shape(before.shape, node.meta["val"].shape)
+        if divided is None or len(divided) in (before.dim(), node.meta["val"].dim()):
+            continue
+        with graph.inserting_before(node), before.fake_mode:
+            sizes = [size if isinstance(size, int) else -1 for size in divided]
+            view = graph.call_function(node.target, (node.args[0], sizes))
+            view.meta = {"val": before.view(divided)}
+            node.replace_input_with(node.args[0], view)
+
+
+def divided_shape(before: Sequence[Size], after: Sequence[Size]) -> tuple[Size, ...] | None:
+    """The shape from which either shape comes by joining neighbours; None if there is none or two of its sizes are
+    symbols."""
+    left, right, found = list(before), list(after), []
+    while left and right:
+        a, b = left.pop(), right.pop()
+        if statically_known_true(b % a == 0):
+            found.append(a)
+            if not statically_known_true(a == b):
+                right.append(b // a)
+        elif statically_known_true(a % b == 0):
+            found.append(b)
+            left.append(a // b)
+        else:
+            return None
+    symbols = [size for size in found if not isinstance(size, int)]
+    return tuple(reversed(found)) if len(symbols) <= 1 and set(left + right) <= {1} else None
 
 
 def load_artifact(entry: Path, key: str) -> CompiledArtifact:

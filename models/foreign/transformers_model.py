@@ -54,6 +54,8 @@ class CausalLM:
         """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches, and with
         recurrences their states. rows_R: see recurrence.sequences."""
         self.step.inputs, self.step.kv_caches, self.step.rows_R = attention_inputs, kv_caches, rows_R
+        # A slice from -T on is the whole: torch 2.11 does not know a size's range while it traces.
+        torch._check(input_ids_T.shape[0] >= 1)
         output = self.base_model(
             input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
         )

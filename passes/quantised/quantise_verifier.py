@@ -172,7 +172,8 @@ def _rounded(
         place = _at(torch.arange(rows * columns, device=values.device).view(rows, columns), rounding, *values.shape)
         largest = torch.zeros(rows * columns, device=values.device)
         largest.scatter_reduce_(0, place.flatten(), values.abs().flatten(), "amax")
-        scales = (largest / rounding.largest)[place]
+        # By a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number, and a tie would round the other way.
+        scales = (largest / torch.full_like(largest, rounding.largest))[place]
     else:
         scales = static.expand(values.shape)
     return (values / scales).clamp(-rounding.largest, rounding.largest).to(rounding.dtype), scales

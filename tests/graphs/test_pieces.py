@@ -14,9 +14,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_engine.graphs.compiled_model import load_piece
+from compiled_engine.graphs.compiler.compile_piece import require_open_sizes
 from compiled_engine.graphs.compiler.compile_pool import CompileError, compile_pool
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct, load_direct
 from compiled_engine.graphs.compiler.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
+from compiled_engine.graphs.compiler.trace import GuardError
 from compiled_engine.passes.framework.op_library import OpDeclaration, declare_op
 from compiled_engine.passes.linear.silu_mul import silu_mul
 
@@ -79,6 +81,25 @@ def test_an_op_that_is_not_registered_is_named() -> None:
         piece_from_json(text)
 
 
+def reshaped_piece() -> fx.GraphModule:
+    """(x * w).view(n, 96) + 1 for x [4n, 24] of any n."""
+    shape_env = ShapeEnv()
+    with shape_env.ignore_fresh_unbacked_symbols():
+        n = shape_env.create_unbacked_symint()
+    shape_env.constrain_symbol_range(n.node.expr, 1, 64)
+    graph = fx.Graph()
+    with FakeTensorMode(shape_env=shape_env):
+        inputs = [torch.empty(4 * n, 24), torch.empty(24), n]
+        nodes = [graph.placeholder(name) for name in "xwn"]
+        for node, value in zip(nodes, inputs, strict=True):
+            node.meta["val"] = value
+        x, w, count = nodes
+        product = graph.call_function(aten.mul.Tensor, (x, w))
+        joined = graph.call_function(aten.view.default, (product, [count, 96]))
+    graph.output((graph.call_function(aten.add.Tensor, (joined, 1.0)),))
+    return fx.GraphModule({}, graph)
+
+
 def entry_with(folder: Path, *pieces: fx.GraphModule) -> list[str]:
     (folder / "pieces").mkdir()
     keys = []
@@ -101,6 +122,24 @@ def test_pieces_compile_here_and_in_workers(tmp_path: Path, workers: int) -> Non
         for rows in (1, 7, 64):
             torch.testing.assert_close(tuple(call(compiled, rows)), call(pointwise_piece(scale), rows))
         assert "def call(" in (tmp_path / "pieces" / f"{key}.py").read_text()
+
+
+def test_a_view_that_divides_and_joins_sizes_holds_for_every_size(tmp_path: Path) -> None:
+    (key,) = entry_with(tmp_path, reshaped_piece())
+    with compile_pool(tmp_path, 0) as compile_pieces:
+        list(compile_pieces([key]))
+    compiled = load_piece(tmp_path, key, "cpu")
+    for rows in (1, 5, 64):
+        x, w = torch.randn(4 * rows, 24), torch.randn(24)
+        torch.testing.assert_close(compiled(x, w, rows)[0], (x * w).view(rows, 96) + 1)
+
+
+def test_a_size_that_the_compiler_decides_on_is_an_error() -> None:
+    _, (x, *_), shape_env = piece_from_json(piece_to_json(pointwise_piece()))
+    require_open_sizes(shape_env)
+    torch._check(x.shape[0] == 1)
+    with pytest.raises(GuardError, match=r"would hold only where .* is 1"):
+        require_open_sizes(shape_env)
 
 
 def test_without_living_workers_pieces_are_compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
