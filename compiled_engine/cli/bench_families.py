@@ -36,11 +36,12 @@ def families(
     chunks, decodes, prefixes from the cache, windows shorter than the prompts. Mode fused executes the graph after all
     passes op by op, on the CPU, which takes seconds where compiling takes minutes; verified compares the sums over
     ranks in that graph with the undivided model, value by value. A difference from transformers in float32, or from
-    it in float64, is right up to 3e-4; in other types the mean may be 1.3 times that of transformers in the same type.
+    it in float64, is right up to 3e-4; in other types the mean, or with experts the median, may be 1.3 times that of
+    transformers in the same type.
 
     JSON: benchmark, ranks, results (family, architecture, implementation, and for each mode largest, mean,
-    mean_of_transformers, from_float64, transformers_from_float64, tokens_per_s, right; passes: matches and contract of
-    each; refused: why it cannot be run), date, machine, versions, command.
+    mean_of_transformers, from_float64, transformers_from_float64, medians, tokens_per_s, right; passes: matches and
+    contract of each; refused: why it cannot be run), date, machine, versions, command.
     """
     from compiled_engine.bench.families import FAMILIES, WRAPPERS
     from compiled_engine.bench.families import family as known

@@ -5,10 +5,16 @@ the largest rank; `ranks_SM` says how much of that each adapter uses, and the ke
 ranks. A scale is multiplied into B when an adapter is placed.
 
 The first kernel (shrink) computes z = A x for all members of a merged linear at once, the second one (expand) adds B z.
-A program of the first has a tile of tokens and a slot, and ends at once if none of the tokens has that slot; one of the
-second goes through the slots that its tokens have. Nothing is sorted or counted, on the host or on the device, and the
-grids depend on shapes alone, so CUDA graphs hold them. The grouping by tiles follows Punica's and S-LoRA's kernels
-(Chen et al., arXiv:2310.18547; Sheng et al., arXiv:2311.03285).
+Nothing is sorted or counted, on the host or on the device, and the grids depend on shapes alone, so CUDA graphs hold
+them. There are two pairs:
+
+- For few tokens a program has one token, so that all it reads follows from the token's slot and is asked for at once:
+  time is latency there, and A and B come from the L2 cache when tokens share a slot.
+- For more a program has a tile of tokens and tensor cores: one of shrink also has a slot, and ends at once if none of
+  the tokens has it; one of expand goes through the slots that its tokens have.
+
+The grouping by tiles follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al.,
+arXiv:2311.03285).
 """
 
 from __future__ import annotations
@@ -24,10 +30,114 @@ from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, nex
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.framework.op_library import define_op
 
-# Up to this many tokens, tiles have the least number of tokens that tensor cores take.
+# Up to this many tokens, a program has one.
 FEW_TOKENS = 64
-# Columns of x that a program of the first kernel reads at least, and the programs that are worth splitting for.
-LEAST_COLUMNS, ENOUGH_PROGRAMS = 256, 128
+# Of such a program: columns of x in shrink, results in expand, and rows of A or columns of B at a time.
+TOKEN_COLUMNS, TOKEN_RESULTS, TOKEN_RANKS = 512, 256, 16
+# Columns of x that a program with a tile of tokens reads at least, and the programs that are worth splitting for.
+LEAST_COLUMNS, ENOUGH_PROGRAMS = 256, 512
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_tokens"])
+def shrink_token_kernel(
+    x_ptr: tl.tensor,
+    a_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token, split of K, member): z[split, token, member * RANK + r] of the ranks that its adapter uses."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0)
+    split = tl.program_id(1)
+    member = tl.program_id(2)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    rank = tl.load(ranks_ptr + slot * MEMBERS + member)
+    column_K = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside_K = column_K < K
+    x_K = tl.load(x_ptr + token.to(tl.int64) * K + column_K, mask=inside_K, other=0.0).to(tl.float32)
+    for first in tl.static_range(0, RANK, BLOCK_R):
+        if first < rank:
+            r_R = first + tl.arange(0, BLOCK_R)
+            used_R = r_R < rank
+            row_R = (slot * MEMBERS + member) * RANK + r_R
+            a_RK = tl.load(
+                a_ptr + row_R[:, None].to(tl.int64) * K + column_K[None, :],
+                mask=used_R[:, None] & inside_K[None, :],
+                other=0.0,
+            )
+            place = (split * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+            tl.store(z_ptr + place + r_R, tl.sum(a_RK.to(tl.float32) * x_K[None, :], 1), mask=used_R)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_tokens"])
+def expand_token_kernel(
+    y_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    N: tl.constexpr,
+    RANK: tl.constexpr,
+    BEGINS: tl.constexpr,
+    ENDS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token, tile of results): y + B z. BLOCK_S: NUM_SPLITS or a power of two beyond."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    MEMBERS: tl.constexpr = len(ENDS)
+    token = tl.program_id(0)
+    result = tl.program_id(1) * BLOCK_N
+    result_N = result + tl.arange(0, BLOCK_N)
+    slot = tl.load(slots_ptr + token)
+    place_N = token.to(tl.int64) * N + result_N
+    y_N = tl.load(y_ptr + place_N, mask=result_N < N, other=0.0)
+    sum_N = y_N.to(tl.float32)
+    if slot >= 0:
+        for member in tl.static_range(MEMBERS):
+            if (result < ENDS[member]) & (result + BLOCK_N > BEGINS[member]):
+                of_member_N = (result_N >= BEGINS[member]) & (result_N < ENDS[member])
+                rank = tl.load(ranks_ptr + slot * MEMBERS + member)
+                for first in tl.static_range(0, RANK, BLOCK_R):
+                    if first < rank:
+                        r_R = first + tl.arange(0, BLOCK_R)
+                        used_R = r_R < rank
+                        split_S = tl.arange(0, BLOCK_S)
+                        place_S = (split_S * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+                        z_SR = tl.load(
+                            z_ptr + place_S[:, None] + r_R[None, :],
+                            mask=(split_S < NUM_SPLITS)[:, None] & used_R[None, :],
+                            other=0.0,
+                        )
+                        z_R = tl.sum(z_SR, 0)
+                        b_NR = tl.load(
+                            b_ptr + (slot * N + result_N[:, None]).to(tl.int64) * RANK + r_R[None, :],
+                            mask=of_member_N[:, None] & used_R[None, :],
+                            other=0.0,
+                        )
+                        sum_N += tl.sum(b_NR.to(tl.float32) * z_R.to(b_NR.dtype).to(tl.float32)[None, :], 1)
+    tl.store(out_ptr + place_N, sum_N.to(y_N.dtype), mask=result_N < N)
 
 
 @quick_launches
@@ -119,31 +229,28 @@ def expand_kernel(
     mask_TN = inside_T[:, None] & (result_N < N)[None, :]
     y_TN = tl.load(y_ptr + place_TN, mask=mask_TN, other=0.0)
     sum_TN = y_TN.to(tl.float32)
-    for slot in range(NUM_SLOTS):
-        mine_T = slot_T == slot
-        if tl.max(mine_T.to(tl.int32), 0) > 0:
-            for member in tl.static_range(MEMBERS):
-                rank = tl.load(ranks_ptr + slot * MEMBERS + member)
-                if (result < ENDS[member]) & (result + BLOCK_N > BEGINS[member]) & (rank > 0):
-                    of_member_N = (result_N >= BEGINS[member]) & (result_N < ENDS[member])
-                    for first in tl.static_range(0, RANK, BLOCK_R):
-                        if first < rank:
-                            r_R = first + tl.arange(0, BLOCK_R)
-                            used_R = (r_R < rank) & (r_R < RANK)
-                            z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-                            for split in range(0, num_splits):
-                                place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS)
-                                z_TR += tl.load(
-                                    z_ptr + place_T[:, None] + (member * RANK + r_R)[None, :],
-                                    mask=mine_T[:, None] & used_R[None, :],
-                                    other=0.0,
-                                )
-                            b_RN = tl.load(
-                                b_ptr + (slot * N + result_N[None, :]).to(tl.int64) * RANK + r_R[:, None],
-                                mask=used_R[:, None] & of_member_N[None, :],
-                                other=0.0,
-                            )
-                            sum_TN = tl.dot(z_TR.to(b_RN.dtype), b_RN, sum_TN, input_precision="ieee")
+    for member in tl.static_range(MEMBERS):
+        if (result < ENDS[member]) & (result + BLOCK_N > BEGINS[member]):
+            of_member_N = (result_N >= BEGINS[member]) & (result_N < ENDS[member])
+            rank_T = tl.load(ranks_ptr + slot_T * MEMBERS + member, mask=slot_T >= 0, other=0)
+            for first in tl.static_range(0, RANK, BLOCK_R):
+                r_R = first + tl.arange(0, BLOCK_R)
+                used_TR = r_R[None, :] < rank_T[:, None]
+                z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+                for split in range(0, num_splits):
+                    place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS)
+                    z_TR += tl.load(z_ptr + place_T[:, None] + (member * RANK + r_R)[None, :], mask=used_TR, other=0.0)
+                for slot in range(NUM_SLOTS):
+                    mine_T = (slot_T == slot) & (rank_T > first)
+                    if tl.max(mine_T.to(tl.int32), 0) > 0:
+                        used_R = r_R < tl.load(ranks_ptr + slot * MEMBERS + member)
+                        b_RN = tl.load(
+                            b_ptr + (slot * N + result_N[None, :]).to(tl.int64) * RANK + r_R[:, None],
+                            mask=used_R[:, None] & of_member_N[None, :],
+                            other=0.0,
+                        )
+                        own_TR = tl.where(mine_T[:, None], z_TR, 0.0).to(b_RN.dtype)
+                        sum_TN = tl.dot(own_TR, b_RN, sum_TN, input_precision="ieee")
     tl.store(out_ptr + place_TN, sum_TN.to(y_TN.dtype), mask=mask_TN)
 
 
@@ -188,17 +295,52 @@ def launch(
     y_TN, x_TK = y_TN.contiguous(), x_TK.contiguous()
     num_slots, rows, k = a_SRK.shape
     num_tokens, num_results = y_TN.shape
-    rank = b_SNR.shape[2]
-    few = num_tokens <= FEW_TOKENS
-    block_t = 16 if few else 64
+    rank, ends = b_SNR.shape[2], tuple(accumulate(sizes))
+    begins = (0, *ends[:-1])
+    out_TN = torch.empty_like(y_TN)
+    dependent = dependent_launch(x_TK.device)
+    if num_tokens <= FEW_TOKENS:
+        num_splits = cdiv(k, TOKEN_COLUMNS)
+        z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
+        shrink_token_kernel[(num_tokens, num_splits, len(sizes))](
+            x_TK,
+            a_SRK,
+            ranks_SM,
+            slots_T,
+            z,
+            num_tokens,
+            K=k,
+            RANK=rank,
+            MEMBERS=len(sizes),
+            BLOCK_R=TOKEN_RANKS,
+            BLOCK_K=TOKEN_COLUMNS,
+            **dependent,
+        )
+        expand_token_kernel[(num_tokens, cdiv(num_results, TOKEN_RESULTS))](
+            y_TN,
+            z,
+            b_SNR,
+            ranks_SM,
+            slots_T,
+            out_TN,
+            num_tokens,
+            N=num_results,
+            RANK=rank,
+            BEGINS=begins,
+            ENDS=ends,
+            NUM_SPLITS=num_splits,
+            BLOCK_S=next_power_of_2(num_splits),
+            BLOCK_N=TOKEN_RESULTS,
+            BLOCK_R=TOKEN_RANKS,
+            **dependent,
+        )
+        return out_TN
+    block_t, block_k, block_n = 64, 64, 128
     tiles = cdiv(num_tokens, block_t)
-    block_k = 128 if few else 64
     most_splits = max(1, min(k // LEAST_COLUMNS, ENOUGH_PROGRAMS // tiles))
     split_columns = cdiv(cdiv(k, most_splits), block_k) * block_k
     num_splits = cdiv(k, split_columns)
     z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
-    out_TN = torch.empty_like(y_TN)
-    dependent = dependent_launch(x_TK.device)
     shrink_kernel[(tiles, num_slots, num_splits)](
         x_TK,
         a_SRK,
@@ -215,7 +357,6 @@ def launch(
         BLOCK_K=block_k,
         **dependent,
     )
-    block_n = 64 if few else 128
     expand_kernel[(tiles, cdiv(num_results, block_n))](
         y_TN,
         z,
@@ -227,8 +368,8 @@ def launch(
         num_splits,
         N=num_results,
         RANK=rank,
-        BEGINS=(0, *accumulate(sizes[:-1])),
-        ENDS=tuple(accumulate(sizes)),
+        BEGINS=begins,
+        ENDS=ends,
         NUM_SLOTS=num_slots,
         BLOCK_T=block_t,
         BLOCK_N=block_n,

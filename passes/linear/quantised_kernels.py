@@ -176,6 +176,7 @@ def product(
     scheme: LinearScheme,
 ) -> torch.Tensor:
     """[T, N]: rounded(x) @ decoded weight^T + bias in plain torch, in fp32, rounded once to the dtype of x."""
+    assert codes_NK.dtype == scheme.weight.dtype, codes_NK.dtype
     rounded_TK = x_TK.float()
     if scheme.inputs is not None:
         rounded_TK = decode(*rounded_by_torch(x_TK, scheme.inputs, input_scale_1), scheme.inputs)

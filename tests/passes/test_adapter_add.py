@@ -17,7 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
-from compiled_engine.passes.linear.adapter_add import expand_kernel, launch, reference, shrink_kernel
+from compiled_engine.passes.linear.adapter_add import (
+    expand_kernel,
+    expand_token_kernel,
+    launch,
+    reference,
+    shrink_kernel,
+    shrink_token_kernel,
+)
 
 
 class Case(NamedTuple):
@@ -36,6 +43,7 @@ CASES = [
     Case(17, 96, (70, 70), 4, 16),
     Case(70, 130, (33,), 2, 20),
     Case(66, 64, (130, 24, 8, 8), 3, 64),
+    Case(9, 1100, (300, 260), 3, 24),
 ]
 LARGE = [
     Case(1, 4096, (4096, 1024, 1024), 8, 16),
@@ -105,28 +113,23 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
-@pytest.mark.parametrize(("dtype", "few"), [("bf16", True), ("bf16", False), ("fp32", True)])
-def test_kernels_compile_for_hopper(dtype: str, few: bool) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kernels_compile_for_hopper(dtype: str) -> None:
     pointers = {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "b_ptr": f"*{dtype}"}
     pointers |= {"out_ptr": f"*{dtype}", "z_ptr": "*fp32", "ranks_ptr": "*i32", "slots_ptr": "*i32"}
-    block_t = 16 if few else 64
-    shared = {"RANK": 16, "BLOCK_T": block_t, "DEPENDENT_LAUNCH": True}
-    kernels: list[tuple[Any, dict[str, Any]]] = [
-        (shrink_kernel, {"K": 4096, "MEMBERS": 3, "BLOCK_R": 64, "BLOCK_K": 128 if few else 64}),
-        (
-            expand_kernel,
-            {
-                **{"N": 6144, "BEGINS": (0, 4096, 5120), "ENDS": (4096, 5120, 6144)},
-                **{"NUM_SLOTS": 8, "BLOCK_N": 64, "BLOCK_R": 16},
-            },
-        ),
+    merged = {"N": 6144, "BEGINS": (0, 4096, 5120), "ENDS": (4096, 5120, 6144)}
+    kernels: list[tuple[Any, bool, dict[str, Any]]] = [
+        (shrink_kernel, True, {"K": 4096, "MEMBERS": 3, "BLOCK_T": 64, "BLOCK_R": 64, "BLOCK_K": 64}),
+        (expand_kernel, True, merged | {"NUM_SLOTS": 8, "BLOCK_T": 64, "BLOCK_N": 128, "BLOCK_R": 16}),
+        (shrink_token_kernel, False, {"K": 4096, "MEMBERS": 3, "BLOCK_R": 16, "BLOCK_K": 512}),
+        (expand_token_kernel, False, merged | {"NUM_SPLITS": 24, "BLOCK_S": 32, "BLOCK_N": 256, "BLOCK_R": 16}),
     ]
-    for kernel, own in kernels:
+    for kernel, on_tensor_cores, own in kernels:
         jit = getattr(kernel, "jit_function", kernel)
-        constants = shared | own
+        constants = {"RANK": 16, "DEPENDENT_LAUNCH": True} | own
         signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in jit.arg_names}
         program = triton.compile(ASTSource(jit, signature, constants), target=GPUTarget("cuda", 90, 32))
-        assert "mma" in program.asm["ptx"] if dtype == "bf16" else "fma" in program.asm["ptx"]
+        assert ("mma" in program.asm["ptx"]) == (on_tensor_cores and dtype == "bf16")
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
