@@ -153,11 +153,12 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
                     widest = wide_TV[position - 1, token_id].item()
                     from_float64.append((abs(logprob.logprob - widest), abs(exact - widest)))
     count = len(differences)
-    most = [max(column) for column in zip(*from_float64, strict=True)] or (None, None)
+    most = tuple(max(column) for column in zip(*from_float64, strict=True)) or (None, None)
     routed = narrow is not None and any(getattr(oracle.config.get_text_config(), name, 0) for name in _EXPERTS)
     medians = (statistics.median(differences), statistics.median(of_transformers)) if routed else None
     means = sum(differences) / count, sum(of_transformers) / count
-    return Difference(max(differences), *means, rate, *most, medians)
+    ours, theirs = most
+    return Difference(max(differences), *means, rate, ours, theirs, medians)
 
 
 def tokens_per_s(llm: LLM) -> float:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -21,7 +22,7 @@ from compiled_engine.graphs.compiler.trace import GuardError, require_no_guards
 from compiled_engine.process.child import environment_variables
 
 aten = torch.ops.aten
-Size = int | torch.SymInt
+Size = Any  # int or torch.SymInt
 
 
 def compile_piece(entry: Path, key: str) -> float:

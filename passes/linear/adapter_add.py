@@ -297,84 +297,46 @@ def launch(
     num_tokens, num_results = y_TN.shape
     rank, ends = b_SNR.shape[2], tuple(accumulate(sizes))
     begins = (0, *ends[:-1])
+    few, block_t, block_k, block_n = num_tokens <= FEW_TOKENS, 64, 64, 128
+    tiles = cdiv(num_tokens, block_t)
+    most_splits = max(1, min(k // LEAST_COLUMNS, ENOUGH_PROGRAMS // tiles))
+    split_columns = TOKEN_COLUMNS if few else cdiv(cdiv(k, most_splits), block_k) * block_k
+    num_splits = cdiv(k, split_columns)
+    z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
     out_TN = torch.empty_like(y_TN)
-    dependent = dependent_launch(x_TK.device)
-    if num_tokens <= FEW_TOKENS:
-        num_splits = cdiv(k, TOKEN_COLUMNS)
-        z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
+    shrunk = x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens
+    of_shrink = {"K": k, "RANK": rank, "MEMBERS": len(sizes), **dependent_launch(x_TK.device)}
+    expanded = y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens
+    of_expand = {"N": num_results, "RANK": rank, "BEGINS": begins, "ENDS": ends, **dependent_launch(x_TK.device)}
+    if few:
         shrink_token_kernel[(num_tokens, num_splits, len(sizes))](
-            x_TK,
-            a_SRK,
-            ranks_SM,
-            slots_T,
-            z,
-            num_tokens,
-            K=k,
-            RANK=rank,
-            MEMBERS=len(sizes),
-            BLOCK_R=TOKEN_RANKS,
-            BLOCK_K=TOKEN_COLUMNS,
-            **dependent,
+            *shrunk, BLOCK_R=TOKEN_RANKS, BLOCK_K=TOKEN_COLUMNS, **of_shrink
         )
         expand_token_kernel[(num_tokens, cdiv(num_results, TOKEN_RESULTS))](
-            y_TN,
-            z,
-            b_SNR,
-            ranks_SM,
-            slots_T,
-            out_TN,
-            num_tokens,
-            N=num_results,
-            RANK=rank,
-            BEGINS=begins,
-            ENDS=ends,
+            *expanded,
             NUM_SPLITS=num_splits,
             BLOCK_S=next_power_of_2(num_splits),
             BLOCK_N=TOKEN_RESULTS,
             BLOCK_R=TOKEN_RANKS,
-            **dependent,
+            **of_expand,
         )
         return out_TN
-    block_t, block_k, block_n = 64, 64, 128
-    tiles = cdiv(num_tokens, block_t)
-    most_splits = max(1, min(k // LEAST_COLUMNS, ENOUGH_PROGRAMS // tiles))
-    split_columns = cdiv(cdiv(k, most_splits), block_k) * block_k
-    num_splits = cdiv(k, split_columns)
-    z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
     shrink_kernel[(tiles, num_slots, num_splits)](
-        x_TK,
-        a_SRK,
-        ranks_SM,
-        slots_T,
-        z,
-        num_tokens,
+        *shrunk,
         split_columns,
-        K=k,
-        RANK=rank,
-        MEMBERS=len(sizes),
         BLOCK_T=block_t,
         BLOCK_R=min(64, max(16, next_power_of_2(rows))),
         BLOCK_K=block_k,
-        **dependent,
+        **of_shrink,
     )
     expand_kernel[(tiles, cdiv(num_results, block_n))](
-        y_TN,
-        z,
-        b_SNR,
-        ranks_SM,
-        slots_T,
-        out_TN,
-        num_tokens,
+        *expanded,
         num_splits,
-        N=num_results,
-        RANK=rank,
-        BEGINS=begins,
-        ENDS=ends,
         NUM_SLOTS=num_slots,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_R=min(64, max(16, next_power_of_2(rank))),
-        **dependent,
+        **of_expand,
     )
     return out_TN
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,31 @@ from compiled_engine.passes.linear.silu_mul import silu_mul
 aten = torch.ops.aten
 
 
-def pointwise_piece(scale: float = 2.0) -> fx.GraphModule:
-    """(relu(x @ w.t()) * scale, x.view(n * 4)) for x [n, 4] of any n."""
+def piece_of(
+    inputs: Callable[[torch.SymInt], list[torch.Tensor]], body: Callable[..., tuple[fx.Node, ...]]
+) -> fx.GraphModule:
+    """A piece with these inputs and then n, any in 1 to 64. body(call, x, w, n): what it returns."""
     shape_env = ShapeEnv()
     with shape_env.ignore_fresh_unbacked_symbols():
         n = shape_env.create_unbacked_symint()
     shape_env.constrain_symbol_range(n.node.expr, 1, 64)
     graph = fx.Graph()
     with FakeTensorMode(shape_env=shape_env):
-        inputs = [torch.empty(n, 4), torch.empty(8, 4), n]
         nodes = [graph.placeholder(name) for name in "xwn"]
-        for node, value in zip(nodes, inputs, strict=True):
+        for node, value in zip(nodes, [*inputs(n), n], strict=True):
             node.meta["val"] = value
-        x, w, _ = nodes
-        t = graph.call_function(aten.t.default, (w,))
-        product = graph.call_function(aten.mm.default, (x, t))
-        relu = graph.call_function(aten.relu.default, (product,))
-        scaled = graph.call_function(aten.mul.Tensor, (relu, scale))
-    graph.output((scaled, product))
+        graph.output(body(graph.call_function, *nodes))
     return fx.GraphModule({}, graph)
+
+
+def pointwise_piece(scale: float = 2.0) -> fx.GraphModule:
+    """(relu(x @ w.t()) * scale, x @ w.t()) for x [n, 4]."""
+
+    def body(call: Any, x: fx.Node, w: fx.Node, n: fx.Node) -> tuple[fx.Node, ...]:
+        product = call(aten.mm.default, (x, call(aten.t.default, (w,))))
+        return call(aten.mul.Tensor, (call(aten.relu.default, (product,)), scale)), product
+
+    return piece_of(lambda n: [torch.empty(n, 4), torch.empty(8, 4)], body)
 
 
 def call(piece: object, rows: int) -> tuple[torch.Tensor, ...]:
@@ -82,22 +89,13 @@ def test_an_op_that_is_not_registered_is_named() -> None:
 
 
 def reshaped_piece() -> fx.GraphModule:
-    """(x * w).view(n, 96) + 1 for x [4n, 24] of any n."""
-    shape_env = ShapeEnv()
-    with shape_env.ignore_fresh_unbacked_symbols():
-        n = shape_env.create_unbacked_symint()
-    shape_env.constrain_symbol_range(n.node.expr, 1, 64)
-    graph = fx.Graph()
-    with FakeTensorMode(shape_env=shape_env):
-        inputs = [torch.empty(4 * n, 24), torch.empty(24), n]
-        nodes = [graph.placeholder(name) for name in "xwn"]
-        for node, value in zip(nodes, inputs, strict=True):
-            node.meta["val"] = value
-        x, w, count = nodes
-        product = graph.call_function(aten.mul.Tensor, (x, w))
-        joined = graph.call_function(aten.view.default, (product, [count, 96]))
-    graph.output((graph.call_function(aten.add.Tensor, (joined, 1.0)),))
-    return fx.GraphModule({}, graph)
+    """(x * w).view(n, 96) + 1 for x [4n, 24]."""
+
+    def body(call: Any, x: fx.Node, w: fx.Node, n: fx.Node) -> tuple[fx.Node, ...]:
+        joined = call(aten.view.default, (call(aten.mul.Tensor, (x, w)), [n, 96]))
+        return (call(aten.add.Tensor, (joined, 1.0)),)
+
+    return piece_of(lambda n: [torch.empty(4 * n, 24), torch.empty(24)], body)
 
 
 def entry_with(folder: Path, *pieces: fx.GraphModule) -> list[str]:
