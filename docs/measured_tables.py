@@ -283,6 +283,47 @@ def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mappin
     return below(markdown(["", *columns.values()], table), result)
 
 
+def kv_cache_speed(result: Result) -> str:
+    """A row for each format of the KV cache: milliseconds a token, prefill, and how many blocks fit."""
+    headings = ["cache", "1 x 128, ms", "8 x 128, ms", "1 x 32,000, ms", "16 x 16,000, ms", "prefill, tok/s", "blocks"]
+    tpots = ("tpot_1_ms", "tpot_8_ms", "tpot_1x32000_ms", "tpot_16x16000_ms")
+    rows = [
+        [
+            f"`{row['cache']}`",
+            *(f"{row[key]:.2f}" for key in tpots),
+            *(f"{row[key]:,}" for key in ("prefill_tok_s", "blocks")),
+        ]
+        for row in result["rows"]
+    ]
+    return below(markdown(headings, rows), result)
+
+
+def adapters(result: Result) -> str:
+    """A row for steps without and with adapters in use."""
+    headings = ["adapters in use", "batch 1, ms", "batch 8, ms", "batch 64, ms", "prefill, tok/s"]
+    rows = [
+        [row["adapters"], *(f"{row[f'tpot_{batch}_ms']:.2f}" for batch in (1, 8, 64)), f"{row['prefill_tok_s']:,}"]
+        for row in result["rows"]
+    ]
+    return below(markdown(headings, rows), result)
+
+
+def embeddings(*results: Result) -> str:
+    """A row for each model and workload: texts a second of the engine and of transformers."""
+    headings = ["model", "texts x tokens", "engine, texts/s", "transformers, texts/s", "best to best"]
+    rows = [
+        [
+            result["model"]["name"],
+            row["workload"].replace("x", " x "),
+            *(f"{row['contenders'][name]['texts_per_s']['median']:,.0f}" for name in ("engine", "transformers")),
+            f"{row['ratio']:.2f}",
+        ]
+        for result in results
+        for row in result["results"]
+    ]
+    return below(markdown(headings, rows), *results)
+
+
 def kv_cache_loss(result: Result) -> str:
     """A row for each format of the KV cache."""
     headings = ["cache", "loss added", "KL", "KL at position 100", "KL at 1,500 to 2,000", "same token"]
