@@ -110,6 +110,24 @@ def test_a_request_may_do_without_drafts(own_draft: LLM) -> None:
     assert after["steps"] == before["steps"] + 12
 
 
+def test_an_aborted_request_leaves_nothing_to_the_next_in_its_row(own_draft: LLM) -> None:
+    """Neither tokens nor drafts: what is drafted for the others stays right."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+    prompts = ["def ", "import os\n\n\nclass ", "x = "]
+    expected = own_draft.generate(prompts, params, use_tqdm=False)
+    streams = [own_draft.stream(text, params) for text in ("for i in range(", "    return self.")]
+    for stream in streams:
+        next(stream)
+    before = own_draft.metrics()
+    for stream in streams:
+        stream.close()
+    found = own_draft.generate(prompts, params, use_tqdm=False)
+    own_draft.core.check_integrity()
+    after = own_draft.metrics()
+    assert [list(each.outputs[0].token_ids) for each in found] == [list(each.outputs[0].token_ids) for each in expected]
+    assert after["accepted_tokens"] - before["accepted_tokens"] == after["draft_tokens"] - before["draft_tokens"] > 0
+
+
 def test_the_cache_of_a_draft_model_counts(bundled_model_path: Path) -> None:
     """A block holds keys and values of both."""
     sizes = []
