@@ -97,6 +97,14 @@ def test_copies_that_no_request_uses_are_dropped_beyond_the_most() -> None:
     assert not engine.scheduler.adapters.unload("e")
 
 
+def test_the_copy_used_least_recently_is_dropped_first() -> None:
+    engine = Engine(max_loras=2, max_cpu_loras=2)
+    for adapter in ("a", "b", "a", "c"):
+        engine.add(f"of {adapter}", adapter)
+        engine.finish()
+    assert engine.dropped == ["b"]
+
+
 def test_an_adapter_in_use_is_not_unloaded() -> None:
     engine = Engine()
     engine.add("r", "a")

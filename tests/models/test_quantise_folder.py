@@ -170,12 +170,12 @@ def private_bytes() -> int:
 
 
 def test_memory_is_that_of_some_tensors(tmp_path: Path) -> None:
-    """Not that of the checkpoint, of 28 large tensors in one file."""
-    make_checkpoint(tmp_path / "plain", "llama", hidden_size=770, intermediate_size=3072, num_hidden_layers=4)
+    """Not that of the checkpoint, all in one file; the allocator may keep a few that were freed."""
+    make_checkpoint(tmp_path / "plain", "llama", hidden_size=770, intermediate_size=3072, num_hidden_layers=8)
     plan, watching, before = plan_of(tmp_path / "plain"), Watching(), private_bytes()
     write_folder(plan, tmp_path / "fp8", watching)
-    assert plan.bytes_before > 10 * 3072 * 770 * 4
-    assert max(watching.memory) - before < 4 * 3072 * 770 * 4
+    assert plan.bytes_before > 20 * 3072 * 770 * 4
+    assert max(watching.memory) - before < 7 * 3072 * 770 * 4
 
 
 @pytest.mark.parametrize("prefix", [None, "model.language_model."], ids=["transformers 4", "transformers 5"])
