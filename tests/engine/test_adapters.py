@@ -13,8 +13,9 @@ from checkpoints import load_checkpoint, make_checkpoint
 from torch import nn
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
+from compiled_engine.core.control import ControlError
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.models.checkpoint.adapter_folder import read_adapter
+from compiled_engine.models.checkpoint.adapter_folder import digest_of, read_adapter
 
 PROMPTS = [[3, 99, 5, 27, 64, 8, 120, 41], [7] * 20, list(range(1, 34)), [11, 12], [90, 2, 90, 2, 90], [55]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=0)
@@ -122,6 +123,17 @@ def test_replaced_files_are_another_adapter(adapted: Adapted, tmp_path: Path) ->
         assert_is_of(merged(adapted.base, folder), outputs[-1])
     assert [output.num_cached_tokens for output in outputs] == [0, 0]
     assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
+
+
+def test_files_that_are_replaced_between_the_digest_and_the_reading_are_refused(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    """Else a request would run with an adapter whose digest, and so whose cached prefixes, are another's."""
+    folder = make_adapter(tmp_path / "adapter", adapted.model, 4, seed=11)
+    named = digest_of(folder)
+    make_adapter(folder, adapted.model, 4, seed=12)
+    with pytest.raises(ControlError, match="has changed since its adapter was named; name it again"):
+        adapted.llm.core.load_adapter(str(folder), named)
 
 
 def test_what_is_no_adapter_for_the_engine_is_refused_in_one_line(adapted: Adapted, tmp_path: Path) -> None:

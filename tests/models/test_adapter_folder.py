@@ -66,6 +66,26 @@ def test_merged_is_what_peft_computes(way: str, base: tuple[Path, torch.nn.Modul
     torch.testing.assert_close(found, peft_logits(path, adapter), atol=3e-4, rtol=1e-4)
 
 
+def test_alpha_is_8_where_the_config_has_none(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    """As LoraConfig has it."""
+    adapter = make_adapter(tmp_path / "adapter", base[1], rank=4)
+    fields = json.loads((adapter / CONFIG).read_text())
+    del fields["lora_alpha"]
+    (adapter / CONFIG).write_text(json.dumps(fields))
+    assert {each.scale for each in read_adapter(adapter).linears.values()} == {2.0}
+
+
+def test_a_pattern_names_the_end_of_a_module(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    """And nothing within: `self_attn` is no linear."""
+    patterns = {"self_attn": 2, "self_attn.q_proj": 16}
+    adapter = make_adapter(tmp_path / "adapter", base[1], rank=4, lora_alpha=8)
+    fields = json.loads((adapter / CONFIG).read_text()) | {"alpha_pattern": patterns}
+    (adapter / CONFIG).write_text(json.dumps(fields))
+    scales = {name: each.scale for name, each in read_adapter(adapter).linears.items()}
+    assert {scale for name, scale in scales.items() if "q_proj" in name} == {4.0}
+    assert {scale for name, scale in scales.items() if "q_proj" not in name} == {2.0}
+
+
 def test_whole_tensors_and_embeddings_are_merged(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     path, _ = base
