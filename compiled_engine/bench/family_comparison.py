@@ -34,7 +34,7 @@ from compiled_engine.sampling.params import SamplingParams
 TOLERANCE = 3e-4
 # In bf16: how many times as far from the fp32 oracle as transformers in bf16 the engine may be, on average.
 BF16_FACTOR = 1.3
-# Where a family's configuration says that tokens are routed to experts.
+# Fields of a configuration that say how many experts there are.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PROMPT_LENS = (1, 5, 33, 70)
 OUTPUT_LEN = 10
@@ -153,11 +153,10 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
                     widest = wide_TV[position - 1, token_id].item()
                     from_float64.append((abs(logprob.logprob - widest), abs(exact - widest)))
     count = len(differences)
-    most = tuple(max(column) for column in zip(*from_float64, strict=True)) or (None, None)
+    ours, theirs = tuple(max(column) for column in zip(*from_float64, strict=True)) or (None, None)
     routed = narrow is not None and any(getattr(oracle.config.get_text_config(), name, 0) for name in _EXPERTS)
     medians = (statistics.median(differences), statistics.median(of_transformers)) if routed else None
     means = sum(differences) / count, sum(of_transformers) / count
-    ours, theirs = most
     return Difference(max(differences), *means, rate, ours, theirs, medians)
 
 

@@ -22,7 +22,6 @@ from compiled_engine.graphs.compiler.trace import GuardError, require_no_guards
 from compiled_engine.process.child import environment_variables
 
 aten = torch.ops.aten
-Size = Any  # int or torch.SymInt
 
 
 def compile_piece(entry: Path, key: str) -> float:
@@ -69,9 +68,9 @@ def divide_views(graph: fx.Graph) -> None:
             node.replace_input_with(node.args[0], view)
 
 
-def divided_shape(before: Sequence[Size], after: Sequence[Size]) -> tuple[Size, ...] | None:
+def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...] | None:
     """The shape from which either shape comes by joining neighbours; None if there is none or two of its sizes are
-    symbols."""
+    symbols. Sizes are int or torch.SymInt."""
     left, right, found = list(before), list(after), []
     while left and right:
         a, b = left.pop(), right.pop()

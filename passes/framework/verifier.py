@@ -218,7 +218,7 @@ def _results(
 
 
 def _widened(value: Any) -> Any:
-    """Widen values, not codes of 8 bits, which the scales that belong to them stand beside."""
+    """Return values in fp32. Codes of 8 bits stay: kernels multiply them as they are."""
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in ULPS else value
 
 

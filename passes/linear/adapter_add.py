@@ -32,7 +32,7 @@ from compiled_engine.passes.framework.op_library import define_op
 
 # Up to this many tokens, a program has one.
 FEW_TOKENS = 64
-# Of such a program: columns of x in shrink, results in expand, and rows of A or columns of B at a time.
+# The tiles of such a program: columns of x (shrink), results (expand), and the ranks that are read together (both).
 TOKEN_COLUMNS, TOKEN_RESULTS, TOKEN_RANKS = 512, 256, 16
 # Columns of x that a program with a tile of tokens reads at least, and the programs that are worth splitting for.
 LEAST_COLUMNS, ENOUGH_PROGRAMS = 256, 512
