@@ -57,9 +57,10 @@ def families(
 
     asked = mode or ["eager", "verified" if tensor_parallel_size > 1 else "fused"]
     with bad_input_is_reported((ValueError, TypeError)):
-        wrong = "fused" if tensor_parallel_size > 1 else "verified"
-        if wrong in asked:
-            raise ValueError(f"mode is {wrong!r} with tensor_parallel_size {tensor_parallel_size}; see --help")
+        allowed = ("eager", "compiled", "graphed", "verified" if tensor_parallel_size > 1 else "fused")
+        if unknown := [name for name in asked if name not in allowed]:
+            ranks = f"with tensor_parallel_size {tensor_parallel_size}"
+            raise ValueError(f"mode is {unknown[0]!r}; allowed {ranks}: {', '.join(allowed)}")
         cases = [known(name) for name in family] if family else [*FAMILIES, *WRAPPERS]
         options: dict[str, Any] = {"dtype": dtype, "device": device, "model_impl": model_impl}
         if tensor_parallel_size > 1:
