@@ -24,6 +24,7 @@ from left_over import nothing_left
 from tiny_tokenizers import KINDS
 
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from compiled_engine.kernels.cache_folder import VARIABLE, kernel_folder, kernel_variables
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 
 __all__ = ["nothing_left"]  # a fixture
@@ -43,19 +44,29 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 own_cache_dir = pytest.StashKey[str]()
+own_kernels = pytest.StashKey[dict[str, str]]()
 own_compiler = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled artifacts go to one folder for the whole run (workers inherit it), never to the user's."""
+    """Compiled artifacts go to one folder for the whole run (workers inherit it), never to the user's.
+
+    So do kernels that tests launch without an engine. In Triton's own folder, processes that compile a kernel at the
+    same time replace each other's libraries, see CheckedFiles.put.
+    """
     if CACHE_VARIABLE not in os.environ:
         os.environ[CACHE_VARIABLE] = config.stash[own_cache_dir] = tempfile.mkdtemp(prefix="compiled-engine-tests-")
+    if VARIABLE not in os.environ:
+        config.stash[own_kernels] = kernel_variables(kernel_folder(Path(os.environ[CACHE_VARIABLE])))
+        os.environ.update(config.stash[own_kernels])
     if "CXX" not in os.environ:
         config.stash[own_compiler] = folder = Path(tempfile.mkdtemp(prefix="compiled-engine-tests-"))
         os.environ["CXX"] = str(quick_compiler.install(folder) or "g++")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    for name in config.stash.get(own_kernels, {}):
+        os.environ.pop(name, None)
     if own_cache_dir in config.stash:
         shutil.rmtree(config.stash[own_cache_dir], ignore_errors=True)
         del os.environ[CACHE_VARIABLE]

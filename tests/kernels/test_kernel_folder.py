@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
 from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder, kernels_in
+from compiled_engine.kernels.checked_files import CheckedFiles
 from compiled_engine.kernels.cpp_library import load_library
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -116,6 +117,15 @@ def test_no_process_sees_a_library_change_its_inode(root: Path) -> None:
         seen = list(pool.map(build, range(8)))
     assert all(inodes == seen[0] for inodes in seen)
     assert damaged_kernels(root) == []
+
+
+def test_kernels_of_tests_side_by_side_are_in_such_a_folder() -> None:
+    """Also those that are launched without an engine."""
+    from triton.runtime.cache import get_cache_manager
+
+    manager = get_cache_manager("00" * 32)
+    assert isinstance(manager, CheckedFiles)
+    assert Path(manager.cache_dir).parent == Path(os.environ["COMPILED_ENGINE_CACHE_DIR"]) / "kernels"
 
 
 def _of_another(folder: Path) -> None:
