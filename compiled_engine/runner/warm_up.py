@@ -204,9 +204,6 @@ def sample_once(
     )
     if (num_logprobs_R := sampler.num_logprobs(np.arange(num_rows))) is not None:
         batch_logprobs(logits_RV, token_ids_R.int().clamp(min=0), num_logprobs_R, vocabulary=vocabulary)
-    if device.type == "cuda":
-        # A kernel writes to pinned memory, which nobody holds from here on: the next upload may get it.
-        torch.cuda.current_stream(device).synchronize()
     return token_ids_R
 
 

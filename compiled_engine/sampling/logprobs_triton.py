@@ -2,7 +2,7 @@
 and how many logits are above the chosen token's; then of each row the whole, and its top tokens.
 
 The second one merges the blocks: whichever holds the largest logit that is left yields it, and is read again for the
-largest below that. So only blocks with a top token are read twice. It writes to pinned host memory.
+largest below that. So only blocks with a top token are read twice.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.rows.staged_writes import download
 from compiled_engine.sampling.sampled_tokens import row_width
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
 
@@ -119,13 +120,17 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """See logprobs.logprob_rows. The rows are in pinned memory, on a CPU (where kernels are interpreted) in any."""
+    """See logprobs.logprob_rows. The rows are in pinned memory, on a CPU (where kernels are interpreted) in any.
+
+    They are copied there: PyTorch's allocator knows of copies that are under way, and not of kernels that write, so it
+    would give memory that such a kernel is still to write to the next upload.
+    """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
     assert token_ids_R.dtype == torch.int32
-    rows_RW = torch.empty(num_rows, row_width(num_top), dtype=torch.int32, pin_memory=device.type == "cuda")
+    rows_RW = torch.empty(num_rows, row_width(num_top), dtype=torch.int32, device=device)
     if num_rows == 0:
-        return rows_RW
+        return download(rows_RW)
     num_blocks = cdiv(vocab_size, BLOCK_V)
     best_RB = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=device)
     sum_RB = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
@@ -142,4 +147,4 @@ def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> 
         TILE_B=next_power_of_2(num_blocks),
         num_warps=8,
     )
-    return rows_RW
+    return download(rows_RW)

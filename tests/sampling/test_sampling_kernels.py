@@ -20,7 +20,7 @@ from token_masks import step_masks
 
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.edits import penalty_bytes
-from compiled_engine.sampling.logprobs import batch_logprobs
+from compiled_engine.sampling.logprobs import batch_logprobs, logprob_rows
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
@@ -293,6 +293,18 @@ def test_edits_and_logprobs_on_a_gpu(num_samples: int, vocab_size: int) -> None:
     cases.masks_match("cuda", num_samples, vocab_size)
     cases.logprobs_match("cuda", num_samples, vocab_size, torch.float32)
     cases.logprobs_match("cuda", num_samples, vocab_size, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_memory_of_logprobs_on_their_way_is_not_given_to_others() -> None:
+    """Nobody may wait for them: ranks that do not report drop them at once, and upload the next step."""
+    logits_RV, token_ids_R = torch.zeros(4, 512, device="cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
+    shape = logprob_rows(logits_RV, token_ids_R, 1).shape
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    place = logprob_rows(logits_RV, token_ids_R, 1).data_ptr()
+    others = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(4)]
+    assert place not in [other.data_ptr() for other in others]
 
 
 @pytest.mark.gpu
