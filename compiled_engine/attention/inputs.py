@@ -47,7 +47,9 @@ class AttentionInputs:
     block_table_RB: int32 [R, B], block numbers of each request, in order; entries past the end are 0.
     slot_mapping_T: int64 [T], block * block_size + offset where each token's K and V go; -1 writes nothing.
     host_3: int32 [3] on the CPU: how many leading requests have exactly one query token, the longest query, and
-        an upper bound of seq_lens_R. All values that a captured kernel used are part of its GraphKey.
+        an upper bound of seq_lens_R. If all have one, the longest query is the number of rows in turn that share a
+        request: a token and its drafts, whose contexts end one after the other; those at the end may be padding. A
+        backend may ignore that. All values that a captured kernel used are part of its GraphKey.
     backend: name of the attention backend.
     work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty if nothing was planned: a backend that
         wants a plan then makes one at each call.

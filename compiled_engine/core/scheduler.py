@@ -312,7 +312,7 @@ class Scheduler:
         if num_tokens > 1 and start + 1 < request.num_tokens:
             draft.num_prefill_tokens += num_tokens
         if end >= request.next_block_end:
-            if num_tokens == self._most_new_tokens:
+            if num_tokens <= self._most_new_tokens:
                 draft.completed.append(request)
             else:
                 self._kv_cache.register(request)

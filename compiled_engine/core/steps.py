@@ -90,9 +90,9 @@ class StepDraft:
 
     decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
     indices in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
-    `max_prefill_tokens` where others run. completed: requests whose share of as many tokens as a decode completes a
-    block, which no request of this step may read. bounds: most sampled tokens of requests that sample fewer than
-    decode_tokens.
+    `max_prefill_tokens` where others run. completed: requests whose share of at most as many tokens as a decode
+    completes a block, which no request of this step may read: a kernel may write it while another row attends. bounds:
+    most sampled tokens of requests that sample fewer than decode_tokens.
     """
 
     lane: int = 0

@@ -88,7 +88,7 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             "max_num_batched_tokens"
         )
     rates = _acceptance_rates(given, num_tokens)
-    _check_together(options, config)
+    _check_together(options, config, method)
     if method == DRAFT_MODEL:
         draft = resolve_draft(options, given, config, progress)
         return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates)
@@ -212,15 +212,15 @@ def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float,
     return tuple(map(float, rates))
 
 
-def _check_together(options: EngineOptions, config: EngineConfig) -> None:
+def _check_together(options: EngineOptions, config: EngineConfig, method: str) -> None:
     """Raise ValueError for options that drafts do not go with."""
     reason, device = None, config.device
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"
     elif config.model.recurrences is not None:
         reason = "the model has recurrences, whose states cannot go back to before a draft"
-    elif device.type != "cpu":
-        reason = f"the device is {device}, and drafts are verified on a CPU alone"
+    elif device.type != "cpu" and method == DRAFT_MODEL:
+        reason = f"the device is {device}, and draft models run on a CPU alone"
     elif config.parallel.num_stages > 1:
         reason = f"pipeline_parallel_size is {config.parallel.num_stages}: drafts take one stage"
     elif options.logits_processors:

@@ -29,6 +29,7 @@ from compiled_engine.runner.input_batch import (
     step_of_batch,
 )
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.ngram import Proposer
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_sampling import StepSampling
 
@@ -45,7 +46,8 @@ class PaddedStep:
     """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be refilled until the first capture.
 
     attention_case: the case for which attention's work is planned; None if each layer plans its own. samples: whether
-    the result is logits, not the input of the next pipeline stage.
+    the result is logits, not the input of the next pipeline stage. proposer: launches drafts; None where there are
+    none, or where the host knows them.
     """
 
     def __init__(
@@ -59,11 +61,12 @@ class PaddedStep:
         attention_case: AttentionCase | None,
         max_model_len: int,
         samples: bool = True,
+        proposer: Proposer | None = None,
     ):
         self.model, self.sampling, self.states = model, sampling, states
         self.buffers, self.kv_caches = buffers, kv_caches
         self._backend, self._case, self._max_model_len = attention_backend, attention_case, max_model_len
-        self.samples = samples
+        self.samples, self.proposer = samples, proposer
 
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
@@ -73,9 +76,9 @@ class PaddedStep:
     def run(self, key: GraphKey) -> torch.Tensor:
         """Run the part of a step that the key's graph holds.
 
-        A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states;
-        stages without sampling run only their part. Another full key: input preparation and forward. Any other: the
-        forward of inputs that are there.
+        A decode key: drafts, input preparation, forward, logits, sampling by temperature and seed, advance of the
+        states; stages without sampling run only their part. Another full key: drafts, input preparation and forward.
+        Any other: the forward of inputs that are there.
         """
         return self._run(key, distinct=False)
 
@@ -87,7 +90,7 @@ class PaddedStep:
         batch = self._empty(key)
         self.states.writes.discard()  # `fill` made these writes
         if key.kind is GraphKind.FULL:
-            prepare(batch, self.states, self.buffers)
+            self.prepare(batch)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
         if not key.is_decode:
             return output.tensor
@@ -118,9 +121,15 @@ class PaddedStep:
             adapted=batch.adapted,
         )
 
+    def prepare(self, batch: InputBatch) -> None:
+        """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
+        if self.proposer is not None:
+            self.proposer.launch(batch, self.buffers)
+        prepare(batch, self.states, self.buffers)
+
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
         """Make the batch's inputs from what was staged, and plan attention's work."""
-        prepare(batch, self.states, self.buffers)
+        self.prepare(batch)
         inputs = attention_inputs_of(step_of_batch(batch, self.buffers), self._backend)
         self._plan(inputs)
         return inputs
@@ -178,7 +187,8 @@ class CapturedSteps:
 
     def __init__(self, config: EngineConfig, graph: GraphConfig, step: PaddedStep, capture: Capture | None):
         self._step = step
-        self.dispatcher = Dispatcher(graph, config.scheduler, () if config.adapters is None else (ADAPTERS,))
+        fields = () if config.adapters is None else (ADAPTERS,)
+        self.dispatcher = Dispatcher(graph, config.scheduler, fields, config.most_new_tokens)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]
         if in_parts and by_request:  # their number is not that of the capture
@@ -192,14 +202,23 @@ class CapturedSteps:
             self.graphs = CudaGraphManager(self.dispatcher.keys, capture, step)
 
     def graph_for(
-        self, num_tokens: int, num_requests: int, longest: int, hidden_wanted: bool, *, adapted: bool = False
+        self,
+        num_tokens: int,
+        num_requests: int,
+        longest: int,
+        hidden_wanted: bool,
+        *,
+        adapted: bool = False,
+        queries: int | None = None,
     ) -> GraphKey | None:
         """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. adapted: a
-        request has an adapter."""
-        decodes_only = num_tokens == num_requests
+        request has an adapter. queries: a token and drafts of each request, if all have as many."""
+        if queries is None and num_tokens == num_requests:
+            queries = 1
+        decodes_only = queries is not None
         self.counters.batch(num_tokens, decodes_only)
         values = {ADAPTERS.name: 1} if adapted else None
-        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest, values)
+        key = self.dispatcher.dispatch(num_tokens, num_requests, queries, longest, values)
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, adapted=adapted)):
@@ -212,7 +231,7 @@ class CapturedSteps:
         """Replay the graph if the batch has a key; otherwise run the forward. hidden_wanted: return no logits."""
         if batch.key is not None:
             return self.replay(batch)
-        prepare(batch, self._step.states, self._step.buffers)
+        self._step.prepare(batch)
         return self._step.forward(batch, hidden_wanted=hidden_wanted)
 
     def replay(self, batch: InputBatch) -> ForwardOutput:

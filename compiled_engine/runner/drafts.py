@@ -6,55 +6,105 @@ computes it: a draft is right exactly if it is that token. A step yields the dra
 token sampled in its place. So drafts change no token, greedy or sampled, whatever they are.
 
 In a batch each of these tokens has a row of its own, with the request's blocks and with a context that ends at the
-token. K and V of the whole batch are written before any row attends, which holds on a CPU. So attention and sampling
-serve drafts as they serve decodes. A wrong draft leaves K and V behind the newest token, where the next step writes
-before anything reads.
+token. K and V of the whole batch are written before any row attends. So attention and sampling serve drafts as they
+serve decodes. A wrong draft leaves K and V behind the newest token, where the next step writes before anything reads.
 
-The host knows the drafts when it makes the batch: on a CPU steps end when they are launched.
+On a CPU steps end when they are launched: the host knows the drafts when it makes the batch, and a draft that there is
+not has no row. On a GPU the host knows the most that there may be, and a row whose draft does not exist is one of
+padding. If no request of a step computes a prompt, each has as many rows as any other, one behind the other, so that
+attention reads the keys of a request once for all of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.messages import SchedulerOutput
-from compiled_engine.runner.input_batch import LAST_NUMBER, RING, DraftedRows, InputBatch, InputBuffers
+from compiled_engine.runner.input_batch import (
+    LAST_NUMBER,
+    NO_DRAFT,
+    NOT_TAKEN,
+    RING,
+    DraftedRows,
+    InputBatch,
+    InputBuffers,
+)
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.gumbel import splitmix64
 
 # The index of a hash that is no token's.
-NO_TOKEN = np.array([1 << 62], np.uint64)
+NO_TOKEN = 1 << 62
 
 
-def make_drafted_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers) -> InputBatch:
-    """Make the batch of a step and stage it, as make_batch does.
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step with drafts. Suffix A: rows.
 
-    Rows of one token come first, those of a request in the order of its tokens. A request has fewer drafts in the step
-    than it was scheduled for if it has no more.
+    request_A: int, the index of a row's request in the step; those of a request follow one another in the order of its
+    tokens, rows of one token come first. number_A: see InputBuffers.draft_numbers_R. lens_A: tokens. exists_A: False
+    for padding. queries: rows of each request if all have as many, of a token each; else None.
     """
-    assert states.drafts_SK is not None
-    rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
-    step_starts_R, samples_R = np.array(step.starts, np.int32), np.array(step.samples)
-    behind_R = step_starts_R - states.num_known[rows_R]  # a row has drafts once it has sampled
-    has_R = (states.drafts_SK.numpy()[rows_R] >= 0).sum(1)
-    num_drafts_R = np.where(behind_R >= 0, np.minimum(counts_R - 1, has_R), 0)
-    single_R = (behind_R >= -1) | (counts_R == 1)
-    # From here on, suffix A: rows of the batch.
-    order_R = np.argsort(~single_R, kind="stable")
-    num_rows_R = num_drafts_R[order_R] + 1
-    request_A = np.repeat(order_R, num_rows_R)
-    number_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
-    lens_A = np.where(single_R, 1, counts_R)[request_A]
-    drafted = DraftedRows(
-        np.argsort(request_A, kind="stable"),
-        np.cumsum(num_drafts_R + 1) - num_drafts_R - 1,
-        num_drafts_R,
-        samples_R,
-    )
-    request_ids, starts_A = [step.request_ids[request] for request in request_A.tolist()], step_starts_R[request_A]
+
+    request_A: np.ndarray
+    number_A: np.ndarray
+    lens_A: np.ndarray
+    exists_A: np.ndarray
+    queries: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lens_A.sum())
+
+    @classmethod
+    def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool) -> StepRows:
+        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have."""
+        assert states.drafts_SK is not None
+        rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
+        step_starts_R = np.array(step.starts, np.int32)
+        behind_R = step_starts_R - states.num_known[rows_R]  # a row has drafts once it has sampled
+        num_drafts_R = np.where(behind_R >= 0, counts_R - 1, 0)
+        if known:
+            num_drafts_R = np.minimum(num_drafts_R, (states.drafts_SK.numpy()[rows_R] >= 0).sum(1))
+        single_R = (behind_R >= -1) | (counts_R == 1)
+        num_rows_R = num_drafts_R + 1
+        queries, order_R = None, np.argsort(~single_R, kind="stable")
+        if not known and single_R.all():
+            queries = 1 + states.drafts_SK.shape[1] if num_drafts_R.any() else 1
+            num_rows_R = np.full_like(num_rows_R, queries)
+            order_R = np.argsort(-step_starts_R, kind="stable")  # see make_batch
+        num_rows_R = num_rows_R[order_R]
+        request_A = np.repeat(order_R, num_rows_R)
+        number_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
+        lens_A = np.where(single_R, 1, counts_R)[request_A]
+        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], queries)
+
+
+def make_drafted_batch(
+    step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, rows: StepRows, key: GraphKey | None = None
+) -> InputBatch:
+    """Make the batch of a step, padded to `key`, and stage it, as make_batch does."""
+    request_A, number_A = rows.request_A, rows.number_A
+    places = np.argsort(request_A, kind="stable")
+    starts = np.flatnonzero(number_A[places] == 0)
+    samples_R = np.array(step.samples)
+    request_ids = [step.request_ids[request] for request in request_A.tolist()]
+    rows_A = np.where(rows.exists_A, states.rows(step.request_ids)[request_A], -1)
     return stage_numbered(
-        buffers, request_ids, rows_R[request_A], number_A, lens_A, starts_A, samples_R[request_A], drafted
+        buffers,
+        request_ids,
+        rows_A,
+        number_A,
+        rows.lens_A,
+        np.array(step.starts, np.int32)[request_A],
+        samples_R[request_A] & rows.exists_A,
+        DraftedRows(places, starts, samples_R),
+        key,
+        rows.queries,
     )
 
 
@@ -67,16 +117,29 @@ def stage_numbered(
     starts_A: np.ndarray,
     samples_A: np.ndarray,
     drafted: DraftedRows | None = None,
+    key: GraphKey | None = None,
+    queries: int | None = None,
 ) -> InputBatch:
     """Make a batch and stage it: rows that begin `number_A` tokens behind the newest ones of their requests.
 
-    Rows of one token come first. lens_A: tokens of each row. starts_A: at least the position of the newest token.
+    Rows of one token come first. lens_A: tokens of each row. starts_A: at least the position of the newest token. key,
+    queries: see make_batch and StepRows.
     """
     query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
-    number_A = number_A.astype(np.int32)
-    buffers.stage_batch(rows_A, query_starts, number_A)
-    num_rows, num_tokens, ends_A = len(rows_A), int(query_starts[-1]), starts_A + number_A + lens_A
-    num_single = num_rows if num_tokens == num_rows else int(np.argmax(lens_A > 1))
+    rows_A, number_A = rows_A.astype(np.int32), number_A.astype(np.int32)
+    count, num_tokens, ends_A = len(rows_A), int(query_starts[-1]), starts_A + number_A + lens_A
+    num_single = count if num_tokens == count else int(np.argmax(lens_A > 1))
+    num_rows, padded_tokens = count, num_tokens if key is None else key.num_tokens
+    # The longest of rows with a token each is one; more is how many of them share a request.
+    host = num_single, int(lens_A.max()) if queries is None else queries, int(ends_A.max())
+    if key is not None and key.kind is GraphKind.FULL:
+        num_rows, host = key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len)
+    padding = num_rows - count
+    buffers.stage_batch(
+        np.concatenate((rows_A, np.full(padding, -1, np.int32))),
+        np.concatenate((query_starts, np.full(padding, padded_tokens, np.int32))),
+        np.concatenate((number_A, np.zeros(padding, np.int32))),
+    )
     return InputBatch(
         request_ids=request_ids,
         rows=rows_A,
@@ -84,13 +147,25 @@ def stage_numbered(
         step_starts=(starts_A + number_A).tolist(),
         samples=samples_A,
         num_tokens=num_tokens,
-        key=None,
-        decodes_only=num_single == num_rows,
+        key=key,
+        decodes_only=num_single == count and (key is None or key.is_decode),
         num_rows=num_rows,
-        padded_tokens=num_tokens,
-        host=(num_single, int(lens_A.max()), int(ends_A.max())),
+        padded_tokens=padded_tokens,
+        host=host,
         drafted=drafted,
     )
+
+
+class Acceptance:
+    """The rule that accepts drafts: by comparison, or at random at these rates, see SpeculationConfig."""
+
+    def __init__(self, rates: tuple[float, ...], device: torch.device):
+        self.rates = rates
+        self.thresholds_K: torch.Tensor | None = None
+        if rates:
+            most = (1 << 63) - 1
+            thresholds = [min(int(rate * 2.0**63), most) for rate in rates]
+            self.thresholds_K = torch.tensor(thresholds, dtype=torch.int64, device=device)
 
 
 def verify(
@@ -98,33 +173,83 @@ def verify(
     buffers: InputBuffers,
     token_ids_R: torch.Tensor,
     num_rows: int,
-    acceptance_rates: tuple[float, ...] = (),
+    acceptance: Acceptance,
 ) -> None:
     """Store a step's tokens as `advance` does: of each request those up to the first draft that is wrong.
 
-    acceptance_rates: see SpeculationConfig. May be called again with other tokens, which replace the first ones.
+    token_ids_R: int64. The ring has NOT_TAKEN for rows without a token, and NO_DRAFT for rows without a draft. May be
+    called again with other tokens, which replace the first ones.
     """
+    if buffers.rows_R.device.type == "cpu":
+        verify_reference(states, buffers, token_ids_R, num_rows, acceptance)
+    else:
+        launch_verify(states, buffers, token_ids_R, num_rows, acceptance)
+
+
+def launch_verify(
+    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
+) -> None:
+    """Launch the kernel of verify."""
+    from compiled_engine.runner.draft_kernels import verify_kernel  # Triton is not installed everywhere
+
+    assert states.drafts_SK is not None
+    assert states.history_SL is not None
+    verify_kernel[(1,)](
+        buffers.rows_R,
+        buffers.draft_numbers_R,
+        buffers.sample_positions_R,
+        token_ids_R,
+        states.drafts_SK,
+        states.fields["seed"] if acceptance.rates else None,
+        acceptance.thresholds_K,
+        states.num_computed_S,
+        states.num_known_S,
+        states.last_token_S,
+        states.history_SL,
+        buffers.num_steps_1,
+        buffers.taken_R,
+        buffers.tokens_KR1,
+        num_rows,
+        states.history_SL.stride(0),
+        buffers.tokens_KR1.stride(0),
+        NUM_DRAFTS=states.drafts_SK.shape[1],
+        RING=RING,
+        LAST_NUMBER=LAST_NUMBER,
+        NO_DRAFT=NO_DRAFT,
+        NO_TOKEN=NO_TOKEN,
+        TILE_R=next_power_of_2(buffers.rows_R.shape[0]),
+        num_warps=4,
+        **dependent_launch(buffers.rows_R.device),
+    )
+
+
+def verify_reference(
+    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
+) -> None:
+    """Do what the kernel does, for tensors on the CPU."""
     assert states.drafts_SK is not None
     assert buffers.draft_numbers_R is not None
     rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.draft_numbers_R.numpy()[:num_rows]
     ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], token_ids_R.numpy()[:num_rows].astype(np.int32)
     computed_S = states.num_computed_S.numpy()
     known_row_S, known_ids_KL = states.known_row_S.numpy(), states.known_ids_KL.numpy()
-    real_R = rows_R >= 0
+    if states.history_SL is not None:
+        known_row_S, known_ids_KL = np.arange(len(computed_S)), states.history_SL.numpy()
+    real_R = (rows_R >= 0) & (ends_R > 0)
     taken_R = real_R & (ends_R >= states.num_known_S.numpy()[rows_R])
     first_R = real_R & (numbers_R == 0)
     computed_S[rows_R[first_R]] = ends_R[first_R]
     drafted = np.flatnonzero(real_R & (numbers_R > 0))
     drafts = states.drafts_SK.numpy()[rows_R[drafted], numbers_R[drafted] - 1]
     right_R = real_R.copy()
-    if acceptance_rates:
+    if acceptance.rates:
         seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - numbers_R)[drafted]
-        right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance_rates)
+        right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
         accepted = right_R[drafted]
         tokens_R[drafted[accepted] - 1] = drafts[accepted]
     else:  # the row before has the token that the draft is a guess of
         right_R[drafted] = drafts == tokens_R[drafted - 1]
-    for number in range(int(numbers_R.max(initial=0)) + 1):
+    for number in range(int(numbers_R[real_R].max(initial=0)) + 1):
         at = np.flatnonzero(taken_R & (numbers_R == number))
         if number:
             right = taken_R[at - 1] & right_R[at]
@@ -139,7 +264,8 @@ def verify(
     buffers.num_steps_1[0] = step = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
     ring_row = buffers.tokens_KR1.numpy()[step % RING]
     ring_row[0] = step
-    ring_row[1 : num_rows + 1] = np.where(taken_R, tokens_R, -1)
+    ring_row[1 : num_rows + 1] = np.where(taken_R, tokens_R, np.where(real_R, NOT_TAKEN, NO_DRAFT))
+    buffers.taken_R.numpy()[:num_rows] = np.where(taken_R, np.maximum(tokens_R, 0), 0)
 
 
 def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
@@ -149,11 +275,5 @@ def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tupl
     sampling: no token has its id.
     """
     keys_R = splitmix64(seeds_R.view(np.uint64), positions_R.astype(np.uint64))
-    uniform_R = splitmix64(keys_R, NO_TOKEN).astype(np.float64) * 2.0**-64
+    uniform_R = splitmix64(keys_R, np.array([NO_TOKEN], np.uint64)).astype(np.float64) * 2.0**-64
     return (uniform_R[:, None] < np.array(rates)).sum(1)
-
-
-def newest_tokens(buffers: InputBuffers, num_rows: int) -> torch.Tensor:
-    """Return the tokens that `verify` has stored last, int32 by row; 0 where a row has none."""
-    step = int(buffers.num_steps_1[0])
-    return buffers.tokens_KR1[step % RING, 1 : num_rows + 1].clamp(min=0)

@@ -27,6 +27,8 @@ RING = 64
 # Steps are numbered up to here, then from 0 again: the number fits into int32, and the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
+# In the ring, beside tokens and error codes: a row without a token, and a row whose draft did not exist.
+NOT_TAKEN, NO_DRAFT = -1, -1000
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,11 @@ class InputBuffers:
     last token. `step` has the step tensors that are computed on the device, with their names and first dimensions,
     including `asked`, which passes declare; `unadapted_step` and `unadapted_asked` are those of steps without adapters.
     work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last
-    steps by request (-1 for none), after the number of the step.
+    steps by request (NOT_TAKEN for none), after the number of the step.
 
     draft_numbers_R: None without drafts. With them, a request has a row for its newest token and one for each draft
     behind it, see drafts.py: which of them the row is, 0 for the newest token, -1 for the one before. Written by the
-    host.
+    host. taken_R: int32, each row's token of the last step on the device, 0 where it has none.
     """
 
     def __init__(
@@ -115,11 +117,13 @@ class InputBuffers:
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
+        self.taken_R = made(max_num_rows if has_drafts else 0, dtype=torch.int32)
         self.decodes: StagedDecodes | None = None  # what rows_R holds, where that is decodes
+        self._drafted: tuple[np.ndarray, ...] | None = None  # or where that is a batch with drafts
 
     def stage_decodes(self, decodes: StagedDecodes) -> None:
         """Stage the rows, unless the same ones are there."""
-        there, self.decodes = self.decodes, decodes
+        there, self.decodes, self._drafted = self.decodes, decodes, None
         if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
             return
         padded_rows_R = np.full(decodes.num_rows, -1, np.int32)
@@ -128,16 +132,20 @@ class InputBuffers:
 
     def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, draft_numbers_R: np.ndarray | None = None) -> None:
         """Stage any batch, padding rows included."""
-        self.decodes = None
-        self._rows.stage(0, rows_R)
-        self._query_start_loc.stage(0, starts_R1)
+        self.decodes, there = None, self._drafted
+        self._drafted = None
         if draft_numbers_R is not None:
             assert self._draft_numbers is not None
+            self._drafted = rows_R, starts_R1, draft_numbers_R
+            if there is not None and all(map(np.array_equal, there, self._drafted)):
+                return
             self._draft_numbers.stage(0, draft_numbers_R)
+        self._rows.stage(0, rows_R)
+        self._query_start_loc.stage(0, starts_R1)
 
     def forget_staged(self) -> None:
         """Forget what was staged: it did not reach the device."""
-        self.decodes = None
+        self.decodes = self._drafted = None
 
 
 def prepare_inputs(
@@ -176,9 +184,14 @@ def launch_prepare(
         buffers.logits_index_R,
         buffers.block_table_RB,
         buffers.sample_positions_R,
+        buffers.draft_numbers_R,
+        states.drafts_SK,
+        states.history_SL,
         num_rows,
         num_tokens,
         states.known_ids_KL.stride(0),
+        0 if states.history_SL is None else states.history_SL.stride(0),
+        NUM_DRAFTS=0 if states.drafts_SK is None else states.drafts_SK.shape[1],
         MAX_BLOCKS=states.block_table_SB.shape[1],
         BLOCK_SIZE=states.block_size,
         DECODES_ONLY=decodes_only,
@@ -201,10 +214,15 @@ def prepare_reference(
     newest_R = states.last_token_S.numpy()[rows_R]
     if buffers.draft_numbers_R is not None:
         assert states.drafts_SK is not None
-        number_R = buffers.draft_numbers_R.numpy()[:num_rows]
-        known_R = np.maximum(known_R, computed_R + 1)  # the newest token too, see RequestStates
-        computed_R += number_R
-        newest_R = np.where(number_R > 0, states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)], newest_R)
+        number_R = np.where(real_R, buffers.draft_numbers_R.numpy()[:num_rows], 0)
+        draft_R = states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)]
+        real_R &= (number_R <= 0) | (draft_R >= 0)
+        if states.history_SL is None:
+            known_R = np.maximum(known_R, computed_R + 1)  # the newest token too, see RequestStates
+        computed_R = np.where(real_R, computed_R + number_R, 0)
+        newest_R = np.where(number_R > 0, draft_R, newest_R)
+        if states.history_SL is not None:
+            newest_R = np.where(number_R < 0, states.history_SL.numpy()[rows_R, np.maximum(computed_R, 0)], newest_R)
 
     request_T = np.repeat(np.arange(num_rows), lens_R)
     covered = min(len(request_T), num_tokens)
@@ -239,12 +257,11 @@ class DraftedRows:
     """Rows of a batch in which a request has one for its newest token and one for each draft behind it.
 
     places: int [rows], the rows of the batch in the order of the step's requests. starts: int [requests], where each
-    request begins among these; num_drafts: how many drafts it has; samples: bool [requests]. All in the step's order.
+    request begins among these; samples: bool [requests]. All in the step's order.
     """
 
     places: np.ndarray
     starts: np.ndarray
-    num_drafts: np.ndarray
     samples: np.ndarray
 
 

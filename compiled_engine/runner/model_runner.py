@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
-from compiled_engine.runner.drafts import make_drafted_batch
+from compiled_engine.runner.draft_model import DraftModelProposer
+from compiled_engine.runner.drafts import StepRows, make_drafted_batch
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
+from compiled_engine.runner.ngram import NgramProposer, Proposer
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
-from compiled_engine.runner.proposers import DraftModelProposer, NgramProposer, Proposer
 from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_pooling import StepPooling
@@ -132,6 +134,7 @@ class Runner:
             speculation.num_tokens,
             has_token_types=config.model.token_types > 0,
             has_adapters=config.adapters is not None,
+            has_history=speculation.num_tokens > 0 and on_gpu,
         )
         self._adapters: AdapterSlots | None = None
         if config.adapters is not None:
@@ -182,6 +185,7 @@ class Runner:
             planned,
             length,
             self._samples,
+            self._proposer if on_gpu else None,
         )
 
     @torch.inference_mode()
@@ -232,7 +236,7 @@ class Runner:
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
-            if self._proposer is not None:
+            if self._proposer is not None and self.step.proposer is None:
                 self.runs_begun += 1
                 self._proposer.propose(step)
                 self.runs_ended += 1
@@ -263,11 +267,17 @@ class Runner:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
         adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
-        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted, adapted=adapted)
+        num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         if self._proposer is None:
+            key = graph_for(step.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
-            batch = make_drafted_batch(step, self.states, self.buffers)
+            rows = StepRows.of(step, self.states, known=self.step.proposer is None)
+            longest = max(map(add, step.starts, step.counts), default=0)
+            key = graph_for(
+                rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, queries=rows.queries
+            )
+            batch = make_drafted_batch(step, self.states, self.buffers, rows, key)
         if adapted:
             batch = replace(batch, adapted=True)
         self._clock.lap("prepare")

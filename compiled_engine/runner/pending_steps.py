@@ -11,7 +11,15 @@ import torch
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.input_batch import LAST_NUMBER, RING, DraftedRows, InputBatch, InputBuffers
+from compiled_engine.runner.input_batch import (
+    LAST_NUMBER,
+    NO_DRAFT,
+    NOT_TAKEN,
+    RING,
+    DraftedRows,
+    InputBatch,
+    InputBuffers,
+)
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_pooling import PooledRows
 from compiled_engine.sampling.logprobs import BatchLogprobs
@@ -201,9 +209,10 @@ class PendingStep:
         return RunnerOutput(token_ids, few, many, self._prompt_logprobs())
 
     def _result_of_drafts(self, drafted: DraftedRows, tokens_R: np.ndarray) -> RunnerOutput:
-        """tokens_R: of each row; -1 where there is none, as behind a draft that was wrong."""
+        """tokens_R: of each row; NOT_TAKEN where there is none, as behind a draft that was wrong, or NO_DRAFT."""
         tokens_R = tokens_R[drafted.places]
-        taken_R = tokens_R != -1
+        taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_DRAFT)
+        num_real = np.add.reduceat(tokens_R != NO_DRAFT, drafted.starts, dtype=np.int64)
         counts = np.add.reduceat(taken_R, drafted.starts, dtype=np.int64)[drafted.samples].tolist()
         few, many = None, dict[str, list[np.ndarray]]()
         if self._logprobs is not None:
@@ -218,7 +227,7 @@ class PendingStep:
             {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
             self._prompt_logprobs(),
             counts,
-            num_drafts=drafted.num_drafts[drafted.samples].tolist(),
+            num_drafts=(num_real - 1)[drafted.samples].tolist(),
         )
 
     def _prompt_logprobs(self) -> dict[str, tuple[int, LogprobRows]]:

@@ -24,13 +24,14 @@ class RequestStates:
     num_known_S: tokens that the host knew when the request came; from there on each step samples.
     last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
     known_row_S: index of the row's prompt in known_ids_KL. drafts_SK: guesses of the tokens behind the newest one,
-    followed by -1 where there are fewer than num_drafts; None without drafts.
+    followed by -1 where there are fewer than num_drafts; None without drafts. history_SL: the tokens of the row;
+    None without drafts, or where known_ids_KL has them.
 
     On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
     them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
-    used in turn, since a step may still read the prompt of the row's previous request. With drafts, steps add the
-    tokens that they sample. prompt_logprobs: number requested, by row. by_token: rows that get a result for each token.
-    adapted: rows of requests with an adapter.
+    used in turn, since a step may still read the prompt of the row's previous request. With drafts and without
+    history_SL, steps add the tokens that they sample. prompt_logprobs: number requested, by row. by_token: rows that
+    get a result for each token. adapted: rows of requests with an adapter.
     num_known: as num_known_S. generation: changes when a request gets or loses a row.
     """
 
@@ -43,6 +44,7 @@ class RequestStates:
         steps_in_flight: int = 2,
         num_drafts: int = 0,
         *,
+        has_history: bool = False,
         has_token_types: bool = False,
         has_adapters: bool = False,
     ):
@@ -60,9 +62,13 @@ class RequestStates:
         self.last_token_S, self.known_row_S = fields["last_token"], fields["known_row"]
         self.block_table_SB = fields["block_table"]
         self.drafts_SK: torch.Tensor | None = None
+        self.history_SL: torch.Tensor | None = None
         if num_drafts:
             fields.declare(RowField("drafts", shape=(num_drafts,), initial=-1))
             self.drafts_SK = fields["drafts"]
+        if has_history:
+            fields.declare(RowField("history", shape=(max_model_len + 1,)))
+            self.history_SL = fields["history"]
         self._has_token_types = has_token_types
         if has_token_types:
             fields.declare(RowField(SECOND_TEXT, initial=NO_SECOND_TEXT))
@@ -102,7 +108,8 @@ class RequestStates:
         self.generation += 1
         self._row_of[request.request_id] = row
         self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self.known_ids_KL)
-        self.known_ids(row)[: len(request.token_ids)] = request.token_ids
+        known_ids = self.known_ids(row)[: len(request.token_ids)]
+        known_ids[:] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_known[row] = len(request.token_ids)
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
@@ -116,6 +123,8 @@ class RequestStates:
         if self._has_adapters and request.adapter_slot >= 0:
             self.fields.set(row, **{ADAPTER_SLOT: request.adapter_slot})
             self.adapted.add(row)
+        if self.history_SL is not None:
+            self.fields.write("history", row, known_ids)
         self._num_blocks[row] = 0
         for block_ids in request.block_ids:
             self.append_blocks(row, block_ids)

@@ -29,16 +29,24 @@ def prepare_kernel(
     logits_index_ptr: tl.tensor,
     table_ptr: tl.tensor,
     sample_positions_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    drafts_ptr: tl.tensor,
+    history_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_tokens: tl.tensor,
     known_ids_stride: tl.tensor,
+    history_stride: tl.tensor,
+    NUM_DRAFTS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DECODES_ONLY: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has."""
+    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has.
+
+    numbers_ptr: None without drafts. A row whose draft does not exist is one of padding.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -55,6 +63,15 @@ def prepare_kernel(
         if request < num_rows:
             end = tl.load(query_start_loc_ptr + request + 1)
             row = tl.load(rows_ptr + request)
+    number = 0
+    draft = 0
+    if numbers_ptr is not None:
+        if row >= 0:
+            number = tl.load(numbers_ptr + request)
+        if number > 0:
+            draft = tl.load(drafts_ptr + row.to(tl.int64) * NUM_DRAFTS + number - 1)
+        if draft < 0:
+            row = -1
     if request < num_rows:
         tl.store(logits_index_ptr + request, tl.maximum(end - 1, 0).to(tl.int64))
     if row < 0:
@@ -70,10 +87,15 @@ def prepare_kernel(
         return
 
     state = row.to(tl.int64)
-    computed = tl.load(num_computed_ptr + state)
+    computed = tl.load(num_computed_ptr + state) + number
     known = tl.load(num_known_ptr + state)
     known_ids_ptr += tl.load(known_row_ptr + state).to(tl.int64) * known_ids_stride
     last_token = tl.load(last_token_ptr + state)
+    if numbers_ptr is not None:
+        if number > 0:
+            last_token = draft
+        if number < 0:
+            last_token = tl.load(history_ptr + state * history_stride + computed)
     seq_len = computed + end - start
     state_row_ptr = state_table_ptr + state * MAX_BLOCKS
     for begin in range(start, end, TILE):

@@ -20,7 +20,7 @@ import torch
 from compiled_engine.config import SpeculationConfig
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.rows.staged_writes import upload
-from compiled_engine.runner.drafts import newest_tokens, verify
+from compiled_engine.runner.drafts import Acceptance, verify
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, masks_of_batch
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep, advance
@@ -58,7 +58,8 @@ class StepSampling:
         speculation: SpeculationConfig = NO_DRAFTS,
     ):
         self._model, self.sampler, self._states, self._buffers = model, sampler, states, buffers
-        self._pending, self._traffic, self._speculation = pending, traffic, speculation
+        self._pending, self._traffic, self._speculates = pending, traffic, speculation.num_tokens > 0
+        self._acceptance = Acceptance(speculation.acceptance_rates, buffers.rows_R.device)
 
     def prompt_logprobs(self, batch: InputBatch, hidden_TD: torch.Tensor) -> dict[str, PromptLogprobs]:
         """Compute those of the tokens after this step's, for the requests that want them and are in their prompt."""
@@ -115,8 +116,8 @@ class StepSampling:
         self._advance(batch, token_ids_R, num_rows, again=True)
 
     def _advance(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
-        if self._speculation.num_tokens:
-            verify(self._states, self._buffers, token_ids_R, num_rows, self._speculation.acceptance_rates)
+        if self._speculates:
+            verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
             return
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
@@ -154,8 +155,8 @@ class StepSampling:
         if num_logprobs_R is None:
             return None
         count = batch.num_requests
-        if not self._speculation.num_tokens:
+        if not self._speculates:
             token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
         else:
-            token_ids_R = newest_tokens(self._buffers, count)
+            token_ids_R = self._buffers.taken_R[:count]
         return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)

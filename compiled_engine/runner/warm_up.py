@@ -39,9 +39,8 @@ from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner.captured_steps import PaddedStep
-from compiled_engine.runner.input_batch import empty_batch, padding_starts, prepare
+from compiled_engine.runner.input_batch import empty_batch, padding_starts
 from compiled_engine.runner.model_forward import ForwardOutput
-from compiled_engine.runner.pending_steps import advance
 from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
@@ -66,25 +65,28 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 
 
 class BatchShape(NamedTuple):
-    """Requests that share `num_tokens`, see `padding_starts`; `max_seq_len` bounds their contexts."""
+    """Requests that share `num_tokens`, see `padding_starts`; `max_seq_len` bounds their contexts. queries: rows in
+    turn that share a request, see AttentionInputs."""
 
     num_tokens: int
     num_requests: int
     max_seq_len: int
+    queries: int = 1
 
     @property
     def host_3(self) -> tuple[int, int, int]:
         """See AttentionInputs."""
         if self.num_tokens == self.num_requests:
-            return self.num_requests, 1, self.max_seq_len
+            return self.num_requests, self.queries, self.max_seq_len
         return 0, max(2, self.num_tokens // self.num_requests), self.max_seq_len
 
 
 def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
-    contexts, and between few and many tokens of prompts; those of passes where the passes say so.
+    With drafts a request has several rows. Attention's kernels differ by the number of decodes, in steps wider than a
+    factor of two, by the bound of the contexts, and between few and many tokens of prompts; those of passes where the
+    passes say so.
     """
     scheduler, graph = config.scheduler, config.graph
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -111,7 +113,13 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     few = sorted({1, min(4, max_requests)})
     shapes = [*product(few, bounds), *product(sizes, bounds[:1])]
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
-    return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes, *short, *of_any_length]
+    verified: list[BatchShape] = []
+    if (queries := config.most_new_tokens) > 1:
+        kinds = [*((size, longest) for size in sizes), *shapes]
+        verified = [BatchShape(size * queries, size * queries, bound, queries) for size, bound in kinds]
+        verified = [shape for shape in verified if shape.num_tokens <= max_tokens]
+    most_rows = min(max_requests * queries, max_tokens)
+    return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *verified, *short, *of_any_length]
 
 
 def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
@@ -144,7 +152,7 @@ def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool, adapted: 
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, adapted=adapted)
     states.writes.apply()
-    prepare(batch, states, buffers)
+    step.prepare(batch)
     hidden_TD = step.forward(batch, hidden_wanted=True, distinct=distinct).tensor
     if not step.samples:
         step.forward(batch, distinct=distinct)
@@ -310,8 +318,7 @@ def _inputs(config: EngineConfig, step: PaddedStep) -> None:
         host_3 = BatchShape(num_tokens, 1, 2).host_3
         batch = empty_batch(buffers, num_tokens, 1, host_3, adapted=step.model.has_adapters)
         states.writes.apply()
-        prepare(batch, states, buffers)
-        token_ids_R = torch.zeros(1, dtype=torch.int64, device=config.device)
-        for again in (False, True):
-            advance(states, buffers, token_ids_R, 1, decodes_only=batch.decodes_only, again=again)
+        step.prepare(batch)
+        step.sampling.without_tokens(batch, 1)
+        step.sampling.again(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1)
     buffers.forget_staged()  # what was not launched has not arrived

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key, verify_key
 
 _MIXED_KINDS = {
     GraphMode.PIECEWISE: GraphKind.PIECEWISE,
@@ -19,23 +19,31 @@ _MIXED_KINDS = {
 class Dispatcher:
     """Defined for every batch: the key of the smallest size that holds it, graphs of decodes before any other."""
 
-    def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig, fields: Sequence[KeyField] = ()):
-        """fields: what passes add to the keys; there is a graph of each size for each combination."""
-        most, longest = scheduler.max_num_seqs, scheduler.max_model_len
+    def __init__(
+        self, graph: GraphConfig, scheduler: SchedulerConfig, fields: Sequence[KeyField] = (), queries: int = 1
+    ):
+        """fields: what passes add to the keys; there is a graph of each size for each combination. queries: of a
+        request, its newest token and its drafts."""
+        most, longest = scheduler.max_num_seqs * queries, scheduler.max_model_len
+        self._queries = queries
         self._fields = tuple(fields)
         self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
         self.short_keys = tuple(decode_key(*shape, short=True) for shape in sorted(graph.short_decodes))
+        self.verify_keys: tuple[GraphKey, ...] = ()
+        if queries > 1:
+            fitting = (size for size in graph.decode_sizes if size * queries <= scheduler.max_num_batched_tokens)
+            self.verify_keys = tuple(verify_key(size, queries, longest) for size in sorted(fitting))
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
             mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
             for size in sorted(graph.token_sizes)
         )
-        self._decode_table = _table(self.decode_keys)
+        self._decode_table, self._verify_table = _table(self.decode_keys), _table(self.verify_keys)
         self._short_keys: dict[int, list[GraphKey]] = {}  # by size, short contexts first
         for key in self.short_keys:
             self._short_keys.setdefault(key.num_tokens, []).append(key)
         self._token_table = _table(self.token_keys)
-        plain_keys = self.decode_keys + self.short_keys + self.token_keys
+        plain_keys = self.decode_keys + self.verify_keys + self.short_keys + self.token_keys
         # By the sizes of the fields: for each key without them the one with them.
         self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
         for sizes in product(*((0, *field.sizes) for field in self._fields)):
@@ -58,8 +66,8 @@ class Dispatcher:
     ) -> GraphKey | None:
         """Return the key of the graph that serves the batch; None if it runs without one.
 
-        uniform_query_len: tokens of each request if all have the same number, else None. longest: of the contexts, with
-        this step's tokens. values: of the further fields, by name; 0 where there is none.
+        uniform_query_len: tokens of each request if all are decodes and have the same number, else None. longest: of
+        the contexts, with this step's tokens. values: of the further fields, by name; 0 where there is none.
         """
         key = self._plain_key(num_tokens, num_requests, uniform_query_len, longest)
         if not values or key is None:
@@ -76,6 +84,8 @@ class Dispatcher:
             key = self._decode_table[num_tokens]
             short_keys = self._short_keys.get(key.num_tokens, ())
             return next((short for short in short_keys if longest <= short.max_seq_len), key)
+        if uniform_query_len == self._queries > 1 and num_tokens < len(self._verify_table):
+            return self._verify_table[num_tokens]
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
 

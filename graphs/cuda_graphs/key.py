@@ -23,7 +23,9 @@ class GraphKey:
     num_tokens: tokens of the padded batch, on which every launch outside of attention depends. Attention's launches
     depend on the others, which are 0 if attention is not captured: num_requests rows, of which the first num_decodes
     have one query token each, none more than max_query_len, and contexts of at most max_seq_len, which is less than the
-    engine's limit in graphs for short contexts. extra: the sizes of further fields, by name, for batches that use them.
+    engine's limit in graphs for short contexts. Where all rows are decodes, max_query_len is the number of rows that
+    share a request: its newest token and drafts. extra: the sizes of further fields, by name, for batches that use
+    them.
     """
 
     kind: GraphKind
@@ -42,8 +44,11 @@ class GraphKey:
 
     @property
     def name(self) -> str:
-        """`decode 8`, `short-256 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""
+        """`decode 8`, `verify-4 32`, `short-256 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an
+        engine."""
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
+        if self.is_decode and self.max_query_len > 1:
+            kind = f"verify-{self.max_query_len}"
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 
@@ -63,6 +68,12 @@ class KeyField:
 def decode_key(num_requests: int, max_seq_len: int, short: bool = False) -> GraphKey:
     """A full graph of num_requests decodes."""
     return GraphKey(GraphKind.FULL, num_requests, num_requests, num_requests, 1, max_seq_len, short)
+
+
+def verify_key(num_requests: int, queries: int, max_seq_len: int) -> GraphKey:
+    """A full graph of num_requests decodes with drafts: as many rows for each as it has queries."""
+    num_rows = num_requests * queries
+    return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, queries, max_seq_len)
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:

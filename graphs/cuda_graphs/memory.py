@@ -66,9 +66,10 @@ def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
 
 def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     """Families of keys that differ only in size, the largest first, in the order of capture."""
-    found: dict[tuple[GraphKind, bool, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
+    found: dict[tuple[GraphKind, int, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
-        found.setdefault((key.kind, key.is_decode, key.extra), []).append(key)
+        queries = key.max_query_len if key.is_decode else 0
+        found.setdefault((key.kind, queries, key.extra), []).append(key)
     return list(found.values())
 
 

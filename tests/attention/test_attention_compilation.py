@@ -17,6 +17,12 @@ from triton.compiler import ASTSource
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
+from compiled_engine.attention.backends.triton_draft_decode import (
+    combine_drafts_kernel,
+    draft_decode_kernel,
+    draft_tiles,
+    queries_of_tile,
+)
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
 from compiled_engine.attention.backends.triton_packed import FEW_TOKENS, SEARCHED, packed_kernel, packed_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
@@ -167,6 +173,26 @@ def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int,
     assert "griddepcontrol.wait" in ptx
 
 
+@pytest.mark.product(one_in=2)
+@pytest.mark.parametrize("queries", [4, 9])
+@pytest.mark.parametrize("programs", [1, 2, SMALL])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (32, 8, 128)), *VARIANTS])
+def test_draft_decode(
+    check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int, queries: int
+) -> None:
+    group = shape[0] // shape[1]
+    tile_queries = queries_of_tile(queries, group, dtype.itemsize)
+    rows = max(16, triton.next_power_of_2(tile_queries * group))
+    tiles = draft_tiles(shape[2], dtype.itemsize, programs, rows)
+    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True, "QUERIES": queries}
+    further |= {"TILE_QUERIES": tile_queries, "TILE_Q": triton.next_power_of_2(queries)}
+    chosen = constants(*shape, TILE_M=rows, TILE_N=tiles.keys, **further)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+    ptx = check(draft_decode_kernel, dtype, chosen, spilled=96 if programs == SMALL else 0, **options)
+    assert "cp.async.cg.shared.global" in ptx
+    assert "griddepcontrol.wait" in ptx
+
+
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
@@ -252,8 +278,10 @@ def test_combine(check: Callable[..., str], head_dim: int) -> None:
         "GRAIN": GRAIN,
         "DEPENDENT_LAUNCH": True,
     }
-    ptx = check(combine_kernel, torch.bfloat16, chosen, num_warps=4, launch_pdl=True)
-    assert "ld.global.v4" in ptx
+    drafted = chosen | {"QUERIES": 4, "TILE_Q": 4}
+    for kernel, values in ((combine_kernel, chosen), (combine_drafts_kernel, drafted)):
+        ptx = check(kernel, torch.bfloat16, values, num_warps=4, launch_pdl=True)
+        assert "ld.global.v4" in ptx
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "num_warps"), [(8, 128, 4), (4, 80, 1)])

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import write_first_layers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
+from compiled_engine.messages import EngineRequest, SchedulerOutput
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers
+from compiled_engine.runner.ngram import ngram_drafts
+from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
@@ -147,6 +152,53 @@ def test_the_tokens_are_those_without_drafts(
     prompts = [(text[start : start + length] * times)[:150] for start, length, times, _ in workload]
     params = [params for *_, params in workload]
     same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (drafted, plain)))
+
+
+class _Launched:
+    """Drafts as a GPU has them: they are made when the step's inputs are, and the host does not know them."""
+
+    def __init__(self, states: RequestStates, num_drafts: int):
+        self._states, self._num_drafts = states, num_drafts
+
+    def propose(self, step: SchedulerOutput) -> None:
+        raise AssertionError("the host knows no drafts")
+
+    def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
+        states = self._states
+        assert states.drafts_SK is not None
+        assert buffers.draft_numbers_R is not None
+        numbers = buffers.draft_numbers_R.tolist()
+        for row, number in zip(buffers.rows_R[: batch.num_rows].tolist(), numbers, strict=False):
+            computed = int(states.num_computed_S[row])
+            if row >= 0 and number == 0 and computed >= int(states.num_known_S[row]):
+                found = ngram_drafts(states.known_ids(row)[: computed + 1], 3, 1, self._num_drafts)
+                states.drafts_SK[row] = -1
+                states.drafts_SK[row, : len(found)] = torch.from_numpy(found)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "eager", "attention_backend": "torch"}, {"async_scheduling": True}], ids=str
+)
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_the_host_need_not_know_the_drafts(num_drafts: int, options: dict[str, Any], text: str, plain: LLM) -> None:
+    prompts = [
+        (text[start : start + 5 + start % 37] * times)[:120]
+        for start, times in zip(range(0, 996, 83), [1, 3] * 6, strict=True)
+    ]
+    params = [
+        SamplingParams(seed=number, max_tokens=3 + 5 * (number % 6), truncate_prompt_tokens=80, **sampling)
+        for number, sampling in enumerate(SAMPLING[:12])
+    ]
+    with LLM(**ENGINE | {"num_blocks": 30} | options, **ngram(num_drafts)) as llm:
+        executor = llm.core.executor
+        assert isinstance(executor, InProcessExecutor)
+        step = executor.runner.step
+        step.proposer = _Launched(step.states, num_drafts)
+        same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (llm, plain)))
+        llm.core.check_integrity()
+        metrics = llm.metrics()
+    assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
+    assert metrics["preemptions"] > 0
 
 
 def test_right_drafts_save_steps() -> None:

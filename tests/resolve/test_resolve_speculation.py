@@ -172,7 +172,6 @@ def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "options", "message"),
     [
-        ("cuda:0", {}, "the device is cuda:0"),
         ("cpu", {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ("cpu", {"logits_processors": ("a:B",)}, "there are logits_processors"),
         ("cpu", {"pools": True}, "the model pools"),
@@ -181,3 +180,9 @@ def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:
 def test_what_drafts_do_not_go_with(device: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolved(of(), device, **options)
+
+
+def test_draft_models_run_on_a_cpu(bundled_model_path: Path) -> None:
+    assert resolved(of(), "cuda:0").num_tokens == 3
+    with pytest.raises(ValueError, match="the device is cuda:0, and draft models run on a CPU alone"):
+        resolved(of(method="draft_model", model=bundled_model_path), "cuda:0")

@@ -18,6 +18,7 @@ from compiled_engine.attention.backends.decode_splits import (
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
 from compiled_engine.attention.backends.triton_decode import decode
+from compiled_engine.attention.backends.triton_draft_decode import draft_decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
@@ -42,8 +43,9 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """See the module's docstring. A few decodes alone have a grid over their splits. Any other batch has a work list,
-    and a kernel each for its decodes and its prompts: a tile of 16 rows needs other registers than one of 128.
+    """See the module's docstring. A few decodes alone have a grid over their splits, and so have decodes with drafts.
+    Any other batch has a work list, and a kernel each for its decodes and its prompts: a tile of 16 rows needs other
+    registers than one of 128.
 
     Kernels read everything that changes between batches from the device; launches follow from tensor shapes and
     host_3, so every batch can be captured.
@@ -123,6 +125,11 @@ class TritonBackend:
         group = num_heads // num_kv_heads
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
+        if facts.queries > 1:
+            context = min(facts.max_seq_len, (scoring.sliding_window or facts.max_seq_len) + facts.queries - 1)
+            splits = plan_splits(facts.num_requests // facts.queries, num_kv_heads, context, num_sms)
+            draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.queries, splits, scoring)
+            return
         if not facts.listed:
             context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
             splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
@@ -169,7 +176,7 @@ class TritonBackend:
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
         is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
-        if facts.num_decodes < facts.num_requests or not is_usual:
+        if facts.num_decodes < facts.num_requests or facts.queries > 1 or not is_usual:
             return False
         _, num_heads, head_dim = q_THd.shape
         coded = is_coded(kv_cache_N2PKd.dtype)

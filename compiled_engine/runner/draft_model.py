@@ -1,17 +1,12 @@
-"""The sources of drafts: the request's own tokens, or a smaller model of the same vocabulary.
-
-A proposer writes the drafts of a step's requests before the step's batch is made, as many as the step has blocks for.
-"""
+"""Drafts of a smaller model of the same vocabulary."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import arguments_of, attention_inputs_of
-from compiled_engine.config import EngineConfig, GraphMode, SpeculationConfig
+from compiled_engine.config import EngineConfig, GraphMode
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.messages import SchedulerOutput
@@ -29,61 +24,10 @@ from compiled_engine.runner.model_forward import (
     load_model,
     threads_for_step,
 )
+from compiled_engine.runner.ngram import wanted_drafts
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import start_up_batches
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
-
-
-class Proposer(Protocol):
-    def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of the step's requests into the states. The requests have their rows and blocks."""
-
-
-def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:
-    """Return how many drafts a step has room for, int [R]: a request has drafts once it has sampled."""
-    has_sampled_R = np.array(step.starts) >= states.num_known[rows_R]
-    return np.where(has_sampled_R, np.array(step.counts) - 1, 0)
-
-
-def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
-    """Return what followed the last tokens where they came before, [count], or [0] if they never did.
-
-    Compared are the last `longest` tokens, or as many as there is a match for, at least `shortest`. The newest match
-    counts. It repeats itself where it reaches the end of the tokens.
-    """
-    last, matched = len(token_ids) - 1, 0
-    ends = np.arange(last)  # of the matches so far
-    while matched < longest:
-        longer = ends[ends >= matched]
-        longer = longer[token_ids[longer - matched] == token_ids[last - matched]]
-        if len(longer) == 0:
-            break
-        ends, matched = longer, matched + 1
-    if matched < shortest:
-        return token_ids[:0]
-    start = int(ends[-1]) + 1
-    drafts: np.ndarray = token_ids[start + np.arange(count) % (last + 1 - start)]
-    return drafts
-
-
-class NgramProposer:
-    """Drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023)."""
-
-    def __init__(self, config: SpeculationConfig, states: RequestStates) -> None:
-        self._config, self._states = config, states
-
-    def propose(self, step: SchedulerOutput) -> None:
-        """See Proposer."""
-        config, states = self._config, self._states
-        assert states.drafts_SK is not None
-        drafts_SK, num_computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()
-        rows_R = states.rows(step.request_ids)
-        rows = rows_R[wanted_drafts(step, states, rows_R) > 0]
-        drafts_SK[rows] = -1
-        for row in rows.tolist():
-            token_ids = states.known_ids(row)[: num_computed_S[row] + 1]
-            drafts = ngram_drafts(token_ids, config.lookup_max, config.lookup_min, config.num_tokens)
-            drafts_SK[row, : len(drafts)] = drafts
 
 
 class DraftModelProposer:

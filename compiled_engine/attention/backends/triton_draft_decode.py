@@ -1,0 +1,329 @@
+"""Triton kernels: attention of a request's newest token and its drafts over the paged cache.
+
+Each of these tokens is a row of the batch, and rows of a request follow one another. Their queries and the heads that
+share a K/V head are rows of one tile, so that each key is read once for all of them; each query sees the keys up to its
+own position. Keys are split between programs as those of a single query are, see triton_decode.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
+from compiled_engine.attention.backends.triton_decode import DecodeTiles, decode_tiles
+from compiled_engine.attention.backends.triton_tile import (
+    LOWEST,
+    attend_tile,
+    blocks_of,
+    combined,
+    first_seen,
+    normalised,
+    scales,
+    store_partials,
+)
+from compiled_engine.attention.backends.work_list import split_length
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.triton_codes import product_type, scales_of
+from compiled_engine.kernels.launch_arguments import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
+
+# Most bytes of a column of a tile's rows: with more, the queries of a request are shared out among programs.
+MOST_ROW_BYTES = 128
+
+
+def queries_of_tile(queries: int, group: int, element_size: int) -> int:
+    """Queries of a request in one tile, of which each has a row for each of `group` heads."""
+    return min(queries, max(1, MOST_ROW_BYTES // element_size // group))
+
+
+def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
+    """Tiles as those of a single query; more rows take more warps, or fewer keys."""
+    tiles = decode_tiles(head_dim, element_size, programs)
+    if rows <= 16:
+        return tiles
+    if element_size == 4 or head_dim > 128:
+        return DecodeTiles(16, num_warps=8, num_stages=2)
+    if programs == SMALL:
+        return DecodeTiles(tiles.keys, num_warps=4, num_stages=3)
+    return DecodeTiles(64, num_warps=4, num_stages=3, look_ahead=tiles.look_ahead)
+
+
+@triton.jit
+def _keys_of(
+    seq_lens_ptr: tl.tensor, first_row: tl.tensor, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE_Q: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The first key that any of a request's queries sees, the end, and the row that sees it: the last but those of
+    padding, which see none."""
+    q_Q = tl.arange(0, TILE_Q)
+    seq_len_Q = tl.load(seq_lens_ptr + first_row + q_Q, mask=q_Q < QUERIES, other=0)
+    last_row = first_row + tl.maximum(tl.sum((seq_len_Q > 0).to(tl.int32), 0) - 1, 0)
+    return first_seen(tl.load(seq_lens_ptr + first_row), WINDOW), tl.max(seq_len_Q, 0), last_row
+
+
+@quick_launches
+@triton.jit(
+    do_not_specialize=["table_stride", "q_token_stride", "out_token_stride", "min_keys"],
+    do_not_specialize_on_alignment=[
+        "partial_max_ptr",
+        "partial_sum_ptr",
+        "seq_lens_ptr",
+        "block_table_ptr",
+        "sinks_ptr",
+    ],
+)
+def draft_decode_kernel(
+    q_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    table_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    min_keys: tl.tensor,
+    Q_HEAD_STRIDE: tl.constexpr,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per (K/V head, TILE_QUERIES of a request's QUERIES, split). See decode_kernel, with rows for R."""
+    kv_head = tl.program_id(0)
+    TILES: tl.constexpr = (QUERIES + TILE_QUERIES - 1) // TILE_QUERIES
+    request = tl.program_id(1).to(tl.int64) // TILES
+    first_query = tl.program_id(1) % TILES * TILE_QUERIES
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    first_row = request * QUERIES
+    m_M = tl.arange(0, TILE_M)
+    query_M = first_query + m_M // GROUP
+    mask_M = (m_M < TILE_QUERIES * GROUP) & (query_M < QUERIES)
+    row_M = first_row + tl.where(mask_M, query_M, 0)
+    # Before the wait: kernels just before this one write q and the cache, but lengths were there before them.
+    first_key, end_key, last_row = _keys_of(seq_lens_ptr, first_row, QUERIES, WINDOW, TILE_Q)
+    seq_len_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    num_keys = end_key - first_key
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    first_key += split * length
+    end_key = tl.minimum(first_key + length, end_key)
+    if (split > 0) & (first_key >= end_key):
+        return
+
+    head_M = kv_head * GROUP + m_M % GROUP
+    d_D = tl.arange(0, TILE_D)
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
+    q_rows_M = tl.multiple_of(first_row * q_token_stride, 8) + query_M * q_token_stride + head_M * Q_HEAD_STRIDE
+    q_MD = tl.load(q_ptr + q_rows_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
+    q_MD = product_type(q_MD, cache_ptr.dtype.element_ty)
+    head_scales_ptr = None
+    if scales_ptr is not None:
+        head_scales_ptr = scales_ptr + kv_head
+    acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
+    max_M = tl.full([TILE_M], LOWEST, tl.float32)
+    sum_M = tl.zeros([TILE_M], tl.float32)
+    # A row's table ends with its own context.
+    table_ptr = block_table_ptr + last_row * table_stride
+    n_N = tl.arange(0, TILE_N)
+    block_N = blocks_of(table_ptr, first_key + n_N, end_key, BLOCK_SIZE)
+    for key in range(first_key, end_key, TILE_N):
+        if LOOK_AHEAD:
+            next_block_N = blocks_of(table_ptr, key + TILE_N + n_N, end_key, BLOCK_SIZE)
+        else:
+            block_N = blocks_of(table_ptr, key + n_N, end_key, BLOCK_SIZE)
+        acc_MD, max_M, sum_M = attend_tile(
+            q_MD,
+            acc_MD,
+            max_M,
+            sum_M,
+            seq_len_M - 1,
+            key,
+            end_key,
+            block_N,
+            cache_ptr + kv_head * HEAD_DIM,
+            head_scales_ptr,
+            scale_log2,
+            True,
+            WINDOW,
+            CAP_SCALE,
+            BLOCK_SIZE,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            WIDTH,
+            TILE_N,
+            TILE_D,
+        )
+        if LOOK_AHEAD:
+            block_N = next_block_N
+    if length < num_keys:
+        partials_M = (row_M * (NUM_KV_HEADS * GROUP) + head_M) * num_splits + split
+        partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+        store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
+    else:
+        out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, head_M, mask_M, scale_log2)
+        out_rows_M = tl.multiple_of(first_row * out_token_stride, 8) + query_M * out_token_stride
+        out_ptrs_MD = out_ptr + (out_rows_M + head_M * OUT_HEAD_STRIDE)[:, None] + d_D[None, :]
+        tl.store(out_ptrs_MD, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+
+
+@quick_launches
+@triton.jit(
+    do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
+    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "sinks_ptr"],
+)
+def combine_drafts_kernel(
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    out_token_stride: tl.tensor,
+    num_splits: tl.tensor,
+    min_keys: tl.tensor,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_S: tl.constexpr,
+    TILE_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per (head, row): weigh what the splits of the request left, and write the result."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    first_key, end_key, _ = _keys_of(seq_lens_ptr, row // QUERIES * QUERIES, QUERIES, WINDOW, TILE_Q)
+    num_keys = end_key - first_key
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    if length >= num_keys:
+        return  # a lone split has written the result
+    splits_S = tl.arange(0, TILE_S)
+    written_S = (splits_S * length < num_keys) & (splits_S < num_splits)
+    d_D = tl.arange(0, TILE_D)
+    partials_S = (row * tl.num_programs(0) + head) * num_splits + splits_S
+    partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+    out_D = combined(*partials, partials_S, written_S, sinks_ptr, head, scale_log2, HEAD_DIM, TILE_D, "")
+    out_row = tl.multiple_of(row * out_token_stride, 8) + head * OUT_HEAD_STRIDE
+    tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
+
+
+def draft_decode(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    queries: int,
+    splits: Splits,
+    scoring: Scoring,
+) -> None:
+    """Launch the kernels for rows of one query each, of which as many as `queries` in turn share a request.
+
+    The contexts of a request's rows end one token after the other; those at its end may be rows of padding. q, cache,
+    out: see AttentionBackend.attend.
+    """
+    _, num_heads, head_dim = q_THd.shape
+    num_rows = inputs.seq_lens_R.shape[0]
+    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
+    group = num_heads // num_kv_heads
+    tile_queries = queries_of_tile(queries, group, q_THd.element_size())
+    rows = max(16, triton.next_power_of_2(tile_queries * group))
+    tiles = draft_tiles(head_dim, q_THd.element_size(), splits.programs, rows)
+    scale_log2, cap_scale = scales(scoring)
+    split = splits.count > 1
+    partial_shape = (num_rows, num_heads, splits.count) if split else (0,)
+    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
+    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
+    num_programs = num_rows // queries * triton.cdiv(queries, tile_queries)
+    draft_decode_kernel[(num_kv_heads, num_programs, splits.count)](
+        q_THd,
+        kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
+        out_THd,
+        partial,
+        partial_max,
+        partial_sum,
+        inputs.seq_lens_R,
+        inputs.block_table_RB,
+        scoring.sinks_H,
+        scale_log2,
+        inputs.block_table_RB.stride(0),
+        q_THd.stride(0),
+        out_THd.stride(0),
+        splits.min_keys,
+        Q_HEAD_STRIDE=q_THd.stride(1),
+        OUT_HEAD_STRIDE=out_THd.stride(1),
+        WINDOW=scoring.sliding_window,
+        CAP_SCALE=cap_scale,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        QUERIES=queries,
+        TILE_QUERIES=tile_queries,
+        TILE_Q=triton.next_power_of_2(queries),
+        TILE_M=rows,
+        TILE_N=tiles.keys,
+        TILE_D=triton.next_power_of_2(head_dim),
+        GRAIN=GRAIN,
+        LOOK_AHEAD=tiles.look_ahead,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
+        **dependent_launch(q_THd.device),
+    )
+    if split:
+        combine_drafts_kernel[(num_heads, num_rows)](
+            partial,
+            partial_max,
+            partial_sum,
+            out_THd,
+            inputs.seq_lens_R,
+            scoring.sinks_H,
+            scale_log2,
+            out_THd.stride(0),
+            splits.count,
+            splits.min_keys,
+            OUT_HEAD_STRIDE=out_THd.stride(1),
+            WINDOW=scoring.sliding_window,
+            HEAD_DIM=head_dim,
+            QUERIES=queries,
+            TILE_Q=triton.next_power_of_2(queries),
+            TILE_S=triton.next_power_of_2(splits.count),
+            TILE_D=triton.next_power_of_2(head_dim),
+            GRAIN=GRAIN,
+            num_warps=4,
+            enable_fp_fusion=True,
+            **dependent_launch(out_THd.device),
+        )

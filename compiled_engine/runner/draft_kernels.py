@@ -1,0 +1,158 @@
+"""Triton kernels of drafts: find them in a request's own tokens, and take the right ones into the request states."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.sampling.gumbel_triton import splitmix64
+
+SEARCHED = 4096
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids_ptr"])
+def verify_kernel(
+    rows_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    drafts_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    thresholds_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    num_known_ptr: tl.tensor,
+    last_token_ptr: tl.tensor,
+    history_ptr: tl.tensor,
+    num_steps_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    ring_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    history_stride: tl.tensor,
+    ring_stride: tl.tensor,
+    NUM_DRAFTS: tl.constexpr,
+    RING: tl.constexpr,
+    LAST_NUMBER: tl.constexpr,
+    NO_DRAFT: tl.constexpr,
+    NO_TOKEN: tl.constexpr,
+    TILE_R: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program for all rows, since they share the step's number. See drafts.verify.
+
+    thresholds_ptr: None, or int64 [NUM_DRAFTS], below which a draw of 63 bits accepts a draft.
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    place_R = tl.arange(0, TILE_R)
+    inside_R = place_R < num_rows
+    row_R = tl.load(rows_ptr + place_R, mask=inside_R, other=-1)
+    end_R = tl.load(ends_ptr + place_R, mask=inside_R, other=0).to(tl.int32)
+    real_R = (row_R >= 0) & (end_R > 0)
+    state_R = tl.where(real_R, row_R, 0).to(tl.int64)
+    number_R = tl.load(numbers_ptr + place_R, mask=real_R, other=0)
+    sampled_R = tl.load(token_ids_ptr + place_R, mask=real_R, other=-1).to(tl.int32)
+    taken_R = real_R & (end_R >= tl.load(num_known_ptr + state_R, mask=real_R, other=0))
+    # The row behind has the draft that this row's token is to equal.
+    next_inside_R = place_R + 1 < num_rows
+    next_row_R = tl.load(rows_ptr + place_R + 1, mask=next_inside_R, other=-1)
+    next_end_R = tl.load(ends_ptr + place_R + 1, mask=next_inside_R, other=0)
+    next_number_R = tl.load(numbers_ptr + place_R + 1, mask=next_inside_R, other=0)
+    followed_R = real_R & (next_row_R == row_R) & (next_end_R > 0) & (next_number_R == number_R + 1)
+    draft_R = tl.load(drafts_ptr + state_R * NUM_DRAFTS + number_R, mask=followed_R, other=-1)
+    if thresholds_ptr is not None:
+        seed_R = tl.load(seeds_ptr + state_R, mask=real_R, other=0).to(tl.uint64)
+        key_R = splitmix64(seed_R, (end_R - number_R).to(tl.uint64))
+        draw_R = (splitmix64(key_R, tl.zeros_like(key_R) + NO_TOKEN) >> 1).to(tl.int64)
+        num_accepted_R = tl.zeros_like(number_R)
+        for draft in tl.static_range(NUM_DRAFTS):
+            num_accepted_R += (draw_R < tl.load(thresholds_ptr + draft)).to(tl.int32)
+        # A request without tokens yet has no drafts either.
+        taken_R &= number_R <= num_accepted_R
+        followed_R &= number_R < num_accepted_R
+        token_R = tl.where(followed_R, draft_R, sampled_R)
+    else:
+        for back in range(1, NUM_DRAFTS + 1):
+            checked_R = real_R & (back <= number_R)
+            before_R = tl.load(token_ids_ptr + place_R - back, mask=checked_R, other=0).to(tl.int32)
+            guess_R = tl.load(drafts_ptr + state_R * NUM_DRAFTS + number_R - back, mask=checked_R, other=0)
+            taken_R &= (before_R == guess_R) | (back > number_R)
+        followed_R &= draft_R == sampled_R
+        token_R = sampled_R
+    # An error code ends its request, but a step with it may be in flight.
+    new_R = tl.maximum(token_R, 0)
+    tl.store(history_ptr + state_R * history_stride + end_R, new_R, mask=taken_R)
+    last_R = taken_R & (followed_R == 0)
+    tl.store(last_token_ptr + state_R, new_R, mask=last_R)
+    computed_R = last_R | (real_R & (number_R == 0) & (taken_R == 0))
+    tl.store(num_computed_ptr + state_R, end_R, mask=computed_R)
+    number = (tl.load(num_steps_ptr) + 1) & LAST_NUMBER
+    ring_row_ptr = ring_ptr + (number % RING) * ring_stride
+    token_R = tl.where(taken_R, token_R, tl.where(real_R, -1, NO_DRAFT))
+    tl.store(taken_ptr + place_R, tl.where(taken_R, new_R, 0), mask=inside_R)
+    tl.store(ring_row_ptr + 1 + place_R, token_R, mask=inside_R)
+    tl.store(ring_row_ptr, number)
+    tl.debug_barrier()  # every thread has read the number
+    tl.store(num_steps_ptr, number)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["longest", "shortest", "history_stride"])
+def ngram_kernel(
+    rows_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    num_known_ptr: tl.tensor,
+    history_ptr: tl.tensor,
+    drafts_ptr: tl.tensor,
+    longest: tl.tensor,
+    shortest: tl.tensor,
+    history_stride: tl.tensor,
+    NUM_DRAFTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (row of the batch): the drafts of its request, if it is the row of the newest token and that was sampled.
+
+    See ngram.ngram_drafts. The best match is the largest (tokens compared, where it ends).
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0)
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    if row < 0:
+        return
+    if tl.load(numbers_ptr + place) != 0:
+        return
+    last = tl.load(num_computed_ptr + row)
+    if last < tl.load(num_known_ptr + row):
+        return
+    tokens_ptr = history_ptr + row * history_stride
+    best_N = tl.zeros([TILE], tl.int64) - 1
+    for begin in range(0, last, TILE):
+        end_N = begin + tl.arange(0, TILE)
+        matched_N = tl.zeros([TILE], tl.int32)
+        alive_N = end_N < last
+        matched = 0
+        any_alive = 1
+        while (matched < longest) & (any_alive > 0):
+            token = tl.load(tokens_ptr + tl.maximum(last - matched, 0))
+            alive_N = alive_N & (end_N >= matched)
+            alive_N = alive_N & (tl.load(tokens_ptr + end_N - matched, mask=alive_N, other=-1) == token)
+            matched_N += alive_N.to(tl.int32)
+            any_alive = tl.max(alive_N.to(tl.int32), 0)
+            matched += 1
+        found_N = (matched_N.to(tl.int64) << 32) | end_N.to(tl.int64)
+        best_N = tl.maximum(best_N, tl.where(matched_N >= shortest, found_N, -1))
+    best = tl.max(best_N, 0)
+    k_K = tl.arange(0, TILE_K)
+    start = (best & 0x7FFFFFFF).to(tl.int32) + 1
+    period = tl.maximum(last + 1 - start, 1)
+    found_K = k_K < tl.where(best >= 0, NUM_DRAFTS, 0)
+    draft_K = tl.load(tokens_ptr + start + k_K % period, mask=found_K, other=-1)
+    tl.store(drafts_ptr + row * NUM_DRAFTS + k_K, draft_K, mask=k_K < NUM_DRAFTS)

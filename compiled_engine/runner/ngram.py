@@ -1,0 +1,99 @@
+"""The sources of drafts, and the first of them: the request's own tokens.
+
+On a CPU a proposer writes the drafts of a step's requests before the step's batch is made, as many as the step has
+blocks for. On a GPU the host does not know which tokens the requests have: there a proposer launches kernels for the
+rows of the batch, before the step's inputs are prepared, and a CUDA graph of the step holds both.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from compiled_engine.config import SpeculationConfig
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers
+from compiled_engine.runner.request_states import RequestStates
+
+
+class Proposer(Protocol):
+    def propose(self, step: SchedulerOutput) -> None:
+        """Write the drafts of the step's requests into the states. The requests have their rows and blocks. For the
+        CPU."""
+
+    def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
+        """Do so for the requests of a batch that was staged in these buffers; may be captured. For other devices."""
+
+
+def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:
+    """Return how many drafts a step has room for, int [R]: a request has drafts once it has sampled."""
+    has_sampled_R = np.array(step.starts) >= states.num_known[rows_R]
+    return np.where(has_sampled_R, np.array(step.counts) - 1, 0)
+
+
+def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
+    """Return what followed the last tokens where they came before, [count], or [0] if they never did.
+
+    Compared are the last `longest` tokens, or as many as there is a match for, at least `shortest`. The newest match
+    counts. It repeats itself where it reaches the end of the tokens.
+    """
+    last, matched = len(token_ids) - 1, 0
+    ends = np.arange(last)  # of the matches so far
+    while matched < longest:
+        longer = ends[ends >= matched]
+        longer = longer[token_ids[longer - matched] == token_ids[last - matched]]
+        if len(longer) == 0:
+            break
+        ends, matched = longer, matched + 1
+    if matched < shortest:
+        return token_ids[:0]
+    start = int(ends[-1]) + 1
+    drafts: np.ndarray = token_ids[start + np.arange(count) % (last + 1 - start)]
+    return drafts
+
+
+class NgramProposer:
+    """Drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023)."""
+
+    def __init__(self, config: SpeculationConfig, states: RequestStates) -> None:
+        self._config, self._states = config, states
+
+    def propose(self, step: SchedulerOutput) -> None:
+        """See Proposer."""
+        config, states = self._config, self._states
+        assert states.drafts_SK is not None
+        drafts_SK, num_computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()
+        rows_R = states.rows(step.request_ids)
+        rows = rows_R[wanted_drafts(step, states, rows_R) > 0]
+        drafts_SK[rows] = -1
+        for row in rows.tolist():
+            token_ids = states.known_ids(row)[: num_computed_S[row] + 1]
+            drafts = ngram_drafts(token_ids, config.lookup_max, config.lookup_min, config.num_tokens)
+            drafts_SK[row, : len(drafts)] = drafts
+
+    def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
+        """See Proposer. The kernel reads history_SL."""
+        from compiled_engine.runner.draft_kernels import SEARCHED, ngram_kernel  # Triton is not installed everywhere
+
+        states = self._states
+        assert states.drafts_SK is not None
+        assert states.history_SL is not None
+        num_drafts = states.drafts_SK.shape[1]
+        ngram_kernel[(batch.num_rows,)](
+            buffers.rows_R,
+            buffers.draft_numbers_R,
+            states.num_computed_S,
+            states.num_known_S,
+            states.history_SL,
+            states.drafts_SK,
+            self._config.lookup_max,
+            self._config.lookup_min,
+            states.history_SL.stride(0),
+            NUM_DRAFTS=num_drafts,
+            TILE=SEARCHED,
+            TILE_K=next_power_of_2(num_drafts),
+            num_warps=8,
+            **dependent_launch(buffers.rows_R.device),
+        )

@@ -1,0 +1,46 @@
+"""Attention of decodes with drafts, a row for each token: right in every backend, and packed into tiles in Triton."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from draft_attention_cases import wrong
+from interpreter import interpreting, loops_to_a_loaded_bound
+
+from compiled_engine.attention.backends.triton_draft_decode import queries_of_tile
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_on_a_cpu(backend: str) -> None:
+    assert [found for seed in range(12) if (found := wrong(backend, seed, torch.float32, "cpu"))] == []
+
+
+@loops_to_a_loaded_bound
+def test_triton_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "draft_attention_cases"],
+        env=interpreting(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == "right", run.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", range(4))
+def test_triton_on_cuda(dtype: torch.dtype, part: int) -> None:
+    seeds = range(part * 6, part * 6 + 6)
+    assert [found for seed in seeds if (found := wrong("triton", seed, dtype, "cuda", longest=5000))] == []
+
+
+@pytest.mark.parametrize(
+    ("queries", "group", "size", "expected"),
+    [(4, 4, 2, 4), (4, 1, 2, 4), (65, 1, 2, 64), (65, 8, 2, 8), (65, 8, 4, 4), (3, 32, 2, 2), (2, 128, 2, 1)],
+)
+def test_a_tile_has_as_many_queries_as_fit(queries: int, group: int, size: int, expected: int) -> None:
+    assert queries_of_tile(queries, group, size) == expected
