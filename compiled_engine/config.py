@@ -122,14 +122,16 @@ class RowState:
 
 @dataclass(frozen=True)
 class Recurrences:
-    """The states of a model's recurrences, and the rows that they have: as many as requests may run."""
+    """The states of a model's recurrences. Their tensors have `num_rows` rows, as many as requests may run, and behind
+    them `num_snapshots` for the prefix cache; 0: it is off."""
 
     states: tuple[RowState, ...]
     num_rows: int = 0
+    num_snapshots: int = 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all states of a request."""
+        """Bytes of all states of a request, or of a snapshot."""
         return sum(state.row_bytes for state in self.states)
 
 

@@ -244,7 +244,8 @@ class NewRequest:
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
     with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one.
+    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one. `snapshot`: the
+    slot of the recurrent states that it begins with, -1 for none.
     """
 
     request_id: str
@@ -257,6 +258,7 @@ class NewRequest:
     by_token: bool = False
     second_text: int | None = None
     adapter_slot: int = -1
+    snapshot: int = -1
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ class SchedulerOutput:
         NewRequest).
     awaits_masks: nothing is sampled before the step's TokenMasks come.
     placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
+    snapshots: by id, the slots that the recurrent states of requests are copied to after the step.
     """
 
     step: int
@@ -286,6 +289,7 @@ class SchedulerOutput:
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     awaits_masks: bool = False
     placed_adapters: dict[int, str] = field(default_factory=dict)
+    snapshots: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -85,7 +85,10 @@ class EngineOptions:
     )
     # CUDA's largest grid dimension.
     max_num_seqs: int | None = declare(
-        None, integer(most=65535), "most requests in a step", default_is="256 on CUDA, 64 on a CPU"
+        None,
+        integer(most=65535),
+        "most requests in a step",
+        default_is="256 on CUDA, 64 on a CPU, fewer with large recurrent states",
     )
     max_num_batched_tokens: int | None = declare(
         None, integer(most=1 << 20), "most tokens in a step", default_is="8192 on CUDA, 2048 on a CPU"
@@ -118,6 +121,13 @@ class EngineOptions:
     )
     enable_prefix_caching: bool = declare(
         True, SWITCH, "reuse the KV cache of prompts with a common prefix", flag="--no-prefix-caching"
+    )
+    num_state_snapshots: int | None = declare(
+        None,
+        integer(0, 1 << 20),
+        "[snapshots of recurrent states](models.md#recurrences) that the prefix cache keeps; 0 turns it off for models "
+        "with recurrences",
+        default_is="as many as fit into 4 GiB on CUDA, 256 MiB on a CPU, at most 8 for each of `max_num_seqs`",
     )
     scheduling_policy: str = declare(
         "fcfs", one_of("fcfs", "priority"), "`fcfs` (first come, first served) or `priority`"

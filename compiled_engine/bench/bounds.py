@@ -1,7 +1,8 @@
 """Lower bounds: what a step must at least read and multiply, at the device's rates.
 
 A step reads every weight once and the keys and values of all earlier tokens once, and multiplies each token with every
-weight and each query with its keys. The bound is the longer of the two; nothing else (launches, activations, writes)
+weight and each query with its keys. The states of recurrences are read and written, since the next step needs them. The
+bound is the longer of the two; nothing else (launches, activations, writes)
 is counted, so no engine with these weights in this precision can be faster.
 
 The rates are known for some GPUs, and measured in a moment for other devices.
@@ -9,6 +10,8 @@ The rates are known for some GPUs, and measured in a moment for other devices.
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, RowState
 from compiled_engine.models.checkpoint.build_model import build_model
 
 
@@ -37,7 +40,8 @@ class ModelSizes:
     linear_params: multiplied with every token; head_params: with the tokens that sample.
     expert_bytes: of one expert in all layers; num_experts, and experts_per_token, which a token goes to.
     kv_bytes_per_token: keys and values of a token, attention_flops: of one query with one key; both in one layer.
-    windows: by layer, the keys that a query sees at most, None for all.
+    windows: by layer that attends, the keys that a query sees at most, None for all.
+    state_bytes: of the recurrent states of a request, recurrence_flops: of a token in them; in all layers.
     """
 
     weight_bytes: int
@@ -49,6 +53,8 @@ class ModelSizes:
     expert_bytes: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    state_bytes: int = 0
+    recurrence_flops: int = 0
 
 
 class Chunk(NamedTuple):
@@ -71,8 +77,11 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     model = build_model(config)
     outside = ("embed_tokens", "lm_head", ".experts.")
     body = {id(p): p for name, p in model.named_parameters() if not any(part in name for part in outside)}
-    experts, of_experts = config.experts, [p for name, p in model.named_parameters() if ".experts." in name]
-    chosen_params = sum(p.numel() // p.shape[0] for p in of_experts) * experts.per_token
+    of_experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    per_token = _experts_per_token(config) if of_experts else 0
+    chosen_params = sum(p.numel() // p.shape[0] for p in of_experts) * per_token
+    states = config.recurrences.states if config.recurrences is not None else ()
+    heads = map(config.heads_of, range(config.num_layers))
     head = model.lm_head.weight  # type: ignore[union-attr]
     return ModelSizes(
         weight_bytes=sum(p.nbytes for p in body.values()) + head.nbytes,  # type: ignore[operator, misc]
@@ -80,18 +89,38 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
         head_params=head.numel(),  # type: ignore[operator]
         kv_bytes_per_token=2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
         attention_flops=4 * config.num_heads * config.head_dim,
-        windows=config.sliding_windows,
+        windows=tuple(w for w, layer in zip(config.sliding_windows, heads, strict=True) if layer.num_heads),
         expert_bytes=sum(p.nbytes // p.shape[0] for p in of_experts),
-        num_experts=experts.count,
-        experts_per_token=experts.per_token,
+        num_experts=of_experts[0].shape[0] if of_experts else 0,
+        experts_per_token=per_token,
+        state_bytes=sum(state.row_bytes for state in states),
+        recurrence_flops=sum(_flops_of(state) for state in states),
     )
 
 
+def _experts_per_token(config: ModelConfig) -> int:
+    """The experts that a token goes to; transformers' code reads them from config.json."""
+    if config.transformers is None:
+        return config.experts.per_token
+    fields = json.loads(config.transformers.config)
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+    return next((int(fields[name]) for name in names if fields.get(name)), 0)
+
+
+def _flops_of(state: RowState) -> int:
+    """Multiplications and additions of a token: with each weight of a convolution, whose state has all inputs but the
+    newest; of a delta rule's matrices with the key, with the query, and to add to them."""
+    if len(state.shape) == 2:
+        return 2 * (math.prod(state.shape) + state.shape[0])
+    return 6 * math.prod(state.shape)
+
+
 def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
-    """Bytes that a step reads: weights, and the context of each request once."""
+    """Bytes that a step reads: weights, and the context of each request once; states are written too."""
     chunks = list(step)
     read = sizes.weight_bytes + _touched_bytes(sizes, sum(chunk.new for chunk in chunks))
-    return read + sum(_context_bytes(sizes, chunk.context) for chunk in chunks)
+    states = sum(sizes.state_bytes * (2 if chunk.context else 1) for chunk in chunks)
+    return read + states + sum(_context_bytes(sizes, chunk.context) for chunk in chunks)
 
 
 def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
@@ -111,7 +140,7 @@ def _context_bytes(sizes: ModelSizes, context: float) -> float:
 def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
     """The same for decodes of which the first has this context and each further one a token more."""
     seen = sum(_pairs(Chunk(context, count), window) - count for window in sizes.windows)
-    return seen * sizes.kv_bytes_per_token
+    return seen * sizes.kv_bytes_per_token + 2 * count * sizes.state_bytes
 
 
 def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
@@ -131,7 +160,7 @@ def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
     for chunk in step:
         flops += 2.0 * (chunk.new * sizes.linear_params + chunk.samples * sizes.head_params)
         pairs = sum(_pairs(chunk, window) for window in sizes.windows)
-        flops += pairs * sizes.attention_flops
+        flops += pairs * sizes.attention_flops + chunk.new * sizes.recurrence_flops
     return flops
 
 

@@ -33,6 +33,30 @@ _BERT: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 _GEMMA3_LAYERS = 34
+
+
+def _hybrid(num_layers: int, attends_every: int) -> list[str]:
+    """Layer types: the last of each `attends_every` attends, the others are gated delta nets."""
+    return ["linear_attention" if layer % attends_every else "full_attention" for layer in range(1, num_layers + 1)]
+
+
+# The text models of Qwen3.6, which has the code of Qwen3.5.
+_QWEN3_6: dict[str, Any] = {
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 248046,
+}
+_LFM2_ATTENDS = (2, 5, 8, 10, 12, 14)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -201,6 +225,55 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "eos_token_id": 100257,
+    },
+    "qwen3.6-27b": _QWEN3_6
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "layer_types": _hybrid(64, 4),
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "qwen3.6-35b-a3b": _QWEN3_6
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "layer_types": _hybrid(40, 4),
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "lfm2-1.2b": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 12288,  # of which the code takes two thirds
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "num_hidden_layers": 16,
+        "layer_types": ["full_attention" if layer in _LFM2_ATTENDS else "conv" for layer in range(16)],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 7,
     },
     "minilm": _BERT
     | {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12},

@@ -40,6 +40,14 @@ def hash_blocks(
         hashes.append(hash_block(hashes[-1] if hashes else root, token_ids[start : start + block_size]))
 
 
+def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]:
+    """Return the hashes of the request's first blocks, `count` or more. They outlive a preemption."""
+    hashes = request.block_hashes.setdefault(block_size, [])
+    if len(hashes) < count:
+        hash_blocks(hashes, request.prefix_root, request.token_ids, block_size, count)
+    return hashes
+
+
 class BlockPool:
     """`num_blocks` blocks with reference counts; those without references wait in a free list.
 
@@ -198,7 +206,8 @@ class BlockGroup:
         for block in cached:
             self.pool.acquire(block)
         fresh = self.pool.allocate(-(-num_tokens // self.block_size) - len(cached))
-        self._tables[request] = BlockTable(cached + fresh, len(cached), self._hashes(request, len(cached)))
+        hashes = leading_hashes(request, self.block_size, len(cached))
+        self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
 
     def can_grow(self, request: Request, num_tokens: int) -> bool:
         """Return whether the pool has the blocks that a request with a table still needs for `num_tokens` tokens."""
@@ -241,6 +250,10 @@ class BlockGroup:
         for block in blocks:
             self.pool.unregister(block)
 
+    def unregister_all(self) -> None:
+        """Make every block unfindable; requests keep the blocks that they hold."""
+        self.pool.unregister_all()
+
     def check_all_free(self) -> None:
         self.pool.check_all_free()
 
@@ -258,16 +271,9 @@ class BlockGroup:
         """Return how many blocks the request lacks for `num_tokens` tokens; negative if it has more."""
         return -(-num_tokens // self.block_size) - len(self._tables[request].block_ids)
 
-    def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """The hashes of the request's first blocks, `count` or more. They outlive a preemption."""
-        hashes = request.block_hashes.setdefault(self.block_size, [])
-        if len(hashes) < count:
-            hash_blocks(hashes, request.prefix_root, request.token_ids, self.block_size, count)
-        return hashes
-
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
         """Look up a block with the same contents for each of the request's first `count` blocks, or None."""
-        return map(self.pool.find, self._hashes(request, count)[:count])
+        return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
 
     def _prefix(self, request: Request, num_cached: int) -> list[int]:
         """The blocks of a prefix that `longest_prefix` has found."""

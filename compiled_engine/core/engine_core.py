@@ -14,6 +14,7 @@ from compiled_engine.core.constraints import GrammarQueue
 from compiled_engine.core.control import ControlError, apply
 from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import (
     NO_CACHE,
     ControlCall,
@@ -33,6 +34,13 @@ GRAMMAR_PATIENCE_S = 0.005
 
 CALLS = ("metrics", "reset_prefix_cache", "check_integrity", "load_adapter", "unload_adapter")
 """Control calls that a core takes: methods of EngineCore."""
+
+
+def _snapshots(config: EngineConfig) -> StateSnapshots | None:
+    recurrences = config.model.recurrences
+    if recurrences is None or not recurrences.num_snapshots:
+        return None
+    return StateSnapshots(recurrences.num_snapshots, config.cache.block_size)
 
 
 class EngineCore:
@@ -64,6 +72,7 @@ class EngineCore:
             pools=config.model.pooling is not None,
             whole=not config.model.causal,
             adapters=config.adapters,
+            snapshots=_snapshots(config),
         )
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first

@@ -22,6 +22,7 @@ from itertools import cycle
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource
 from compiled_engine.core.request import Request
+from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import NO_CACHE
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -31,15 +32,24 @@ BlockIds = tuple[tuple[int, ...], ...]
 class KVCacheManager:
     """The KV groups and the other resources of a running request. What it gives, it gives of all or of none.
 
+    snapshots: of a model with recurrences, whose prefixes are cached; else None.
+
     prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache and found there, over all
     requests when first admitted.
     """
 
     def __init__(
-        self, groups: Sequence[BlockGroup], others: Sequence[CacheResource] = (), *, enable_prefix_caching: bool
+        self,
+        groups: Sequence[BlockGroup],
+        others: Sequence[CacheResource] = (),
+        snapshots: StateSnapshots | None = None,
+        *,
+        enable_prefix_caching: bool,
     ) -> None:
         self.groups = tuple(groups)
-        self.resources: tuple[CacheResource, ...] = (*others, *groups)
+        self.snapshots = snapshots if enable_prefix_caching else None
+        self._findable = self.groups if self.snapshots is None else (*self.groups, self.snapshots)
+        self.resources: tuple[CacheResource, ...] = (*others, *self._findable)
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -69,6 +79,9 @@ class KVCacheManager:
         for resource in self.resources:  # no comprehensions here: a step may admit many requests
             if not resource.has_room(request, num_tokens, num_cached, reserve):
                 return False
+        if self.snapshots is not None:
+            num_shared = [group.longest_prefix(request, num_tokens - 1) if reads_prefix else 0 for group in self.groups]
+            self.snapshots.plan(request, num_cached, min(num_shared))
         for resource in self.resources:
             resource.take(request, num_tokens, num_cached)
         request.num_computed_tokens = num_cached
@@ -117,18 +130,19 @@ class KVCacheManager:
         request.next_block_end = next_block_end
 
     def take_registered(self) -> list[list[int]]:
-        """Return, by group, the blocks registered since the last call: steps in flight may be to fill them."""
-        return [group.take_registered() for group in self.groups]
+        """Return, by group, the blocks registered since the last call: steps in flight may be to fill them. Behind them
+        come the slots of snapshots."""
+        return [findable.take_registered() for findable in self._findable]
 
     def unregister(self, registered: Sequence[Sequence[int]]) -> None:
-        """Make blocks unfindable, given by group, because what they were to hold was not written."""
-        for group, blocks in zip(self.groups, registered, strict=True):
-            group.unregister(blocks)
+        """Make blocks and snapshots unfindable, as `take_registered` gave them, because they were not written."""
+        for findable, places in zip(self._findable, registered, strict=True):
+            findable.unregister(places)
 
     def reset_prefix_cache(self) -> None:
-        """Make every block unfindable; requests keep the blocks that they hold."""
-        for group in self.groups:
-            group.pool.unregister_all()
+        """Make every block and snapshot unfindable; requests keep the blocks that they hold."""
+        for findable in self._findable:
+            findable.unregister_all()
 
     def free(self, request: Request) -> None:
         """Take back all that the request holds. Raises RuntimeError if it holds nothing."""

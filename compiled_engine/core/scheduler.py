@@ -27,6 +27,7 @@ from compiled_engine.core.constraints import MaskMaker
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
+from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.core.steps import (
     Lanes,
     StepDraft,
@@ -134,7 +135,8 @@ class Scheduler:
 
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
     token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
-    prompt is computed in one step, and holds no blocks (num_blocks is 0).
+    prompt is computed in one step, and holds no blocks (num_blocks is 0). snapshots: of recurrent states, where the
+    model has them and prefixes are cached.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Scheduler:
         *,
         whole: bool = False,
         adapters: AdapterConfig | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self._config, self._whole = scheduler, whole
         self._most_new_tokens = most_new_tokens
@@ -158,6 +161,7 @@ class Scheduler:
         self._kv_cache = KVCacheManager(
             [] if whole else [BlockGroup(num_blocks, cache.block_size)],
             [RequestRows(most * num_lanes), self.adapters],
+            snapshots,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
         longest = scheduler.max_num_batched_tokens if whole else None
@@ -268,7 +272,7 @@ class Scheduler:
             if num_tokens > 1:
                 # Tokens for a decode of each request behind are reserved, so that no long prompt delays a decode.
                 kept = (len(running) - index) * most_new_tokens
-                num_tokens = min(num_tokens, budget - kept, request.max_step_tokens)
+                num_tokens = min(num_tokens, budget - kept, request.step_limit)
                 if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
                     continue
                 bound = 1
@@ -296,9 +300,11 @@ class Scheduler:
             if not self._kv_cache.admit(request, reserve=len(running)):
                 break
             self._requests.start_next()
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
             budget -= num_tokens
-            draft.new.append(request.as_new(self._kv_cache.block_ids(request), self.adapters.slot_of(request)))
+            snapshot = -1 if self._kv_cache.snapshots is None else self._kv_cache.snapshots.slot_of(request)
+            block_ids, adapter_slot = self._kv_cache.block_ids(request), self.adapters.slot_of(request)
+            draft.new.append(request.as_new(block_ids, adapter_slot, snapshot))
             self._schedule_tokens(draft, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
@@ -316,6 +322,10 @@ class Scheduler:
                 draft.completed.append(request)
             else:
                 self._kv_cache.register(request)
+        if end in request.snapshot_ends:
+            assert self._kv_cache.snapshots is not None
+            if (slot := self._kv_cache.snapshots.save(request)) is not None:
+                draft.snapshots[request.request_id] = slot
         if samples:
             self._lanes.join(request, draft.lane)
             request.num_tokens += bound
@@ -431,7 +441,7 @@ class Scheduler:
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
         for step in self._in_flight:
-            self._kv_cache.unregister(step.registered_blocks)
+            self._kv_cache.unregister(step.registered)
             removed += step.output.removed
         # A step that failed to be scheduled is not in flight yet, but the requests with a share of it run.
         affected = [*self._requests.running, *(request for step in self._in_flight for request in step.requests)]

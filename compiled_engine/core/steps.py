@@ -91,8 +91,8 @@ class StepDraft:
     decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
     indices in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
     `max_prefill_tokens` where others run. completed: requests whose share of at most as many tokens as a decode
-    completes a block, which no request of this step may read: a kernel may write it while another row attends. bounds:
-    most sampled tokens of requests that sample fewer than decode_tokens.
+    completes a block, which no request of this step may read: a kernel may write it while another row attends.
+    snapshots: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than decode_tokens.
     """
 
     lane: int = 0
@@ -107,6 +107,7 @@ class StepDraft:
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    snapshots: dict[str, int] = field(default_factory=dict)
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == self.decode_tokens:
@@ -144,7 +145,8 @@ class StepInFlight:
 
     requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: requests that sample.
     constrained: requests that sample and have a constraint.
-    registered_blocks: by KV group, blocks in the prefix cache that are only filled by this step or an earlier one.
+    registered: what the prefix cache has that is only written by this step or an earlier one, see
+    KVCacheManager.take_registered.
     lane: of the step. bounds: see StepDraft.
     """
 
@@ -153,7 +155,7 @@ class StepInFlight:
     sampling: list[Request]
     sampling_ids: list[str]
     constrained: list[Request]
-    registered_blocks: list[list[int]]
+    registered: list[list[int]]
     lane: int
     bounds: dict[Request, int]
 
@@ -163,7 +165,7 @@ class StepInFlight:
         number: int,
         draft: StepDraft,
         removed: tuple[str, ...],
-        registered_blocks: list[list[int]],
+        registered: list[list[int]],
         placed_adapters: dict[int, str],
         *,
         constraints: bool,
@@ -187,9 +189,10 @@ class StepInFlight:
             new_block_ids=draft.new_block_ids,
             awaits_masks=bool(constrained),
             placed_adapters=placed_adapters,
+            snapshots=draft.snapshots,
         )
         requests, lane, bounds = shares.requests, draft.lane, draft.bounds
-        return cls(output, requests, sampling, sampling_ids, constrained, registered_blocks, lane, bounds)
+        return cls(output, requests, sampling, sampling_ids, constrained, registered, lane, bounds)
 
 
 class StepsInFlight(deque[StepInFlight]):

@@ -41,6 +41,7 @@ from compiled_engine.resolve.folders import (
     resolve_tokenizer_folder,
 )
 from compiled_engine.resolve.parallel import check_stages, resolve_parallel
+from compiled_engine.resolve.recurrences import MIB, most_requests, resolve_snapshots, state_bytes
 from compiled_engine.resolve.speculation import resolve_speculation
 from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
@@ -97,14 +98,16 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the mode is eager, which reads no scales of keys and "
             "values; allowed: auto, int8, or another mode"
         )
-    scheduler = _scheduler(options, model, device, reasons)
-    if model.recurrences is not None:
-        rows = scheduler.max_num_seqs * parallel.num_stages
-        model = replace(model, recurrences=replace(model.recurrences, num_rows=rows))
+    rank_state_bytes = state_bytes(model, parallel.tensor_parallel_size)
+    scheduler = _scheduler(options, model, device, rank_state_bytes, reasons)
     caches_prefixes = options.enable_prefix_caching
-    if caches_prefixes and model.recurrences is not None:
-        caches_prefixes = False
-        reasons["cache.enable_prefix_caching"] = "the model has recurrences: the cache does not hold their states"
+    num_snapshots = resolve_snapshots(options, rank_state_bytes, scheduler.max_num_seqs, device, reasons)
+    if model.recurrences is not None:
+        recurrences = replace(model.recurrences, num_rows=scheduler.max_num_seqs, num_snapshots=num_snapshots)
+        model = replace(model, recurrences=recurrences)
+        if caches_prefixes and not num_snapshots:
+            caches_prefixes = False
+            reasons["cache.enable_prefix_caching"] = "num_state_snapshots is 0, and the model has recurrences"
     if model.pooling is not None:
         if parallel.num_stages > 1:
             raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
@@ -206,8 +209,9 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
 
 
 def _scheduler(
-    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
+    options: EngineOptions, model: ModelConfig, device: torch.device, request_bytes: int, reasons: dict[str, str]
 ) -> SchedulerConfig:
+    """request_bytes: of recurrent states that each request has."""
     default_seqs, default_tokens = DEFAULT_LIMITS[device.type]
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:
@@ -215,6 +219,9 @@ def _scheduler(
         if options.max_num_batched_tokens is not None:
             max_num_seqs = min(max_num_seqs, options.max_num_batched_tokens)
         reasons["scheduler.max_num_seqs"] = f"default on {device.type}"
+        if (most := most_requests(request_bytes, device)) is not None and most < max_num_seqs:
+            max_num_seqs = most
+            reasons["scheduler.max_num_seqs"] = f"each request has recurrent states of {request_bytes / MIB:.1f} MiB"
     max_num_batched_tokens = options.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_tokens, max_num_seqs)

@@ -38,6 +38,7 @@ from compiled_engine.runner.ngram import NgramProposer, Proposer
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.stage_traffic import StageTraffic
+from compiled_engine.runner.state_rows import StateRows
 from compiled_engine.runner.step_pooling import StepPooling
 from compiled_engine.runner.step_sampling import StepSampling, owes_prompt_logprobs
 from compiled_engine.runner.warm_up import compile_kernels, compile_kernels_ahead, warm_up
@@ -141,6 +142,8 @@ class Runner:
             assert self._compiled is not None
             parameters, num_ranks = self._compiled.parameters, config.parallel.tensor_parallel_size
             self._adapters = AdapterSlots(config.adapters, parameters, named, self._group.rank, num_ranks)
+        recurrences = config.model.recurrences
+        self._state_rows = None if recurrences is None else StateRows(recurrences, named)
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._draft: DraftModelProposer | None = None
         if (draft := config.draft) is not None:
@@ -240,8 +243,12 @@ class Runner:
                 self.runs_begun += 1
                 self._proposer.propose(step)
                 self.runs_ended += 1
+            if self._state_rows is not None:
+                self._state_rows.begin(step, self.states)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
+            if self._state_rows is not None:
+                self._state_rows.end(step, self.states)
         except BaseException:
             self._fail()
             raise
@@ -360,6 +367,7 @@ class Runner:
             "draft_cache_entry": str(draft.compiled.lookup.folder) if draft and draft.compiled else None,
             **captured.counters.metrics(),
             **cache_size.metrics(graphs.bytes_used if graphs else 0),
+            **(self._state_rows.metrics() if self._state_rows else {}),
             "graph_bytes_predicted": cache_size.graph_bytes,
             "graph_bytes_used": graphs.bytes_used if graphs else 0,
             "graph_bytes_by_key": {name: r._asdict() for name, r in graphs.memory_by_key.items()} if graphs else {},
@@ -378,6 +386,7 @@ class Runner:
         if self.captured.graphs:
             self.captured.graphs.close()
         self._kv_caches.clear()
+        self._state_rows = None
         self.model.close()
         if self._draft is not None:
             self._draft.close()

@@ -63,7 +63,7 @@ OTHER_POOLING_FIELDS = tuple(
     )
 )
 # Fields of a model with recurrences.
-RECURRENCE_FIELDS = ("model.recurrences.states", "model.recurrences.num_rows")
+RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots"))
 # Fields of an engine with adapters: the shapes of their slots.
 ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
 OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)

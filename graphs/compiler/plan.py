@@ -45,8 +45,8 @@ class Carried:
 class Plan:
     """Value i is input i for the first len(inputs) values; steps define the others.
 
-    arguments: the names of what the callable is given, in order, whose parts inputs are. carried: whatever outlives an
-    attention.
+    arguments: the names of what the callable is given, in order, whose parts inputs are. carried: values with a row for
+    each token that outlive an attention.
     """
 
     arguments: tuple[str, ...]

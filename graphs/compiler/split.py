@@ -93,7 +93,7 @@ def make_plan(
 
 
 def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:
-    """Values defined before an attention and read after it."""
+    """Values with a row for each token that are defined before an attention and read after it."""
     known = splitting_ops()
     attentions = [number for number, step in enumerate(steps) if step.op is not None and known[step.op].attends]
     last_use = {node: number for number, step in enumerate(steps) for node in step.inputs if isinstance(node, fx.Node)}
@@ -102,10 +102,16 @@ def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) ->
         for node in step.outputs:
             last = len(steps) if index[node] in outputs else last_use.get(node, number)
             value = node.meta["val"]
-            if any(number < attention < last for attention in attentions) and isinstance(value, torch.Tensor):
+            if any(number < attention < last for attention in attentions) and _has_rows(value):
                 dtype = str(value.dtype).removeprefix("torch.")
                 carried.append(Carried(index[node], dtype, tuple(value.shape[1:])))
     return tuple(carried)
+
+
+def _has_rows(value: Any) -> bool:
+    """Return whether a value is a tensor with a row for each token: its first size alone depends on the step."""
+    depends = [isinstance(size, torch.SymInt) for size in value.shape] if isinstance(value, torch.Tensor) else []
+    return depends[:1] == [True] and not any(depends[1:])
 
 
 def _op_name(node: fx.Node) -> str:

@@ -43,12 +43,12 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
 
 def _with_states(model: Any, config: ModelConfig) -> Any:
     """The model with the states of its recurrences, buffers on the meta device; `row_states` has their names."""
-    if config.recurrences is not None:
-        model.row_states = frozenset(state.name for state in config.recurrences.states)
-        for state in config.recurrences.states:
+    if (recurrences := config.recurrences) is not None:
+        model.row_states = frozenset(state.name for state in recurrences.states)
+        count = recurrences.num_rows + recurrences.num_snapshots
+        for state in recurrences.states:
             owner, _, name = state.name.rpartition(".")
-            shape, dtype = (config.recurrences.num_rows, *state.shape), getattr(torch, state.dtype)
-            rows = torch.empty(shape, dtype=dtype, device="meta")
+            rows = torch.empty((count, *state.shape), dtype=getattr(torch, state.dtype), device="meta")
             model.get_submodule(owner).register_buffer(name, rows, persistent=False)
     return model
 

@@ -23,6 +23,7 @@ from compiled_engine.bench.bounds import (
 )
 from compiled_engine.bench.engine_steps import mixed_chunks
 from compiled_engine.bench.shapes import write_shape
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 
 SIZES = ModelSizes(
@@ -116,6 +117,33 @@ def test_the_bounds_of_a_shape_with_experts(tmp_path: Path) -> None:
     sizes = model_sizes(config)
     assert sizes.expert_bytes * sizes.num_experts == 48 * 128 * 3 * 768 * 2048 * 2
     assert sizes.linear_params == 48 * 2048 * (4096 + 2 * 512 + 4096 + 128 + 8 * 3 * 768)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "billions", "state_mib"),
+    [("qwen3.6-27b", 16, 26.9, 146.8), ("qwen3.6-35b-a3b", 10, 34.7, 61.4), ("lfm2-1.2b", 6, 1.17, 0.078125)],
+)
+def test_the_bounds_of_hybrid_shapes(
+    shape: str, layers: int, billions: float, state_mib: float, tmp_path: Path
+) -> None:
+    config, _ = read_model_config(
+        write_shape(tmp_path, shape),
+        dtype="bfloat16",
+        max_model_len=4096,
+        load_format="dummy",
+        seed=0,
+        device_type="cuda",
+    )
+    sizes = model_sizes(config)
+    assert sizes.windows == (None,) * layers
+    parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
+    assert round(parameters / 1e9, 1 if billions > 2 else 2) == billions
+    assert sizes.state_bytes / 2**20 == pytest.approx(state_mib, rel=0.01)
+    decode, first = step_bytes(sizes, [Chunk(1, 1)]), step_bytes(sizes, [Chunk(0, 1)])
+    assert decode - first == sizes.state_bytes + layers * sizes.kv_bytes_per_token
+    if "moe" in config.architecture.lower():
+        assert (sizes.num_experts, sizes.experts_per_token) == (256, 8)
+        assert sizes.expert_bytes == 40 * 3 * 512 * 2048 * 2
 
 
 def test_a_mixed_step_has_its_decodes_and_one_prompt() -> None:

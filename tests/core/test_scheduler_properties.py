@@ -61,10 +61,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         lanes=st.sampled_from(LANES),
         most_new_tokens=st.sampled_from([1, 1, 2, 4]),
+        num_snapshots=st.sampled_from([0, 0, 1, 2, 20]),
         seed=st.integers(0, 99),
     )
     def start(
-        self, lanes: tuple[int, int], budget: int, most_new_tokens: int, seed: int, **limits: int | str | bool | None
+        self,
+        lanes: tuple[int, int],
+        budget: int,
+        most_new_tokens: int,
+        num_snapshots: int,
+        seed: int,
+        **limits: int | str | bool | None,
     ) -> None:
         steps_in_flight, num_lanes = lanes
         self.engine = SimulatedEngine(
@@ -73,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=max(budget, most_new_tokens),
             most_new_tokens=most_new_tokens,
             yields=yields_of(seed),
+            num_snapshots=num_snapshots if most_new_tokens == 1 else 0,  # recurrences have no drafts
             **limits,  # type: ignore[arg-type]
         )
 
@@ -182,6 +190,7 @@ def test_a_heavy_load_is_served_in_full(
         num_lanes=num_lanes,
         most_new_tokens=most_new_tokens,
         yields=yields_of(seed),
+        num_snapshots=rng.choice([0, 1, 3, 40]) if most_new_tokens == 1 else 0,
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
     for i in range(60):

@@ -6,14 +6,21 @@ import pytest
 import torch
 from pass_cases import BIASED, CPU, GEMMA2, PHI3, QWEN3, QWEN3_MOE, RANGES, Family
 from planned_models import NUM_LAYERS, NUM_TOKENS, config_of, inputs, planned
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.stages import ParameterPlaces, divide_layers, parameter_places, stages_of
+from compiled_engine.passes.framework.graph_inputs import Source
+from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
+from compiled_engine.passes.registry import register_pass, unregister_pass
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,44 @@ def test_something_else_than_rows_of_tokens_cannot_cross() -> None:
         stage_plan(nothing_known, stages_of((2, 2), NUM_LAYERS)[0])
     with pytest.raises(ValueError, match="4 attentions, not one for each of 5 layers"):
         stage_plan(plan, stages_of((2, 3), 5)[1])
+
+
+@torch.library.custom_op("tests::attend_somehow", mutates_args=("x_T",))
+def attend_somehow(x_T: torch.Tensor) -> None:
+    """Stand for an attention."""
+
+
+class Attends(GraphPass):
+    """Has an op that plans may be cut behind."""
+
+    name = "attends_somehow"
+    splitting_ops = (SplittingOp("tests::attend_somehow", lambda x_T: None, attends=True),)
+
+
+def test_what_has_no_row_for_each_token_is_not_carried_and_refused_between_stages() -> None:
+    """Tables of transformers' code have a batch of one before the tokens."""
+
+    def function(x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows_TD, table_1TD, tokens_T, total = x_TD * 2, x_TD.unsqueeze(0) * 3, x_TD.sum(1), x_TD.sum()
+        attend_somehow(x_TD)
+        return rows_TD + table_1TD.squeeze(0) + tokens_T.unsqueeze(1) * total, x_TD
+
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env), shape_env.ignore_fresh_unbacked_symbols():
+        num_tokens = shape_env.create_unbacked_symint()
+        shape_env.constrain_symbol_range(num_tokens.node.expr, 2, 64)
+        module = make_fx(function)(torch.empty(num_tokens, 4))
+    for node in module.graph.find_nodes(op="placeholder"):
+        node.meta["source"] = Source("argument", "x_TD")
+    register_pass(Attends())
+    try:
+        plan, _ = make_plan(module.graph, split(module.graph), ("x_TD",))
+        assert sorted(value.row_shape for value in plan.carried) == [(), (4,)]
+        assert Plan.from_json(plan.to_json()) == plan
+        with pytest.raises(ValueError, match="cannot be sent between stages"):
+            stage_plan(plan, stages_of((1, 0), 1)[0])
+    finally:
+        unregister_pass("attends_somehow")
 
 
 @pytest.mark.parametrize(

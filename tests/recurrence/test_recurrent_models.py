@@ -131,12 +131,6 @@ def test_what_states_cannot_do_is_refused(options: dict[str, Any], reason: str, 
     assert "\n" not in str(error.value)
 
 
-def test_the_prefix_cache_is_off_with_a_reason(delta_net: tuple[Path, Any]) -> None:
-    config = resolve(make_options({"model": delta_net[0], "device": "cpu"}))
-    assert not config.cache.enable_prefix_caching
-    assert "recurrences" in config.reasons["cache.enable_prefix_caching"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compiled", "graphed"])
 def test_logprobs_on_a_gpu_are_those_of_transformers(mode: str, checkpoint: tuple[Path, Any]) -> None:

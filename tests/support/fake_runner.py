@@ -90,7 +90,8 @@ class FakeRunner:
 
     serves_all: each step has a share for every request that has a row. token_masks: of requests that have one, by id;
     whoever adds such a request fills it in. most_new_tokens: with more than 1, `yields` says how many tokens a request
-    gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots.
+    gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. num_snapshots: if
+    not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it.
     """
 
     def __init__(
@@ -102,7 +103,11 @@ class FakeRunner:
         serves_all: bool = True,
         most_new_tokens: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
+        num_snapshots: int = 0,
     ) -> None:
+        self.num_snapshots = num_snapshots
+        self.snapshots: dict[int, int | None] = {}
+        self.saved: dict[int, dict[int, int | None]] = {}  # by step the snapshots that it took, and what was there
         self.serves_all = serves_all
         self.most_new_tokens, self.yields = most_new_tokens, yields
         self.num_blocks = num_blocks
@@ -161,8 +166,20 @@ class FakeRunner:
                     positions.start,
                     LogprobRows.of(logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions),
                 )
+        self._save(step)
         several = None if self.most_new_tokens == 1 else counts
         return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs, several)
+
+    def _save(self, step: SchedulerOutput) -> None:
+        """Take snapshots of the states after the step."""
+        slots = step.snapshots.values()
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(self.num_snapshots))
+        self.saved[step.step] = {slot: self.snapshots.get(slot) for slot in slots}
+        for request_id, slot in step.snapshots.items():
+            row = self.rows[request_id]
+            assert request_id in step.request_ids
+            self.snapshots[slot] = row.hashes[row.num_computed_tokens - 1]
 
     def _sample(self, step: SchedulerOutput, share: Share) -> tuple[list[int], list[TokenLogprobs]]:
         """The row's next tokens, which it has from now on, and their log-probabilities."""
@@ -215,6 +232,10 @@ class FakeRunner:
                 new.masked,
                 step.starts[step.request_ids.index(new.request_id)],
             )
+            start = self.rows[new.request_id].num_computed_tokens
+            assert (new.snapshot >= 0) == (self.num_snapshots > 0 and start > 0)
+            if new.snapshot >= 0:
+                assert self.snapshots[new.snapshot] == self.rows[new.request_id].hashes[start - 1]
         ids = [share.request_id for share in shares_of(step)]
         assert len(set(ids)) == len(ids)
         assert set(ids) <= self.rows.keys()
@@ -231,6 +252,7 @@ class FakeRunner:
         """As if these steps, in order, had written nothing. Removals that the next one repeats are no error."""
         for step in reversed([*steps]):
             self.slots.update(self.written.pop(step))
+            self.snapshots.update(self.saved.pop(step))
         self.failed = True
 
     def _check_share(self, share: Share, *, is_new: bool) -> None:

@@ -12,6 +12,7 @@ from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import TokenLogprobs
@@ -47,7 +48,7 @@ class SimulatedEngine:
     """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
-    step is finished. most_new_tokens, yields: see FakeRunner.
+    step is finished. most_new_tokens, yields, num_snapshots: see FakeRunner.
     """
 
     def __init__(
@@ -65,16 +66,28 @@ class SimulatedEngine:
         num_lanes: int = 1,
         most_new_tokens: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
+        num_snapshots: int = 0,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
-        self.scheduler = Scheduler(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens)
+        snapshots = StateSnapshots(num_snapshots, block_size, least_gain=1) if num_snapshots else None
+        self.scheduler = Scheduler(
+            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens), snapshots=snapshots
+        )
         self.most_new_tokens = most_new_tokens
         self.steps_in_flight = steps_in_flight
         self.most_unknown = 2 if steps_in_flight > num_lanes else 1
-        serves_all = num_lanes == most_new_tokens == 1
+        # A prompt that is cut for a snapshot leaves tokens to another one, and both may not fit into the next step.
+        serves_all = num_lanes == most_new_tokens == 1 and not num_snapshots
         self.runner = FakeRunner(
-            num_blocks, block_size, max_num_seqs, budget, serves_all, most_new_tokens, yields=yields
+            num_blocks,
+            block_size,
+            max_num_seqs,
+            budget,
+            serves_all,
+            most_new_tokens,
+            yields=yields,
+            num_snapshots=num_snapshots if prefix_caching else 0,
         )
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
         self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1

@@ -1,0 +1,48 @@
+"""Resolve how much memory recurrent states take: of running requests, and of the prefix cache's snapshots."""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.options import EngineOptions
+
+MIB, GIB = 1 << 20, 1 << 30
+# By kind of device, bytes of the states of running requests, and of snapshots, where the user says nothing.
+STATE_BYTES = {"cuda": 8 * GIB, "cpu": 1 * GIB}
+SNAPSHOT_BYTES = {"cuda": 4 * GIB, "cpu": 256 * MIB}
+# Small states could have far more snapshots than there are prompts to share.
+SNAPSHOTS_PER_REQUEST = 8
+# One where two prompts diverge, and one at the end of each.
+LEAST_SNAPSHOTS = 3
+
+
+def state_bytes(model: ModelConfig, num_ranks: int) -> int:
+    """Bytes of a request's recurrent states on each rank; 0 without recurrences."""
+    return 0 if model.recurrences is None else model.recurrences.row_bytes // num_ranks
+
+
+def most_requests(request_bytes: int, device: torch.device) -> int | None:
+    """Return how many requests have states that fit into STATE_BYTES, at least 1; None without states."""
+    return max(1, STATE_BYTES[device.type] // request_bytes) if request_bytes else None
+
+
+def resolve_snapshots(
+    options: EngineOptions, request_bytes: int, max_num_seqs: int, device: torch.device, reasons: dict[str, str]
+) -> int:
+    """The number of snapshots. request_bytes: of each. Raises ValueError for snapshots that nothing would use."""
+    given = options.num_state_snapshots
+    if given and not request_bytes:
+        raise ValueError(f"num_state_snapshots is {given}, but the model has no recurrences; allowed: None, 0")
+    if given and not options.enable_prefix_caching:
+        raise ValueError(f"num_state_snapshots is {given}, but enable_prefix_caching is False; allowed: None, 0")
+    if not request_bytes or not options.enable_prefix_caching:
+        return 0
+    if given is not None:
+        return given
+    budget = SNAPSHOT_BYTES[device.type]
+    count = max(LEAST_SNAPSHOTS, min(budget // request_bytes, SNAPSHOTS_PER_REQUEST * max_num_seqs))
+    reasons["model.recurrences.num_snapshots"] = (
+        f"{request_bytes / MIB:.2f} MiB each: {count * request_bytes / GIB:.2f} GiB of {budget / GIB:g} GiB"
+    )
+    return count
