@@ -147,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=400,
+    max_examples=600,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -160,7 +160,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("most_new_tokens", [1, 4])
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.product(one_in=10))])
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_a_heavy_load_is_served_in_full(
     policy: str, steps_in_flight: int, num_lanes: int, most_new_tokens: int, part: int, seed: int
