@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -37,9 +36,9 @@ from attention_cases import (
     wrong_layers,
     wrong_lists,
 )
-from folders import SUPPORT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import interpreting
 
 from compiled_engine.attention.backend import BACKENDS, get_backend
 from compiled_engine.attention.backends.cpp_backend import HEAD_DIMS
@@ -168,9 +167,8 @@ def test_too_large_a_group_is_refused() -> None:
 def test_triton_in_the_interpreter(pytestconfig: pytest.Config) -> None:
     """The table without a GPU; the interpreter is on or off for a process, so the table runs in its own."""
     every: bool = pytestconfig.getoption("--all")
-    script = [SUPPORT / "attention_cases.py", "triton", *(["--all"] if every else [])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run([sys.executable, *script], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", f"import interpreter, attention_cases; attention_cases.main('triton', {every})"]
+    process = subprocess.run(command, env=interpreting(__file__), capture_output=True, text=True, check=False)
     if INTERPRETER_IS_BROKEN:
         assert "only 0-dimensional arrays can be converted" in process.stderr
         return

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from folders import SUPPORT
 from interpreter import interpreting, loops_to_a_loaded_bound
 from packed_cases import CASES, PackedCase, mistake
 
@@ -28,8 +27,7 @@ def test_plain_torch_on_a_cpu(dtype: torch.dtype) -> None:
 
 @loops_to_a_loaded_bound
 def test_the_triton_kernel_in_the_interpreter() -> None:
-    script = SUPPORT / "packed_cases.py"
-    command = [sys.executable, str(script), "triton"]
+    command = [sys.executable, "-c", "import interpreter, packed_cases; packed_cases.main('triton')"]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, env=interpreting(__file__))
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert json.loads(ran.stdout) == {}

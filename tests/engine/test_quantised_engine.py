@@ -53,7 +53,29 @@ def compare(folder: Path, oracle: Any, prompts: list[list[int]], exact: bool = F
     assert max(distances) < 1e-3 or not exact
 
 
+# One for each way that inputs are rounded and weights have scales; the others differ from one of them in how scales are
+# stored, which the decoded weights show.
+COMPILED = (
+    "compressed-tensors, channel and token",
+    "compressed-tensors, channel, weights alone",
+    "fp8, block",
+    "modelopt",
+    "modelopt, hf_quant_config.json",
+)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_is_decoded(name: str, bundled_model_path: Path, bundled_tokenizer: Any, tmp_path: Path) -> None:
+    ignored = ["lm_head", "model.layers.2.mlp.down_proj"]
+    oracle = write_quantised(bundled_model_path, tmp_path, LAYOUTS[name], ignored, round_inputs=False)
+    prompts = [bundled_tokenizer.hf(text)["input_ids"] for text in PROMPTS]
+    compare(tmp_path, oracle, prompts, exact=True, mode="eager", strict_passes=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in COMPILED else pytest.param(name, marks=pytest.mark.product(one_in=1000)) for name in LAYOUTS],
+)
 def test_each_layout_computes_what_its_codes_stand_for(
     name: str, bundled_model_path: Path, bundled_tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import WIDTH, Visit, visit
+from browser import WIDTH, Visit
 from inspect_cases import COMPILED, EAGER, RANGES, inspect
 
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("one_thread")]
@@ -27,7 +27,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(page: Path) -> Visit:
-    return visit(page)
+    return Visit(page)
 
 
 def with_script(page: Path, script: str) -> Path:
@@ -73,7 +73,7 @@ def test_the_compilers_work_is_on_the_page(seen: Visit) -> None:
 def test_a_link_to_a_piece_opens_it(page: Path, seen: Visit) -> None:
     piece = re.findall(r'<details[^>]* id="(piece-\w+)"', seen.dom)[0]
     (closed,) = elements(seen.dom, f'details[^>]* id="{piece}"')
-    (opened,) = elements(visit(page, piece).dom, f'details[^>]* id="{piece}"')
+    (opened,) = elements(Visit(page, piece).dom, f'details[^>]* id="{piece}"')
     assert (" open" in closed, " open" in opened) == (False, True)
 
 
@@ -82,7 +82,7 @@ def test_the_filter_hides_the_rest(page: Path, seen: Visit) -> None:
         rows = re.findall(r'<details([^>]*)>\s*<summary>\s*<span class="title">' + name, dom)
         return ["hidden" in row for row in rows]
 
-    filtered = visit(page, "filter=silu_mul").dom
+    filtered = Visit(page, "filter=silu_mul").dom
     assert hidden(seen.dom, "merge_linears") == [False] * len(RANGES)
     assert hidden(filtered, "merge_linears") == [True] * len(RANGES)
     assert hidden(filtered, "silu_mul") == [False] * len(RANGES)
@@ -98,7 +98,7 @@ def test_keys_reach_the_filter_and_open_a_pass(page: Path) -> None:
       document.querySelector('[data-open="true"]').click();
       document.body.dataset.closed = document.querySelectorAll("details:not([open])").length;
     """
-    (body,) = elements(visit(with_script(page, script)).dom, "body")
+    (body,) = elements(Visit(with_script(page, script)).dom, "body")
     assert 'data-focus="filter"' in body
     assert 'data-reached="true"' in body
     assert 'data-closed="0"' in body
@@ -111,7 +111,7 @@ def test_long_code_scrolls_inside_and_the_page_does_not(page: Path) -> None:
       document.body.dataset.overflow = overflow(document.documentElement);
       document.body.dataset.inside = [...document.querySelectorAll("pre")].some((pre) => overflow(pre) > 0);
     """
-    (body,) = elements(visit(with_script(page, script)).dom, "body")
+    (body,) = elements(Visit(with_script(page, script)).dom, "body")
     assert 'data-overflow="0"' in body
     assert 'data-inside="true"' in body
 
@@ -133,7 +133,7 @@ def test_a_narrow_window_shows_everything_without_scrolling_sideways(page: Path)
         (figure) => getComputedStyle(figure, "::before").content === "normal"
       ).length;
     """
-    (body,) = elements(visit(with_script(page, script), width=500).dom, "body")
+    (body,) = elements(Visit(with_script(page, script), width=500).dom, "body")
     assert 'data-beyond="0 | 0"' in body
     assert 'data-cut="0"' in body
     assert 'data-figures="0"' in body  # each says what it counts, as the line of headings is gone
@@ -154,19 +154,19 @@ def test_the_start_that_found_the_entry_has_a_bar_called_load(seen: Visit) -> No
 
 def test_it_is_dark_where_the_reader_wants_it(page: Path, seen: Visit) -> None:
     assert seen.pixels.mean() > 180
-    assert visit(page, dark=True).pixels.mean() < 80
+    assert Visit(page, dark=True).pixels.mean() < 80
 
 
 def test_a_request_would_be_an_error_on_the_console(page: Path) -> None:
     """That the console is empty means something: the page's own policy reports whatever it would load."""
     script = 'document.body.appendChild(new Image()).src = "http://127.0.0.1:9/picture.png"'
-    assert any("Content Security Policy" in line for line in visit(with_script(page, script)).console)
+    assert any("Content Security Policy" in line for line in Visit(with_script(page, script)).console)
 
 
 def test_a_report_without_a_compiler_is_drawn_too(tmp_path: Path) -> None:
     path = tmp_path / "eager.html"
     inspect(*EAGER, "-o", str(path))
-    seen = visit(path)
+    seen = Visit(path)
     assert seen.console == []
     assert [re.findall(r'id="([\w-]+)"', tag)[0] for tag in elements(seen.dom, "section")] == SECTIONS
     assert "nothing was traced or compiled" in seen.dom

@@ -94,20 +94,33 @@ def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypat
     assert few.symbols == every.symbols
 
 
+# Windows of layers, and how many layers are traced.
+FEW = [
+    ((FULL,) * 4, 3),
+    ((FULL,) * 4 + (WINDOW,) * 2 + (FULL,), 6),
+    ((FULL, WINDOW) * 4 + (FULL,), 5),
+    (((WINDOW,) * 3 + (FULL,)) * 3 + (WINDOW,), 7),
+]
+# Of these without --all a trace is compared with a whole one once.
+FEW_AGAIN = [
+    ((FULL,) * 3, 3),
+    ((FULL,) * 4 + (WINDOW,) * 4, 6),
+    ((FULL,) + (WINDOW,) * 4, 4),
+    ((FULL, WINDOW) * 3, 6),
+    ((FULL, WINDOW) * 4, 6),
+    ((FULL, WINDOW, WINDOW, FULL, WINDOW, FULL, FULL) * 2, 11),
+]
+
+
+@pytest.mark.parametrize(("windows", "num_traced"), [*FEW, *FEW_AGAIN])
+def test_two_layers_of_each_kind_are_chosen(windows: tuple[int | None, ...], num_traced: int) -> None:
+    chosen = traced_layers(model_of(with_windows(tiny_config("Qwen2ForCausalLM"), windows)))
+    assert num_traced == (len(windows) if chosen is None else len(chosen.numbers))
+
+
 @pytest.mark.parametrize(
     ("windows", "num_traced"),
-    [
-        ((FULL,) * 3, 3),
-        ((FULL,) * 4, 3),
-        ((FULL,) * 4 + (WINDOW,) * 4, 6),
-        ((FULL,) + (WINDOW,) * 4, 4),
-        ((FULL,) * 4 + (WINDOW,) * 2 + (FULL,), 6),
-        ((FULL, WINDOW) * 3, 6),
-        ((FULL, WINDOW) * 4, 6),
-        ((FULL, WINDOW) * 4 + (FULL,), 5),
-        (((WINDOW,) * 3 + (FULL,)) * 3 + (WINDOW,), 7),
-        ((FULL, WINDOW, WINDOW, FULL, WINDOW, FULL, FULL) * 2, 11),
-    ],
+    [*FEW, *(pytest.param(*each, marks=pytest.mark.product(one_in=1000)) for each in FEW_AGAIN)],
 )
 def test_few_layers_of_each_kind_are_traced(
     windows: tuple[int | None, ...], num_traced: int, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from compiled_engine.passes.experts import experts_grouped, experts_one_token, e
 from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles
 
 INTERPRETED = """
+import interpreter
 import torch
 from compiled_engine.passes.experts import experts_op
 from experts_cases import CASES, arguments_of, error

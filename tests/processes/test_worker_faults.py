@@ -150,19 +150,14 @@ def test_closing_leaves_no_descriptor_and_no_thread() -> None:
     assert now_threads <= threads
 
 
-def test_a_step_that_fails_on_all_ranks_alike_fails_alone() -> None:
+def test_what_fails_on_all_ranks_alike_fails_alone() -> None:
+    """A step, and a call, which comes after the steps that were sent before it: the ranks go on."""
     with LLM(**ENGINE, logits_processors=[NAME]) as llm:
         before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
         with pytest.raises(RuntimeError, match="injected in all"):
             llm.generate(PROMPTS, with_fault("all"), use_tqdm=False)
         after = llm.generate(PROMPTS, SHORT, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
-
-
-def test_a_call_that_fails_on_ranks_fails_alone() -> None:
-    """It comes after the steps that were sent before it, and the ranks go on."""
-    with LLM(**ENGINE) as llm:
-        before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
         wrong = f"call is 'nothing'; allowed: {', '.join(RANK_CALLS)}"
         with pytest.raises(ControlError, match=f"^rank 0 of 2: {wrong}; rank 1 of 2: {wrong}$"):
             llm.core.executor.call(ControlCall("nothing"))

@@ -78,7 +78,10 @@ def commands(*, with_fragments: bool) -> Iterator[Any]:
                 for line in lines_of(block):
                     if with_fragments and not line.startswith("compiled-engine "):
                         continue
-                    yield pytest.param(line, id=f"{block.name} {line}")
+                    # A model that is compiled for one command alone: of such commands one runs without --all.
+                    is_alone = re.search("generate .*--(disable|verify)-pass", line) and not with_fragments
+                    marks = pytest.mark.product(one_in=1000) if is_alone else ()
+                    yield pytest.param(line, id=f"{block.name} {line}", marks=marks)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -106,7 +106,7 @@ def test_delta_rules_in_steps_are_those_of_whole_sequences(group: int) -> None:
 @loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "recurrence_cases"],
+        [sys.executable, "-c", "import interpreter, recurrence_cases; recurrence_cases.main()"],
         env=interpreting(__file__),
         capture_output=True,
         text=True,

@@ -15,7 +15,11 @@ from runner_cases import check
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
     environment = interpreting(__file__)
     run = subprocess.run(
-        [sys.executable, "-m", "runner_cases"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", "import interpreter, runner_cases; runner_cases.main()"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 

@@ -1,8 +1,7 @@
 """The table of attention cases, the batches they stand for, and an independent reference.
 
-As a script, `attention_cases.py BACKEND` runs the table on the CPU and prints the outcomes as one JSON object, by
-type and case, so that it can run in a process with TRITON_INTERPRET=1. With a second argument, `--all`, it also runs
-the cases whose branches others take.
+`main` runs the table on the CPU and prints the outcomes as one JSON object, by type and case, so that it can run in a
+process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -541,7 +539,7 @@ def run_in_the_interpreter(every: bool) -> dict[torch.dtype, tuple[Case, ...]]:
 
 
 def main(backend_name: str, every: bool) -> None:
-    """Print the outcomes."""
+    """Print the outcomes. every: also of the cases whose branches others take."""
     outcomes: dict[str, object] = {
         str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in cases}
         for dtype, cases in run_in_the_interpreter(every).items()
@@ -552,7 +550,3 @@ def main(backend_name: str, every: bool) -> None:
     outcomes["neighbours"] = depends_on_neighbours(backend_name)
     outcomes["garbage"] = {case.name: depends_on_garbage(backend_name, case) for case in WITH_GARBAGE}
     print(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], "--all" in sys.argv[2:])

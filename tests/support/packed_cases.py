@@ -1,14 +1,13 @@
 """Attention in both directions among the tokens of each request: cases, and a reference by definition in float64.
 
-As a script, `packed_cases.py BACKEND` runs the cases on the CPU and prints the mistakes as JSON, so that it can run in
-a process with TRITON_INTERPRET=1.
+`main` runs the cases on the CPU and prints the mistakes as JSON, so that it can run in a process with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -130,7 +129,3 @@ def main(backend_name: str) -> None:
         if (wrong := mistake(backend_name, case, "cpu", dtype))
     }
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

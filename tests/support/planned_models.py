@@ -14,7 +14,7 @@ from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import trace, without_storage
+from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import run_passes
@@ -37,10 +37,20 @@ def config_of(family: Family) -> EngineConfig:
     )
 
 
+_TRACES: dict[str, TracedGraph] = {}
+
+
+def traced(config: EngineConfig) -> TracedGraph:
+    """The same for equal configurations, which are no keys of a dictionary themselves."""
+    key = repr(config)
+    if key not in _TRACES:
+        _TRACES[key] = trace(without_storage(build_model(config.local_model), CPU), forward_signature(config))
+    return _TRACES[key]
+
+
 def planned(config: EngineConfig, compile_range: CompileRange, *, fused: bool = False) -> tuple[Plan, Pieces]:
     """Pieces as they are before they are compiled. fused: with the ops that passes put in, as on a GPU."""
-    model = without_storage(build_model(config.local_model), CPU)
-    graphs = trace(model, forward_signature(config))
+    graphs = traced(config)
     if fused:
         module, passes = graphs.for_range(compile_range), registered_passes()
         run_passes(module.graph, passes, [graph_pass.name for graph_pass in passes], compile_range, CPU)

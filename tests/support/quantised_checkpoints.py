@@ -116,8 +116,11 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def write_quantised(source: Path, folder: Path, layout: Layout, ignore: list[str]) -> nn.Module:
-    """Write a checkpoint of transformers in a layout, and return the oracle. ignore: names of modules."""
+def write_quantised(
+    source: Path, folder: Path, layout: Layout, ignore: list[str], round_inputs: bool = True
+) -> nn.Module:
+    """Write a checkpoint of transformers in a layout, and return the oracle. ignore: names of modules. round_inputs:
+    the oracle's are rounded as the layout says."""
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
     tensors = load_all(source)
     named = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and f"{path}.weight" in tensors}
@@ -135,8 +138,9 @@ def write_quantised(source: Path, folder: Path, layout: Layout, ignore: list[str
         if layout.inputs == "static":
             scale = torch.tensor([inputs[path] / LARGEST])
             tensors[f"{path}.input_scale"] = scale
-            module.register_forward_pre_hook(_rounding(lambda x, scale=scale: scale))
-        elif layout.inputs is not None:
+            if round_inputs:
+                module.register_forward_pre_hook(_rounding(lambda x, scale=scale: scale))
+        elif layout.inputs is not None and round_inputs:
             module.register_forward_pre_hook(_rounding(_dynamic(int(layout.inputs))))
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

@@ -112,6 +112,6 @@ def check_all(device: torch.device, repeats: int) -> None:
         check(apply_rule_triton, apply_rule_reference, *rule(step, seed), device, 1e-4)
 
 
-if __name__ == "__main__":
+def main() -> None:
     check_all(torch.device("cpu"), 1)
     print("equal")

@@ -1,6 +1,6 @@
 """Random batches for the runner's kernels: each kernel against its reference on the CPU.
 
-As a script it runs them under Triton's interpreter: `TRITON_INTERPRET=1 python tests/support/runner_cases.py`.
+`main` runs them on the CPU, so that it can do so in a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check(seed: int, device: torch.device) -> None:
     assert (reference.states.last_token_S >= 0).all(), "a step may be under way that looks it up"
 
 
-if __name__ == "__main__":
+def main() -> None:
     for seed in range(40):
         check(seed, torch.device("cpu"))
     print("equal")
