@@ -109,10 +109,10 @@ def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
     found = dict((living or answers)[0])
     for names, those in ((COUNTED, answers), (HELD, living)):
         found |= {name: sum(each[name] for each in those) for name in names if all(name in each for each in those)}
-    for names, those in ((COUNTED_BY_NAME, answers), (HELD_BY_NAME, living)):
-        for name in names:
-            if all(name in each for each in answers):
-                found[name] = dict(sum((Counter(each[name]) for each in those), Counter()))
+    for name in (*COUNTED_BY_NAME, *HELD_BY_NAME):
+        those = answers if name in COUNTED_BY_NAME else living
+        if all(name in each for each in answers):
+            found[name] = dict(sum((Counter(each[name]) for each in those), Counter()))
     found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
     found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)
     return found | {"replicas": [_of_one(replica) for replica in replicas]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,11 @@ import triton
 from interpreter import interpreting, loops_to_a_loaded_bound
 from small_batch_linear_cases import EPS
 from test_adapter_add import Case, arguments_of
-from test_small_batch_linear_op import WAYS
+from test_small_batch_linear_op import WAYS, compiled_for_hopper
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
 from compiled_engine.passes.linear import adapter_add, adapter_shrink, small_batch_linear_op
+from compiled_engine.passes.linear.adapter_ending import slot_tile
 from compiled_engine.passes.linear.silu_mul import reference as silu_mul
 from compiled_engine.passes.linear.small_batch_linear_op import Tiles
 from compiled_engine.passes.norm import rms_norm
@@ -127,6 +129,24 @@ def test_kernels_compile_for_hopper(hopper: Path, tokens: int, num_kernels: int)
         others = None, None, 0.0, None, True, "silu", 0.0, False
         small_batch_linear_op.launch(normed, weight, *others, z, b, ranks, slots, sizes)
         assert [loading.result() is not None for loading in kernels.load()] == [True] * num_kernels
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_b_is_under_way_before_the_wait(tokens: int) -> None:
+    """Slots are read first: they, B and ranks do not change within a step."""
+    tiles = small_batch_linear_op.choose_tiles(tokens, 24576, 4096, True, torch.bfloat16, "NVIDIA H200")
+    ranks, slots = slot_tile(16, 8)
+    constants = {"RANK": 16, "BEGINS": (0, 12288), "ENDS": (12288, 24576), "SLOTS": 8, "SPLITS": 8, "BLOCK_R": ranks}
+    block = {} if tokens == 1 else {"BLOCK_S": slots}
+    program = compiled_for_hopper(tiles, 24576, 4096, False, True, **constants, **block)
+    before, _ = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
+    assert "st.global" not in before
+    assert program.metadata.shared <= 227 << 10
+    if tokens > 1:
+        without = compiled_for_hopper(tiles, 24576, 4096, False, True)
+        asked, others = (each.count("cp.async.bulk.prefetch") for each in (before, without.asm["ptx"]))
+        assert asked > others
 
 
 @pytest.mark.gpu

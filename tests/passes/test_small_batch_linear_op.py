@@ -81,7 +81,8 @@ def test_every_way_in_the_interpreter() -> None:
     assert run.stdout.strip() == str(expected), run.stderr[-2000:]
 
 
-def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: bool) -> Any:
+def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: bool, **others: Any) -> Any:
+    """others: constants of adapters."""
     constants = {
         "K": k,
         "BIAS": False,
@@ -102,6 +103,10 @@ def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: b
     kernel = getattr(kernel, "jit_function", kernel)
     constants |= {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
     types = {"eps": "fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    if others:
+        constants |= others
+        types |= {"z_ptr": "*fp32", "b_ptr": "*bf16", "ranks_ptr": "*i32", "slots_ptr": "*i32"}
+        constants = {name: value for name, value in constants.items() if name not in types}
     types |= dict.fromkeys(["num_outputs", "num_tokens", "x_stride"], "i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "x_stride"]
