@@ -291,6 +291,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-5,
         "pad_token_id": 1,
     },
+    "qwen3-embedding-0.6b": _QWEN3
+    | {
+        "vocab_size": 151669,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 32768,
+        "eos_token_id": 151643,
+        "tie_word_embeddings": True,
+    },
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 from compiled_engine.config import AdapterConfig
 from compiled_engine.core.cache_resource import check_holders
@@ -33,6 +34,8 @@ class AdapterTable:
         self._slots: dict[str, int] = {}  # of placed ones, the least recently used first
         self._holders: dict[Request, str] = {}
         self._placed: dict[int, str] = {}  # since the last step
+        self._names: dict[str, str] = {}  # of loaded ones, as the newest request has it
+        self._requests: Counter[str] = Counter()  # by name, since the start
         self.loads = self.placements = 0
 
     def is_loaded(self, digest: str) -> bool:
@@ -47,6 +50,7 @@ class AdapterTable:
         dropped = unused[: max(0, surplus)]
         for each in dropped:
             del self._uses[each]
+            self._names.pop(each, None)
         return dropped
 
     def unload(self, digest: str) -> bool:
@@ -54,12 +58,15 @@ class AdapterTable:
         if self._uses.get(digest) != 0:
             return False
         del self._uses[digest]
+        self._names.pop(digest, None)
         return True
 
     def add(self, adapter: AdapterRef | None) -> None:
         """A request with a loaded adapter waits from now on."""
         if adapter is not None:
             self._uses[adapter.digest] = self._uses.pop(adapter.digest) + 1
+            self._names[adapter.digest] = adapter.name
+            self._requests[adapter.name] += 1
 
     def end(self, adapter: AdapterRef | None) -> None:
         """A request has ended."""
@@ -80,17 +87,30 @@ class AdapterTable:
         self._slots.clear()
         self._placed.clear()
 
-    def metrics(self) -> dict[str, int]:
-        """Now: adapters_loaded, adapters_in_slots. Since the start: adapter_loads, adapter_placements. Nothing without
-        slots."""
+    def metrics(self) -> dict[str, Any]:
+        """Now: adapters_loaded, adapters_in_slots, max_adapters, and the requests of each adapter by its name,
+        adapter_requests_running and adapter_requests_waiting. Since the start: adapter_loads, adapter_placements, and
+        adapter_requests by name. Nothing without slots.
+        """
         if self._num_slots == 0:
             return {}
+        running = Counter(self._holders.values())
         return {
+            "max_adapters": self._num_slots,
             "adapters_loaded": len(self._uses),
             "adapters_in_slots": len(self._slots),
             "adapter_loads": self.loads,
             "adapter_placements": self.placements,
+            "adapter_requests": dict(self._requests),
+            "adapter_requests_running": self._by_name(running),
+            "adapter_requests_waiting": self._by_name(Counter(self._uses) - running),
         }
+
+    def _by_name(self, counts: Counter[str]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for digest, count in counts.items():
+            found[self._names[digest]] += count
+        return dict(found)
 
     def longest_prefix(self, request: Request, most: int) -> int:
         return most

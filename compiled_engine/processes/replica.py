@@ -97,7 +97,8 @@ HELD = (
     *("graph_bytes_used", "graph_bytes_predicted"),
     *("adapters_loaded", "adapters_in_slots"),
 )
-COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason", "accepted_by_position")
+COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason", "accepted_by_position", "adapter_requests")
+HELD_BY_NAME = ("adapter_requests_running", "adapter_requests_waiting")
 OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")
 
 
@@ -108,9 +109,10 @@ def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
     found = dict((living or answers)[0])
     for names, those in ((COUNTED, answers), (HELD, living)):
         found |= {name: sum(each[name] for each in those) for name in names if all(name in each for each in those)}
-    for name in COUNTED_BY_NAME:
+    for name in (*COUNTED_BY_NAME, *HELD_BY_NAME):
+        those = answers if name in COUNTED_BY_NAME else living
         if all(name in each for each in answers):
-            found[name] = dict(sum((Counter(each[name]) for each in answers), Counter()))
+            found[name] = dict(sum((Counter(each[name]) for each in those), Counter()))
     found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
     found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)
     return found | {"replicas": [_of_one(replica) for replica in replicas]}

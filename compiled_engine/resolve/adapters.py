@@ -42,8 +42,6 @@ def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConf
         return "the model has recurrences"
     if parallel.num_stages > 1:
         return f"pipeline_parallel_size is {parallel.num_stages}"
-    if options.speculative_config:
-        return "speculative_config is given"
     if options.sequence_parallel:
         return "sequence_parallel is True"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -58,7 +59,14 @@ LABELLED = {
         "position",
         "Right draft tokens, by their position in the draft, from 0.",
     ),
+    "adapter_requests": ("adapter_requests", "adapter", "Completions that named an adapter."),
 }
+LABELLED_GAUGES = {
+    "adapter_requests_running": ("adapter_requests_running", "adapter", "Completions of an adapter that run."),
+    "adapter_requests_waiting": ("adapter_requests_waiting", "adapter", "Completions of an adapter that wait."),
+}
+# Labels of the adapters' figure that vLLM has.
+LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 # Totals over several replicas, by key of the engine's metrics.
 FOR_REPLICAS = {
@@ -83,7 +91,7 @@ OF_VLLM = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
     *("prefix_cache_queries", "prefix_cache_hits", "generation_tokens", "request_success"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
-    "spec_decode_num_accepted_tokens_per_pos",
+    *("spec_decode_num_accepted_tokens_per_pos", "lora_requests_info"),
 }
 
 
@@ -114,12 +122,13 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
             family: GaugeMetricFamily | CounterMetricFamily = make(PREFIX + name, text, labels=names)
             family.add_metric(values, engine[key])
             families.append(family)
-    for key, (name, label, text) in LABELLED.items():
-        labelled = CounterMetricFamily(PREFIX + name, text, labels=[*names, label])
+    for key, (name, label, text) in {**LABELLED, **LABELLED_GAUGES}.items():
+        make = GaugeMetricFamily if key in LABELLED_GAUGES else CounterMetricFamily
+        labelled = make(PREFIX + name, text, labels=[*names, label])
         for value, count in engine.get(key, {}).items():
             labelled.add_metric([*values, value], count)
         families.append(labelled)
-    families += _of_replicas(engine, labels)
+    families += [*_of_replicas(engine, labels), _lora_requests_info(engine)]
     matches = GaugeMetricFamily(PREFIX + "pass_matches", "Matches of FX passes.", labels=[*names, "range", "pass"])
     for compile_range, passes in engine.get("passes", {}).items():
         for name, counts in passes.items():
@@ -130,6 +139,15 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
     cache.add_metric(values, {"status": str(engine.get("cache", "off")), "why": str(engine.get("cache_why", ""))})
     return [*families, matches, stages, cache]
+
+
+def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:
+    """The names of adapters whose requests run, and wait, as labels; the value is the time in seconds since 1970."""
+    family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters that run and wait.", labels=LORA_LABELS)
+    if "max_adapters" in engine:
+        states = (engine[f"adapter_requests_{state}"] for state in ("running", "waiting"))
+        family.add_metric([str(engine["max_adapters"]), *(",".join(sorted(names)) for names in states)], time.time())
+    return family
 
 
 def _as_vllm(families: Iterable[Metric]) -> list[Metric]:

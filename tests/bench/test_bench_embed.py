@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint
 from encoder_folders import make_encoder
 
 from compiled_engine.bench.serving.embedding import PER_REQUEST, EmbedWorkload, measure
@@ -55,6 +56,14 @@ def peer() -> Iterator[tuple[type[Peer], str]]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_a_decoder_is_measured_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    workloads = [EmbedWorkload.of("3x5", ragged=True)]
+    result = measure(OPTIONS | {"model": tmp_path}, None, workloads, ["transformers"], {}, 1, SilentProgress())
+    (each,) = result["results"]
+    assert each["contenders"].keys() == {"engine", "transformers"}
 
 
 def test_all_embed_the_same_texts_in_turn(tmp_path: Path, peer: tuple[type[Peer], str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
@@ -20,7 +24,7 @@ class Engine:
         self.dropped: list[str] = []
 
     def add(self, name: str, adapter: str | None, max_tokens: int = 2) -> None:
-        ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}")
+        ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}", adapter)
         if adapter is not None and not self.scheduler.adapters.is_loaded(adapter):
             self.dropped += self.scheduler.adapters.loaded(adapter)
         root = prefix_root(adapter=ref)
@@ -67,6 +71,65 @@ def test_a_request_waits_for_a_slot_and_is_not_passed() -> None:
     assert slots(step) == {"t": 1, "u": 0}
     assert step.placed_adapters == {1: "c"}
     engine.finish()
+
+
+# An adapter or none, the tokens to generate, and the steps until the next request comes.
+REQUESTS = st.lists(
+    st.tuples(st.sampled_from([None, *"abcdef"]), st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=24
+)
+
+
+@given(requests=REQUESTS, max_loras=st.integers(1, 3))
+def test_any_mix_is_admitted_in_order_and_each_request_has_its_adapter(
+    requests: list[tuple[str | None, int, int]], max_loras: int
+) -> None:
+    """So none waits longer than those before it need; a slot in use is never given away."""
+    engine = Engine(max_loras, max_cpu_loras=max_loras)
+    admitted: list[str] = []
+    contents: dict[int, str] = {}
+    in_use: dict[str, int] = {}  # slots of running requests
+
+    def step() -> None:
+        found = engine.step()
+        in_use.update(slots(found))
+        for name in {*in_use} - {*found.request_ids}:
+            del in_use[name]
+        assert not {slot for name, slot in in_use.items() if name not in slots(found)} & found.placed_adapters.keys()
+        contents.update(found.placed_adapters)
+        for name, slot in slots(found).items():
+            admitted.append(name)
+            adapter = requests[int(name)][0]
+            assert slot == -1 if adapter is None else contents[slot] == adapter
+
+    for number, (adapter, max_tokens, pause) in enumerate(requests):
+        engine.add(str(number), adapter, max_tokens)
+        counts = engine.scheduler.metrics()
+        waiting, running = (counts[f"adapter_requests_{state}"] for state in ("waiting", "running"))
+        assert len(running) <= max_loras
+        assert sum(waiting.values()) <= counts["waiting"]
+        for _ in range(pause):
+            if engine.scheduler.has_unfinished():
+                step()
+    while engine.scheduler.has_unfinished():
+        step()
+    engine.scheduler.check_idle()
+    assert admitted == [str(number) for number in range(len(requests))]
+    named = Counter(adapter for adapter, *_ in requests if adapter is not None)
+    assert engine.scheduler.metrics()["adapter_requests"] == named
+
+
+def test_requests_are_counted_by_the_name_of_their_adapter() -> None:
+    engine = Engine(max_loras=1)
+    for name, adapter in (("r", "a"), ("s", "b"), ("t", "b"), ("u", None)):
+        engine.add(name, adapter)
+    engine.step()
+    counts = engine.scheduler.metrics()
+    assert counts["max_adapters"] == 1
+    assert (counts["adapter_requests_running"], counts["adapter_requests_waiting"]) == ({"a": 1}, {"b": 2})
+    engine.finish()
+    counts = engine.scheduler.metrics()
+    assert counts["adapter_requests"] == {"a": 1, "b": 2}
+    assert counts["adapter_requests_running"] == counts["adapter_requests_waiting"] == {}
 
 
 def test_the_slot_used_least_recently_is_given_away() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_folders import make_adapter
 from checkpoints import make_checkpoint
 from hub_server import TOKEN, PlayedHub, PlayedRepository, played_hub
 from tiny_tokenizers import byte_level
@@ -39,9 +40,17 @@ from dataclasses import asdict
 from typer.testing import CliRunner
 from compiled_engine.cli.app import app
 from compiled_engine.options import EngineOptions
+from compiled_engine.config import AdapterConfig
+from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.resolve.engine import resolve
 
 def answer(call):
+    if "adapter" in call:
+        try:
+            found = AdapterFinder(AdapterConfig(1, 8, 1)).find(LoRARequest("sql", 1, call["adapter"]))
+        except Exception as error:
+            return {"error": type(error).__name__, "message": str(error)}
+        return found._asdict()
     if isinstance(call, list):
         result = CliRunner().invoke(app, call)
         return {"code": result.exit_code, "stdout": result.stdout, "stderr": result.stderr}
@@ -267,6 +276,48 @@ def test_without_a_network_the_cache_is_enough(tmp_path: Path, sharded: dict[str
     assert whole["revision"] == COMMIT
     assert absent["error"] == "ConnectionError"
     assert f"lacks revision main, and the download from {NOBODY} failed: " in absent["message"]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """The files of two adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = make_checkpoint(folder / "base", "qwen3", num_hidden_layers=1)
+    return [files_of(make_adapter(folder / str(seed), model, 4, seed=seed)) for seed in range(2)]
+
+
+def test_an_adapter_is_downloaded_by_its_name_and_revision(
+    tmp_path: Path, hub: PlayedHub, adapters: list[dict[str, bytes]]
+) -> None:
+    """Without what else its repository holds. A second process finds it in the cache, also offline."""
+    new, old = adapters
+    hub.repositories["org/sql"] = PlayedRepository({"main": COMMIT, "v1": OLD}, {COMMIT: UNWANTED | new, OLD: old})
+    hub.repositories["org/pickled"] = PlayedRepository({"main": COMMIT}, {COMMIT: {"adapter_config.json": b"{}"}})
+    names = ("org/sql", "org/sql@v1", "org/sql@v9", "org/pickled", "org/none")
+    online = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(tmp_path)}
+    found, tagged, *refused = ask([{"adapter": name} for name in names], **online)
+    assert hub.files_sent("org/sql") == new.keys()
+    assert found["digest"] != tagged["digest"]
+    for answer, commit, files in ((found, COMMIT, new), (tagged, OLD, old)):
+        assert answer["path"] == str(tmp_path / "models--org--sql" / "snapshots" / commit)
+        assert {name: (Path(answer["path"]) / name).read_bytes() for name in files} == files
+    assert [answer["error"] for answer in refused] == ["ValueError"] * 3
+    for answer, part in zip(refused, ("v9", "has no adapter_model.safetensors; allowed", "org/none"), strict=True):
+        assert part in answer["message"]
+        assert "\n" not in answer["message"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY, "HF_HUB_CACHE": str(tmp_path)}
+    assert ask([{"adapter": "org/sql"}, {"adapter": "org/sql@v1"}], **offline) == [found, tagged]
+
+
+def test_offline_an_adapter_in_a_prepared_cache_is_enough(tmp_path: Path, adapters: list[dict[str, bytes]]) -> None:
+    files, _ = adapters
+    snapshot = fill_cache(tmp_path, "org/sql", files)
+    fill_cache(tmp_path, "org/half", {name: content for name, content in files.items() if name.endswith("json")})
+    offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY, "HF_HUB_CACHE": str(tmp_path)}
+    whole, half = ask([{"adapter": "org/sql"}, {"adapter": "org/half"}], **offline)
+    assert whole["path"] == str(snapshot)
+    assert half["error"] == "FileNotFoundError"
+    assert "HF_HUB_OFFLINE forbids downloads" in half["message"]
 
 
 def test_a_folder_comes_before_the_hub_and_needs_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,20 @@ def test_figures_of_vllm_under_its_names_too(server: RunningServer) -> None:
     assert found["vllm:request_success_total,engine=0,finished_reason=length"] >= 1
 
 
+def test_adapters_are_named_in_labels(server: RunningServer) -> None:
+    both = replace(server.serving, options=replace(server.serving.options, vllm_metric_names=True))
+    engine = {"max_adapters": 2, "adapter_requests": {"sql": 5}, "adapter_requests_running": {"sql": 2, "code": 1}}
+    found = parsed(exposition(both, engine | {"adapter_requests_waiting": {"law": 3}}).decode())
+    own = {name.partition(",")[0].removeprefix("compiled_engine:"): name for name in found}
+    assert "adapter=sql" in own["adapter_requests_total"]
+    assert found[own["adapter_requests_total"]] == 5
+    assert "adapter=law" in own["adapter_requests_waiting"]
+    (info,) = (name for name in found if name.startswith("vllm:lora_requests_info"))
+    for label in ("max_lora=2", "running_lora_adapters=code", "waiting_lora_adapters=law"):
+        assert label in info
+    assert not any("lora_requests_info" in name for name in parsed(exposition(both, {}).decode()))
+
+
 def test_every_metric_is_documented(server: RunningServer) -> None:
     response = httpx.get(f"{server.url}/metrics", timeout=30).text
     there = set(re.findall(r"^# TYPE (compiled_engine:\w+)", response, re.MULTILINE))

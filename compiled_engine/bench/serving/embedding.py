@@ -2,7 +2,7 @@
 
 All embed the same token ids. They take turns, so that a change of the machine's speed meets all of them. Transformers
 does as sentence-transformers does: texts sorted by length, batches that are padded to their longest text, attention by
-scaled_dot_product_attention, the mean of each text, normalised.
+scaled_dot_product_attention, the mean of each text, normalised. Other ways of pooling take about as long.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Adapters beside what else an engine may have: drafts, quantised linears and an 8-bit KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_folders import OPTIONS, make_adapter
+from checkpoints import make_checkpoint
+
+from compiled_engine import LLM, LoRARequest, SamplingParams
+from compiled_engine.frontend.outputs import RequestOutput
+
+# Repetitive ones, from which n-grams are drafted.
+PROMPTS = [[5, 9, 27, 5, 9, 27, 5, 9], [7] * 20, list(range(1, 34)), [90, 2, 90, 2, 90]]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=0)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("base")
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    model = make_checkpoint(base, "qwen3", num_hidden_layers=2)
+    folder = tmp_path_factory.mktemp("adapters")
+    return [make_adapter(folder / str(rank), model, rank, seed=rank) for rank in (1, 8, 64)]
+
+
+def generate(base: Path, adapters: list[Path] | None, **options: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
+    """The first prompt without an adapter, each other one with its own, if any are given."""
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    requests = None
+    if adapters is not None:
+        requests = [None, *(LoRARequest(path.name, 1 + place, path) for place, path in enumerate(adapters))]
+    lora = {name: value for name, value in OPTIONS.items() if adapters is not None or "lora" not in name}
+    with LLM(base, strict_passes=True, **lora | options) as llm:
+        return llm.generate(prompts, GREEDY, lora_request=requests), llm.metrics()
+
+
+def test_drafts_change_no_token(base: Path, adapters: list[Path]) -> None:
+    expected, _ = generate(base, adapters)
+    found, metrics = generate(base, adapters, speculative_config=NGRAM)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+    assert metrics["accepted_tokens"] > 0
+    assert metrics["adapter_placements"] >= len(adapters)
+
+
+def distance(one: RequestOutput, other: RequestOutput) -> float:
+    """The largest difference of the prompt's log-probabilities."""
+    pairs = zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], one.prompt_token_ids[1:], strict=True)
+    return max(abs(x[token_id].logprob - y[token_id].logprob) for x, y, token_id in pairs)
+
+
+@pytest.mark.parametrize(("options", "share"), [({"quantization": "fp8"}, 0.3), ({"kv_cache_dtype": "int8"}, 0.1)])
+def test_with_codes_a_request_is_near_its_merged_model(
+    base: Path, adapters: list[Path], options: dict[str, Any], share: float
+) -> None:
+    """Nearer by far than the base model is. Codes of merged weights are others than those of the base."""
+    found, _ = generate(base, adapters, **options)
+    plain, _ = generate(base, None, **options)
+    assert distance(found[0], plain[0]) < 1e-3
+    merged, _ = generate(base, None, merge_adapter=adapters[1], **options)
+    assert distance(found[2], merged[2]) < share * distance(plain[2], merged[2])
