@@ -18,8 +18,10 @@ from compiled_engine.kv_format import AUTO, cache_dtype, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
 
+# Heads of gated delta nets, of keys and of values.
+DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 # Rows of MLPs and of experts, under the names that the families which can be divided have for them.
-_WIDTHS = ("intermediate_size", "moe_intermediate_size")
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int], vocab_size: int) -> str:
@@ -29,7 +31,9 @@ def divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int]
     values |= {"num_attention_heads": num_heads, "head_dim": head_dim, "vocab_size": vocab_size}
     if values.get("num_key_value_heads") is not None:
         values["num_key_value_heads"] = num_kv_heads
-    values |= {name: values[name] // num_ranks for name in _WIDTHS if isinstance(values.get(name), int)}
+    values |= {
+        name: values[name] // num_ranks for name in (*_WIDTHS, *DELTA_HEADS) if isinstance(values.get(name), int)
+    }
     values["pad_token_id"] = None  # it may not be among a rank's tokens, and nothing is padded
     return json.dumps(values, sort_keys=True)
 
@@ -128,6 +132,11 @@ class Recurrences:
     states: tuple[RowState, ...]
     num_rows: int = 0
     num_snapshots: int = 0
+
+    def divided(self, num_ranks: int) -> Recurrences:
+        """The states of a rank's heads, or channels of convolutions, which are the first dimension."""
+        states = (replace(s, shape=(s.shape[0] // num_ranks, *s.shape[1:])) for s in self.states)
+        return replace(self, states=tuple(states))
 
     @property
     def row_bytes(self) -> int:
@@ -401,6 +410,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
         vocab_size=vocab_size,
         experts=replace(model.experts, intermediate_size=model.experts.intermediate_size // num_ranks),
         transformers=foreign,
+        recurrences=None if model.recurrences is None else model.recurrences.divided(num_ranks),
     )
 
 

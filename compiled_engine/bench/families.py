@@ -88,15 +88,13 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 # Encoders that can be told to attend to earlier tokens alone.
 _DECODING_ENCODERS = ("bert", "bert-generation", "electra", "ernie", "roc_bert")
+# Without a scale of their own the scores of these are so large that roundings decide.
+_GRANITE = ("granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
 # Types whose variety is in code, which their defaults run.
 _PLAIN = (
     *("afmoe", "apertus1p5_text", "aria_text", "beam", "cohere2_moe", "ctrl", "exaone", "exaone_moe", "flint"),
     *(
         "gpt-sw3",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
         "hunyuan_v1_moe",
         "hy_v3",
         "hyperclovax",
@@ -146,6 +144,7 @@ FAMILIES: tuple[Family, ...] = (
         "granite",
         {"residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     ),
+    *(Family(name, {"attention_multiplier": 0.2}) for name in _GRANITE),
     Family("glm4", {"partial_rotary_factor": 0.5}),
     Family("glm", {"partial_rotary_factor": 0.5}),
     Family("cohere", {"logit_scale": 0.25}),

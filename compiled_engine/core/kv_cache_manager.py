@@ -48,7 +48,9 @@ class KVCacheManager:
     ) -> None:
         self.groups = tuple(groups)
         self.snapshots = snapshots if enable_prefix_caching else None
-        self._findable = self.groups if self.snapshots is None else (*self.groups, self.snapshots)
+        self._findable: tuple[BlockGroup | StateSnapshots, ...] = self.groups
+        if self.snapshots is not None:
+            self._findable = (*self.groups, self.snapshots)
         self.resources: tuple[CacheResource, ...] = (*others, *self._findable)
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from importlib.util import find_spec
 
 import torch
 
-from compiled_engine.config import ModelConfig, ParallelConfig, local_share
+from compiled_engine.config import DELTA_HEADS, ModelConfig, ParallelConfig, local_share
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
@@ -44,6 +45,7 @@ DIVISIBLE_FOREIGN = (
     "NemotronForCausalLM",
     "OlmoForCausalLM",
     "PhiForCausalLM",
+    "Qwen3_5ForCausalLM",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
@@ -129,11 +131,6 @@ def check_model(model: ModelConfig, size: int) -> None:
     """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks. Raises ValueError."""
     if size == 1:
         return
-    if model.recurrences is not None:
-        raise ValueError(
-            f"tensor_parallel_size is {size}, but the states of {model.architecture}'s recurrences cannot be divided; "
-            "allowed: 1"
-        )
     known = DIVISIBLE if model.transformers is None else DIVISIBLE_FOREIGN
     if model.architecture not in known:
         raise ValueError(
@@ -147,6 +144,13 @@ def check_model(model: ModelConfig, size: int) -> None:
             raise ValueError(
                 f"tensor_parallel_size is {size}, which does not divide the {rows} rows of the {what}; "
                 "allowed: a divisor of them"
+            )
+    fields = {} if model.transformers is None else json.loads(model.transformers.config)
+    for name in DELTA_HEADS:
+        if fields.get(name, 0) % size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, which does not divide {name}, which is {fields[name]}; "
+                "allowed: a divisor of it"
             )
     for heads in dict.fromkeys(map(model.heads_of, range(model.num_layers))):
         if heads.num_heads % size:

@@ -22,6 +22,22 @@ def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
     return module
 
 
+def write_out_constants(module: fx.GraphModule) -> None:
+    """Make single numbers that the code has as tensors, as NumPy's scalars are traced, values of the graph. To be
+    called outside of fake modes.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        constant = getattr(module, str(node.target))
+        if constant.dim() == 0:
+            number = constant.item()
+            keywords = {"dtype": constant.dtype, "device": constant.device, "pin_memory": False}
+            with module.graph.inserting_before(node):
+                new = module.graph.call_function(torch.ops.aten.full.default, ([], number), keywords)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
+
+
 def _simplify_products(graph: fx.GraphModule) -> None:
     """Products that torch 2.11 cannot trace with sizes that are not known, as others that are the same.
 

@@ -18,17 +18,17 @@ from torch._guards import CompileContext, CompileId, Guard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
 from compiled_engine.graphs.compiler import compat
-from compiled_engine.graphs.compiler.functional import to_aten
+from compiled_engine.graphs.compiler.functional import to_aten, write_out_constants
 from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
 from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers
 from compiled_engine.graphs.compiler.signature import Signature
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
 from compiled_engine.models.checkpoint.parameters import states_of
-from compiled_engine.passes.framework.graph_inputs import Source, source_of
+from compiled_engine.passes.framework.graph_inputs import Source, is_parameter, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import PassReport
-from compiled_engine.passes.framework.matching import arg, fake_mode_of
+from compiled_engine.passes.framework.matching import arg, fake_mode_of, is_call
 from compiled_engine.passes.framework.parameter import BUFFER, KEPT, WEIGHT, Parameter
 from compiled_engine.passes.layout.lowering import lower
 
@@ -145,8 +145,10 @@ def _trace(model: nn.Module, signature: Signature, *, strict: bool, verify: bool
             compat.declare_range(shape_env, fake.node.expr, low, high)
     with fake_mode:
         module = to_aten(graph, fakes)
+    write_out_constants(module)
     for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
         node.meta["source"] = source
+    _drop_assigned(module.graph, len(signature.results))
     proved = _discharge_asserts(module)
     require_no_guards(shape_env)
     module.graph.eliminate_dead_code()
@@ -249,6 +251,21 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor], states: Collec
     tensor = parameters[path]
     role = KEPT if path in states else WEIGHT if isinstance(tensor, nn.Parameter) else BUFFER
     return Parameter.of(path, tensor, role)
+
+
+def _drop_assigned(graph: fx.Graph, num_results: int) -> None:
+    """Drop tensors that the code assigns to attributes of modules, which Dynamo returns behind the results.
+
+    A buffer in the dtype of the model is one that each run makes again. Raises ValueError for any other, which later
+    runs might read.
+    """
+    output = graph.output_node()
+    values = arg(output, 0)
+    for value in values[num_results:]:
+        made_of = arg(value, 0) if is_call(value, torch.ops.aten._to_copy.default) else value
+        if not is_parameter(made_of):
+            raise ValueError("the model's code assigns tensors to attributes while it runs, which a graph cannot do")
+    output.args = (tuple(values[:num_results]),)
 
 
 def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:

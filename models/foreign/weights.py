@@ -26,8 +26,10 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
     """Give modules with packed parameters the attribute `packed`, like textbook modules.
 
     Linears named qkv_proj have the rows of q, k and v; modules named gate_up_proj those of gate and up, also for every
-    expert. That a family's forward splits them like this is verified by equal log-probabilities.
+    expert; in_proj_qkv and conv1d of a gated delta net those of its q, k and v. That a family's forward splits them
+    like this is verified by equal log-probabilities.
     """
+    fields = {} if config.transformers is None else json.loads(config.transformers.config)
     for path, module in model.named_modules():
         packed: dict[str, Any] = {}
         for name, parameter in module.named_parameters(recurse=False):
@@ -39,6 +41,9 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
             elif path.endswith(".gate_up_proj") or name == "gate_up_proj":
                 half = parameter.shape[1 if parameter.dim() == 3 else 0] // 2
                 packed[name] = half, half
+            elif path.endswith((".linear_attn.in_proj_qkv", ".linear_attn.conv1d")):
+                keys = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+                packed[name] = keys, keys, fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
         if packed:
             module.packed = packed  # type: ignore[assignment]
 

@@ -49,13 +49,18 @@ def verify_ranks(
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
     products = packed_products(divided, shards)
-    packed = {node: shards[source_of(product.weight).name] for node, product in products.items()}
+    packed = _packed_values(divided, products, shards)
     computed = partial_values(sums) | {product.operand for product in products.values()}
     for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
         inputs = RandomInputs(whole, num_tokens, device, 1.0)
         recorded, _ = run_whole(whole, inputs)
         ranks = [
-            _Rank(rank, num_ranks, shards, recorded, originals, {s.name: o for s, o in sums.items()}, computed, packed)
+            _Rank(
+                *(rank, num_ranks, num_tokens, shards, recorded, originals),
+                {s.name: o for s, o in sums.items()},
+                computed,
+                packed,
+            )
             for rank in range(num_ranks)
         ]
         for node in divided.nodes:
@@ -73,13 +78,14 @@ class _Rank:
     """One rank's view of the recorded values.
 
     sums: by name, the original of each sum over the ranks. computed: values that are not slices of recorded ones.
-    packed: the shards of the weights in packed_products.
+    packed: see _packed_values.
     """
 
     def __init__(
         self,
         rank: int,
         num_ranks: int,
+        num_tokens: int,
         shards: Mapping[str, Shard],
         recorded: Values,
         originals: Mapping[str, fx.Node],
@@ -87,7 +93,7 @@ class _Rank:
         computed: set[fx.Node],
         packed: Mapping[fx.Node, Shard],
     ):
-        self._rank, self._num_ranks, self._shards = rank, num_ranks, shards
+        self._rank, self._num_ranks, self._num_tokens, self._shards = rank, num_ranks, num_tokens, shards
         self._recorded, self._originals, self._sums = recorded, originals, sums
         self._computed, self._packed = computed, packed
 
@@ -101,7 +107,8 @@ class _Rank:
             return self._shards[name].of(value, self._rank, self._num_ranks) if name in self._shards else value
         if node in self._packed:
             shard = self._packed[node]
-            return replace(shard, whole=tuple(value.shape), dim=value.dim() - 1).of(value, self._rank, self._num_ranks)
+            dim = value.shape.index(_total(shard))
+            return replace(shard, whole=tuple(value.shape), dim=dim).of(value, self._rank, self._num_ranks)
         return self._part(value, node.meta.get("val"))
 
     def _part(self, value: Any, local: Any) -> Any:
@@ -109,15 +116,31 @@ class _Rank:
             return [self._part(item, like) for item, like in zip(value, local, strict=True)]
         if not isinstance(value, torch.Tensor):
             return value
+        is_contiguous = value.is_contiguous()
+        if local.dim() and (rows := _rows_of_a_token(local.shape[0])) > 1:
+            # Heads of all tokens in a row, as norms of heads have them.
+            heads = value.unflatten(0, (self._num_tokens, -1))
+            parts = heads.shape[1] // rows
+            value = heads.narrow(1, self._rank * parts // self._num_ranks * rows, rows).flatten(0, 1)
         for dim, size in enumerate(local.shape):
             if isinstance(size, int) and value.shape[dim] != size:
                 parts = value.shape[dim] // size
                 value = value.narrow(dim, self._rank * parts // self._num_ranks * size, size)
-        return value
+        return value.contiguous() if is_contiguous else value
 
     def compute(self, node: fx.Node) -> Any:
         with in_group(StandIn(self._num_ranks, self._rank)):
             return run_call(node, {argument: self.slice(argument) for argument in node.all_input_nodes})
+
+
+def _rows_of_a_token(size: int | torch.SymInt) -> int:
+    """The factor of the number of tokens in a size, such as 4 in 4 T; 1 if it is something else."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    if expression is None or len(expression.free_symbols) != 1:
+        return 1
+    (symbol,) = expression.free_symbols
+    factor = expression / symbol
+    return int(factor) if factor.is_Integer else 1
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
@@ -142,6 +165,32 @@ def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Nod
         if product is not None and shard is not None and len(shard.sections) > 1 and not shard.divides_input:
             found[node] = product
     return found
+
+
+def _packed_values(
+    graph: fx.Graph, products: Mapping[fx.Node, Linear | ExpertsLinear], shards: Mapping[str, Shard]
+) -> dict[fx.Node, Shard]:
+    """Packed products with the shards of their weights, and what still has all of their sections side by side, such as
+    the convolution of a delta net's queries, keys and values, and its packed weight."""
+    found = {node: shards[source_of(product.weight).name] for node, product in products.items()}
+    of_products = {product.weight for product in products.values()}
+    for node in graph.find_nodes(op="placeholder"):
+        shard = shards.get(source_of(node).name)
+        if shard is not None and len(shard.sections) > 1 and node not in of_products:
+            found[node] = shard
+    for node in graph.nodes:
+        shard = next((found[given] for given in node.all_input_nodes if given in found), None)
+        value = node.meta.get("val")
+        if shard is not None and node not in found and isinstance(value, torch.Tensor):
+            local = sum(length // parts for length, parts in shard.sections)
+            if [size for size in value.shape if isinstance(size, int)].count(local) == 1:
+                found[node] = shard
+    return found
+
+
+def _total(shard: Shard) -> int:
+    """Rows or columns of all sections."""
+    return sum(section.length for section in shard.sections)
 
 
 def _is_comparable(node: fx.Node) -> bool:

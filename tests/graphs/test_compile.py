@@ -85,6 +85,20 @@ def test_small_limits_are_traced_too(max_tokens: int, max_requests: int) -> None
     require_no_guards(traced(replace(config, scheduler=limits)).shape_env)
 
 
+def test_code_that_keeps_what_it_computes_is_refused() -> None:
+    config = tiny_config()
+    model = without_storage(build_model(config.model), config.device)
+
+    class Keeps(type(model)):  # type: ignore[misc]
+        def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+            self.kept = super().forward(*arguments)
+            return self.kept * 2
+
+    model.__class__ = Keeps
+    with pytest.raises(ValueError, match="assigns tensors to attributes while it runs"):
+        trace(model, forward_signature(config))
+
+
 def test_no_piece_takes_or_returns_the_kv_cache() -> None:
     config = tiny_config()
     module = traced(config).for_range(CompileRange(1, 256))

@@ -68,6 +68,13 @@ def test_eager_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) 
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_code_that_assigns_buffers_and_scales_by_numpy_is_compiled(tmp_path: Path) -> None:
+    oracle = write_checkpoint(tmp_path, family("ctrl"))
+    difference = difference_after_passes(fused_model(tmp_path, {"device": "cpu"}), oracle)
+    assert difference.is_right(torch.float32), difference
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_logprobs_after_all_passes_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> None:
     folder, oracle = checkpoint
     model = fused_model(folder, {"device": "cpu"}, verify=True)

@@ -117,7 +117,6 @@ def test_the_key_has_the_states_and_their_rows(delta_net: tuple[Path, Any], tmp_
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but the states of Qwen3_5ForCausalLM's recurrences"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but the states of Qwen3_5ForCausalLM's recurr"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -129,6 +128,18 @@ def test_what_states_cannot_do_is_refused(options: dict[str, Any], reason: str, 
     with pytest.raises(ValueError, match=f"^{reason}.*; allowed: (1|None)$") as error:
         resolve(make_options({"model": delta_net[0], "device": "cpu"} | options))
     assert "\n" not in str(error.value)
+
+
+def test_heads_that_ranks_cannot_divide_are_refused(delta_net: tuple[Path, Any]) -> None:
+    with pytest.raises(ValueError, match="size is 4, which does not divide linear_num_key_heads, which is 2; allowed"):
+        resolve(make_options({"model": delta_net[0], "device": "cpu", "tensor_parallel_size": 4}))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_two_ranks_give_transformers_log_probabilities(tmp_path: Path) -> None:
+    oracle = write_checkpoint(tmp_path, family("qwen3_5_text").to_divide())
+    difference = difference_of(tmp_path, oracle, {"mode": "eager", "device": "cpu", "tensor_parallel_size": 2})
+    assert difference.is_right(torch.float32), difference
 
 
 @pytest.mark.gpu
