@@ -48,20 +48,6 @@ def quantised_linears(result: Result) -> str:
     return below(markdown(headings, rows), result)
 
 
-def products(result: Result) -> str:
-    """Microseconds of each linear by the library and by Hopper's product, after a pause and under load."""
-    headings = ["tokens", "linear", "library, us", "under load", "product, us", "under load", "tiles", "bound, us"]
-    figures = ("library", "library_sustained", "product", "product_sustained")
-    rows = []
-    for r in result["rows"]:
-        tiles, parts = r["tiles"], r["parts_of_k"]
-        shape = f"{tiles['groups']} x {tiles['rows']} x {' + '.join(map(str, tiles['parts']))}"
-        times = [f"{r[name]:.1f}" for name in figures]
-        rows.append([f"{r['tokens']:,}", f"`{r['linear']}`", *times, shape + f" / {parts}" * (parts > 1)])
-        rows[-1].append(f"{r['bound']:.1f}")
-    return below(markdown(headings, rows), result)
-
-
 def spreads(result: Result) -> str:
     """How far repeats differ: least, median and most of each figure of the first variant."""
     record = result["variants"][0]

@@ -70,8 +70,8 @@ def tune_device(folders: Sequence[Path], progress: Progress, ranks: Sequence[int
             linears |= {_key(tuned): tuned for tuned in tune_linears(cases, progress)}
             on_hopper = tune_hopper_linears(hopper_cases(config.model, number), progress)
             hopper_linears |= {_key(tuned): tuned for tuned in on_hopper}
-            many = tune_products(product_cases(config.model, number), on_hopper, progress)
-            products |= {_key(tuned): tuned for tuned in many}
+            on_hopper = tune_products(product_cases(config.model, number), progress)
+            products |= {_key(tuned): tuned for tuned in on_hopper}
         for name, gains in measure(config, TOKEN_COUNTS, REPEATS, progress).items():
             by_tokens = least.setdefault(name, {})
             for gain in gains:

@@ -1,4 +1,4 @@
-"""Linears of over 64 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+"""Linears of over 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
+from compiled_engine.passes.linear import hopper_linear
 from compiled_engine.passes.linear.hopper_linear import hopper_profile, multiprocessors, rows_for_boxes
 from compiled_engine.passes.linear.quantised_product import Scaling
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
-# those for MANY. Up to FEW tokens other kernels are faster.
-FEW = 64
-TOKEN_BUCKETS = (72, 96, 128, 160, 192, 256, 288, 352, 384, 448, 512, 1024, 1056, 1152, 2048, 4096)
+# those for MANY.
+TOKEN_BUCKETS = (256, 288, 352, 384, 1024, 1152, 2048, 4096)
 MANY = 1 << 20
 
 
@@ -23,19 +23,17 @@ MANY = 1 << 20
 MOST_SUMS = {2: 192, 3: 128}
 # Most columns of a product of the tensor cores, by the groups of warps.
 MOST_COLUMNS = {2: 256, 3: 128}
-# Bytes of shared memory for a program, barriers aside.
-SHARED_MEMORY = (227 << 10) - 1024
-# Bytes of a row in a stage.
-STEP_BYTES = 128
+# A part of 256 has two places of 128 tokens in shared memory; one of fewer than this after it takes the second away.
+LEAST_BESIDE_256 = 64
 
 
 @dataclass(frozen=True)
 class ProductTiles:
     """A tile is `groups` (2 or 3) times `rows` (64 or 128) rows of the weight, gate and up counted together, and as
     many tokens as one to three `parts`, powers of two from 16 on, descending, the first 256 at most (128 with three
-    groups). A thread has registers for MOST_SUMS sums, which is rows * tokens / 128. Columns pass in stages of 128
-    bytes, 2 or more each of the weight and of the tokens. `together`: token tiles that take the same rows one after
-    another.
+    groups); after 256 the second is at least 64. A thread has registers for MOST_SUMS sums, which is
+    rows * tokens / 128. Columns pass in `stages` (2 or more) stages of 64. `together`: token tiles that take the same
+    rows one after another.
 
     Raises ValueError for others.
     """
@@ -43,15 +41,14 @@ class ProductTiles:
     groups: int
     rows: int
     parts: tuple[int, ...]
-    weight_stages: int
-    token_stages: int
+    stages: int
     together: int = 8
 
     def __post_init__(self) -> None:
         for name, allowed in (("groups", tuple(MOST_SUMS)), ("rows", (64, 128))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: {', '.join(map(str, allowed))}")
-        for name, least in (("weight_stages", 2), ("token_stages", 2), ("together", 1)):
+        for name, least in (("stages", 2), ("together", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
         self._check_parts()
@@ -63,6 +60,8 @@ class ProductTiles:
             raise ValueError(
                 f"parts is {self.parts} {of}; allowed: one to three powers of two, 16 to {most}, descending"
             )
+        if self.parts[0] == 256 and min(self.parts[:2]) < LEAST_BESIDE_256:
+            raise ValueError(f"parts is {self.parts}; allowed after 256: at least {LEAST_BESIDE_256}")
         if self.rows * self.tokens // 128 > MOST_SUMS[self.groups]:
             tokens = MOST_SUMS[self.groups] * 128 // self.rows
             raise ValueError(f"parts is {self.parts} {of}; allowed: up to {tokens} tokens together")
@@ -75,19 +74,6 @@ class ProductTiles:
         """Registers of a computing thread."""
         return computing_registers(self.groups, PRODUCT_COPYING)
 
-    def chunk(self, gated: bool) -> int:
-        """Most tokens with results in one place in shared memory."""
-        return min(self.parts[0], 128 if gated else 64)
-
-    def place(self, gated: bool) -> int:
-        """Bytes of a place for results of all groups."""
-        return self.groups * self.chunk(gated) * (self.rows if gated else 2 * self.rows)
-
-    def places(self, gated: bool) -> int:
-        """Places for results of a group: two if shared memory holds them, which take turns."""
-        stages = self.groups * self.rows * self.weight_stages + self.tokens * self.token_stages
-        return 2 if stages * STEP_BYTES + 2 * self.place(gated) <= SHARED_MEMORY else 1
-
 
 @cache
 def product_tiles(
@@ -96,7 +82,7 @@ def product_tiles(
     """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
     kernel is faster, or nothing was measured.
     """
-    profile = hopper_profile(dtype, device) if num_tokens > FEW else None
+    profile = hopper_profile(dtype, device) if num_tokens > hopper_linear.TOKEN_BUCKETS[-1] else None
     if profile is None:
         return None
     bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), MANY)
@@ -117,13 +103,13 @@ def hopper_product(
 
     The weight is contiguous, K is a multiple of 8, and N of 8 or, with `gated`, of 16. scaling: of codes of 8 bits, in
     blocks of 128 columns or whole rows, for results of `dtype`; then K is a multiple of 16, and tiles have two groups
-    of 64 rows and one part of up to 128 tokens.
+    and one part of up to 128 tokens.
     """
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from compiled_engine.kernels import hopper_linear_kernel as ring
-    from compiled_engine.kernels.hopper_product_kernel import hopper_product_kernel
+    from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 
     num_tokens, k = x_TK.shape
     x_TK = rows_for_boxes(x_TK)
@@ -142,7 +128,9 @@ def hopper_product(
     parts = (*tiles.parts, 0, 0)[:3]
     shape, strides = [num_tokens, k], [x_TK.stride(0), 1]
     tokens = [TensorDescriptor(x_TK, shape, strides, [part, step], shared) if part else None for part in parts]
-    chunk = tiles.chunk(gated)
+    chunk = chunk_of(tiles.rows, gated)
+    if scaling is not None:  # the results of 64 rows at a time
+        chunk, rows = tiles.parts[0], 32 if gated else 64
     shape, strides, out_shared = [num_tokens, outputs], [outputs, 1], _out_shared(rows)
     results = [
         TensorDescriptor(out_TM, shape, strides, [min(part, chunk), rows], out_shared) if part else None
@@ -155,19 +143,16 @@ def hopper_product(
         *results,
         token_tiles,
         row_tiles,
-        cdiv(k, step),
+        K=k,
         GROUPS=tiles.groups,
         ROWS=tiles.rows,
         PART0=parts[0],
         PART1=parts[1],
         PART2=parts[2],
-        WEIGHT_STAGES=tiles.weight_stages,
-        TOKEN_STAGES=tiles.token_stages,
+        STAGES=tiles.stages,
         GATED=gated,
         ACTIVATION=activation,
         TOGETHER=tiles.together,
-        PLACES=tiles.places(gated),
-        CHUNK=chunk,
         REGISTERS=tiles.computing_registers(),
         **({} if scaling is None else scaling.arguments | {"num_outputs": outputs}),
         num_warps=WARPS,

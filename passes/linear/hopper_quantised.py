@@ -67,4 +67,4 @@ def stages_of(groups: int, tokens: int, parts: int, products: int, silu_mul: boo
 
 # Tiles for more tokens than those of TOKEN_BUCKETS. With 128 rows of the weight for each group of warps, the sums that
 # are added every 128 columns do not fit into registers.
-PRODUCT_TILES = ProductTiles(2, 64, (128,), 6, 6)
+PRODUCT_TILES = ProductTiles(2, 64, (128,), 6)

@@ -138,7 +138,7 @@ def test_tiles_of_the_rule_fit(
 def test_products_of_the_rule_fit(gated: bool, tmp_path: Path) -> None:
     from test_hopper_product import compiled
 
-    program = compiled(PRODUCT_TILES, gated, scales=(128, 128, 128))
+    program = compiled(PRODUCT_TILES, 4096, gated, scales=(128, 128, 128))
     assert program.metadata.shared <= 227 << 10
     assert resources(program, tmp_path) == 0
     assert "m64n128k32.f32.e4m3.e4m3" in program.asm["ptx"]
