@@ -30,6 +30,7 @@ from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
+from compiled_engine.passes.linear.gated_linear import GatedLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
@@ -218,7 +219,8 @@ def apply_passes(
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
     """The passes after those that structure_passes returns, in their order, and the names of the enabled ones.
 
-    With adapters, theirs is right behind merge_linears and always enabled.
+    With adapters, theirs is right behind merge_linears and always enabled. A linear and its activation then have the
+    adapters between them, so no pass puts both into one op.
     """
     if signature.direct:
         return (), config.compile.passes
@@ -227,7 +229,8 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
         return passes, enabled
     adapters = Adapters(config.adapters)
     place = next(index for index, each in enumerate(passes, 1) if each.name == MergeLinears.name)
-    return (*passes[:place], adapters, *passes[place:]), (*enabled, adapters.name)
+    names = (*(name for name in enabled if name != GatedLinear.name), adapters.name)
+    return (*passes[:place], adapters, *passes[place:]), names
 
 
 def structure_passes(

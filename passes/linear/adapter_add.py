@@ -1,16 +1,25 @@
-"""The op that adds the requests' adapters to the result of a linear: y[t] + B[s] A[s] x[t], where s is the slot of
-token t's adapter. A token has one adapter or none. A scale is multiplied into B when an adapter is placed.
+"""The op that adds the requests' adapters to the result of a linear, and its two kernels.
 
-adapter_shrink.py computes z = A x, and the kernels here add B z. Two other ops do the same for up to 64 tokens and a
-linear whose kernel has an ending for it, see adapter_ending.py.
+y[t] + B[s] A[s] x[t], where s is the slot of token t's adapter: a token has one adapter or none. Slots hold A and B at
+the largest rank; `ranks_SM` says how much of that each adapter uses, and the kernels read no more, so a batch may mix
+ranks. A scale is multiplied into B when an adapter is placed.
+
+The first kernel (shrink) computes z = A x for all members of a merged linear at once, the second one (expand) adds B z.
+Nothing is sorted or counted, on the host or on the device, and the grids depend on shapes alone, so CUDA graphs hold
+them. There are two pairs:
 
 - For few tokens a program has one token, so that all it reads follows from the token's slot and is asked for at once:
-  time is latency there, and B comes from the L2 cache when tokens share a slot.
-- For more a program has a tile of tokens and tensor cores, and goes through the slots that its tokens have. It computes
-  the activation behind the linear as well, which saves a write and a read of the widest tensor of the model.
+  time is latency there, and A and B come from the L2 cache when tokens share a slot.
+- For more a program has a tile of tokens and tensor cores: one of shrink also has a slot, and ends at once if none of
+  the tokens has it; one of expand goes through the slots that its tokens have.
+
+The grouping by tiles follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al.,
+arXiv:2311.03285).
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import torch
 import triton
@@ -20,18 +29,57 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.framework.op_library import define_op
-from compiled_engine.passes.linear import adapter_ending, adapter_shrink, silu_mul
-from compiled_engine.passes.linear.adapter_ending import Adapted
-from compiled_engine.passes.linear.adapter_shrink import TILE_COLUMNS, TILE_TOKENS, own_products, shrink_tiles
-from compiled_engine.passes.linear.silu_mul import gated
 
 # Up to this many tokens, a program has one.
 FEW_TOKENS = 64
-# The tiles of such a program: results, and the ranks that are read together.
-TOKEN_RESULTS, TOKEN_RANKS = 256, 16
-# Columns of x that a program of shrink with a tile of tokens reads at least, and the programs that are worth splitting
-# for.
+# The tiles of such a program: columns of x (shrink), results (expand), and the ranks that are read together (both).
+TOKEN_COLUMNS, TOKEN_RESULTS, TOKEN_RANKS = 512, 256, 16
+# Columns of x that a program with a tile of tokens reads at least, and the programs that are worth splitting for.
 LEAST_COLUMNS, ENOUGH_PROGRAMS = 256, 512
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_tokens"])
+def shrink_token_kernel(
+    x_ptr: tl.tensor,
+    a_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token, split of K, member): z[split, token, member * RANK + r] of the ranks that its adapter uses."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0)
+    split = tl.program_id(1)
+    member = tl.program_id(2)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    rank = tl.load(ranks_ptr + slot * MEMBERS + member)
+    column_K = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside_K = column_K < K
+    x_K = tl.load(x_ptr + token.to(tl.int64) * K + column_K, mask=inside_K, other=0.0).to(tl.float32)
+    for first in tl.static_range(0, RANK, BLOCK_R):
+        if first < rank:
+            r_R = first + tl.arange(0, BLOCK_R)
+            used_R = r_R < rank
+            row_R = (slot * MEMBERS + member) * RANK + r_R
+            a_RK = tl.load(
+                a_ptr + row_R[:, None].to(tl.int64) * K + column_K[None, :],
+                mask=used_R[:, None] & inside_K[None, :],
+                other=0.0,
+            )
+            place = (split * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+            tl.store(z_ptr + place + r_R, tl.sum(a_RK.to(tl.float32) * x_K[None, :], 1), mask=used_R)
 
 
 @quick_launches
@@ -48,23 +96,21 @@ def expand_token_kernel(
     RANK: tl.constexpr,
     BEGINS: tl.constexpr,
     ENDS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, tile of results): y + B z. BLOCK_S: SPLITS or a power of two beyond."""
+    """Program (token, tile of results): y + B z. BLOCK_S: NUM_SPLITS or a power of two beyond."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
+        gdc_wait()
     MEMBERS: tl.constexpr = len(ENDS)
     token = tl.program_id(0)
     result = tl.program_id(1) * BLOCK_N
     result_N = result + tl.arange(0, BLOCK_N)
     slot = tl.load(slots_ptr + token)
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
     place_N = token.to(tl.int64) * N + result_N
     y_N = tl.load(y_ptr + place_N, mask=result_N < N, other=0.0)
     sum_N = y_N.to(tl.float32)
@@ -81,7 +127,7 @@ def expand_token_kernel(
                         place_S = (split_S * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
                         z_SR = tl.load(
                             z_ptr + place_S[:, None] + r_R[None, :],
-                            mask=(split_S < SPLITS)[:, None] & used_R[None, :],
+                            mask=(split_S < NUM_SPLITS)[:, None] & used_R[None, :],
                             other=0.0,
                         )
                         z_R = tl.sum(z_SR, 0)
@@ -94,57 +140,58 @@ def expand_token_kernel(
     tl.store(out_ptr + place_N, sum_N.to(y_N.dtype), mask=result_N < N)
 
 
-@triton.jit
-def _expanded(
-    y_ptr: tl.tensor,
-    z_ptr: tl.tensor,
-    b_ptr: tl.tensor,
+@quick_launches
+@triton.jit(do_not_specialize=["num_tokens", "split_columns"])
+def shrink_kernel(
+    x_ptr: tl.tensor,
+    a_ptr: tl.tensor,
     ranks_ptr: tl.tensor,
-    token_T: tl.tensor,
-    slot_T: tl.tensor,
-    result: tl.tensor,
-    end: tl.tensor,
+    slots_ptr: tl.tensor,
+    z_ptr: tl.tensor,
     num_tokens: tl.tensor,
-    num_splits: tl.tensor,
-    N: tl.constexpr,
+    split_columns: tl.tensor,
+    K: tl.constexpr,
     RANK: tl.constexpr,
-    BEGINS: tl.constexpr,
-    ENDS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-) -> tl.tensor:
-    """y + B z of a tile of tokens and the results from `result` on, up to `end`, in fp32."""
-    MEMBERS: tl.constexpr = len(ENDS)
-    BLOCK_T: tl.constexpr = token_T.shape[0]
-    result_N = result + tl.arange(0, BLOCK_N)
-    place_TN = token_T[:, None].to(tl.int64) * N + result_N[None, :]
-    mask_TN = (token_T < num_tokens)[:, None] & (result_N < end)[None, :]
-    sum_TN = tl.load(y_ptr + place_TN, mask=mask_TN, other=0.0).to(tl.float32)
-    least = tl.min(tl.where(slot_T < 0, SLOTS, slot_T), 0)
-    for member in tl.static_range(MEMBERS):
-        if (result < ENDS[member]) & (result + BLOCK_N > BEGINS[member]):
-            of_member_N = (result_N >= BEGINS[member]) & (result_N < tl.minimum(end, ENDS[member]))
-            rank_T = tl.load(ranks_ptr + slot_T * MEMBERS + member, mask=slot_T >= 0, other=0)
-            for first in tl.static_range(0, RANK, BLOCK_R):
-                r_R = first + tl.arange(0, BLOCK_R)
-                used_TR = r_R[None, :] < rank_T[:, None]
-                z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-                for split in range(0, num_splits):
-                    place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS)
-                    z_TR += tl.load(z_ptr + place_T[:, None] + (member * RANK + r_R)[None, :], mask=used_TR, other=0.0)
-                for slot in range(least, tl.max(slot_T, 0) + 1):
-                    mine_T = (slot_T == slot) & (rank_T > first)
-                    if tl.max(mine_T.to(tl.int32), 0) > 0:
-                        used_R = r_R < tl.load(ranks_ptr + slot * MEMBERS + member)
-                        b_RN = tl.load(
-                            b_ptr + (slot * N + result_N[None, :]).to(tl.int64) * RANK + r_R[:, None],
-                            mask=used_R[:, None] & of_member_N[None, :],
-                            other=0.0,
-                        )
-                        own_TR = tl.where(mine_T[:, None], z_TR, 0.0).to(b_RN.dtype)
-                        sum_TN = tl.dot(own_TR, b_RN, sum_TN, input_precision="ieee")
-    return sum_TN
+    BLOCK_K: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (tile of tokens, slot, split of K): z[split, token, member * RANK + r] of its tokens with the slot."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.program_id(1)
+    split = tl.program_id(2)
+    mine_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-1) == slot
+    if tl.max(mine_T.to(tl.int32), 0) == 0:
+        return
+    ROWS: tl.constexpr = RANK * MEMBERS
+    start = split * split_columns
+    for first in tl.static_range(0, ROWS, BLOCK_R):
+        row_R = first + tl.arange(0, BLOCK_R)
+        rank_R = tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=row_R < ROWS, other=0)
+        used_R = (row_R < ROWS) & (row_R % RANK < rank_R)
+        if tl.max(used_R.to(tl.int32), 0) > 0:
+            z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+            for k in range(0, split_columns, BLOCK_K):
+                column_K = start + k + tl.arange(0, BLOCK_K)
+                inside_K = column_K < K
+                x_TK = tl.load(
+                    x_ptr + token_T[:, None].to(tl.int64) * K + column_K[None, :],
+                    mask=mine_T[:, None] & inside_K[None, :],
+                    other=0.0,
+                )
+                a_KR = tl.load(
+                    a_ptr + (slot * ROWS + row_R[None, :]).to(tl.int64) * K + column_K[:, None],
+                    mask=used_R[None, :] & inside_K[:, None],
+                    other=0.0,
+                )
+                z_TR = tl.dot(x_TK, a_KR, z_TR, input_precision="ieee")
+            place_T = (split * num_tokens + token_T).to(tl.int64) * ROWS
+            tl.store(z_ptr + place_T[:, None] + row_R[None, :], z_TR, mask=mine_T[:, None] & used_R[None, :])
 
 
 @quick_launches
@@ -162,72 +209,49 @@ def expand_kernel(
     RANK: tl.constexpr,
     BEGINS: tl.constexpr,
     ENDS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of results, tile of tokens): y + B z, with ACTIVATION of its first half times its second half.
-
-    BEGINS, ENDS: of each member's results. Programs that follow one another have the same tokens, so that z is read
-    from memory once.
-    """
+    """Program (tile of tokens, tile of results): y + B z. BEGINS, ENDS: of each member's results."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-    token_T = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+        gdc_wait()
+    MEMBERS: tl.constexpr = len(ENDS)
+    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    result = tl.program_id(1) * BLOCK_N
+    result_N = result + tl.arange(0, BLOCK_N)
     inside_T = token_T < num_tokens
     slot_T = tl.load(slots_ptr + token_T, mask=inside_T, other=-1)
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-    OUTPUTS: tl.constexpr = N if ACTIVATION is None else N // 2
-    result = tl.program_id(0) * BLOCK_N
-    sum_TN = _expanded(
-        y_ptr,
-        z_ptr,
-        b_ptr,
-        ranks_ptr,
-        token_T,
-        slot_T,
-        result,
-        OUTPUTS,
-        num_tokens,
-        num_splits,
-        N,
-        RANK,
-        BEGINS,
-        ENDS,
-        SLOTS,
-        BLOCK_N,
-        BLOCK_R,
-    )
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if ACTIVATION is not None:
-        up_TN = _expanded(
-            y_ptr,
-            z_ptr,
-            b_ptr,
-            ranks_ptr,
-            token_T,
-            slot_T,
-            OUTPUTS + result,
-            N,
-            num_tokens,
-            num_splits,
-            N,
-            RANK,
-            BEGINS,
-            ENDS,
-            SLOTS,
-            BLOCK_N,
-            BLOCK_R,
-        )
-        gate_TN = sum_TN.to(dtype).to(tl.float32)
-        sum_TN = gated(gate_TN, up_TN.to(dtype).to(tl.float32), ACTIVATION, dtype)
-    result_N = result + tl.arange(0, BLOCK_N)
-    place_TN = token_T[:, None].to(tl.int64) * OUTPUTS + result_N[None, :]
-    tl.store(out_ptr + place_TN, sum_TN.to(dtype), mask=inside_T[:, None] & (result_N < OUTPUTS)[None, :])
+    place_TN = token_T[:, None].to(tl.int64) * N + result_N[None, :]
+    mask_TN = inside_T[:, None] & (result_N < N)[None, :]
+    y_TN = tl.load(y_ptr + place_TN, mask=mask_TN, other=0.0)
+    sum_TN = y_TN.to(tl.float32)
+    for member in tl.static_range(MEMBERS):
+        if (result < ENDS[member]) & (result + BLOCK_N > BEGINS[member]):
+            of_member_N = (result_N >= BEGINS[member]) & (result_N < ENDS[member])
+            rank_T = tl.load(ranks_ptr + slot_T * MEMBERS + member, mask=slot_T >= 0, other=0)
+            for first in tl.static_range(0, RANK, BLOCK_R):
+                r_R = first + tl.arange(0, BLOCK_R)
+                used_TR = r_R[None, :] < rank_T[:, None]
+                z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+                for split in range(0, num_splits):
+                    place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS)
+                    z_TR += tl.load(z_ptr + place_T[:, None] + (member * RANK + r_R)[None, :], mask=used_TR, other=0.0)
+                for slot in range(NUM_SLOTS):
+                    mine_T = (slot_T == slot) & (rank_T > first)
+                    if tl.max(mine_T.to(tl.int32), 0) > 0:
+                        used_R = r_R < tl.load(ranks_ptr + slot * MEMBERS + member)
+                        b_RN = tl.load(
+                            b_ptr + (slot * N + result_N[None, :]).to(tl.int64) * RANK + r_R[:, None],
+                            mask=used_R[:, None] & of_member_N[None, :],
+                            other=0.0,
+                        )
+                        own_TR = tl.where(mine_T[:, None], z_TR, 0.0).to(b_RN.dtype)
+                        sum_TN = tl.dot(own_TR, b_RN, sum_TN, input_precision="ieee")
+    tl.store(out_ptr + place_TN, sum_TN.to(y_TN.dtype), mask=mask_TN)
 
 
 def reference(
@@ -238,17 +262,24 @@ def reference(
     ranks_SM: torch.Tensor,
     slots_T: torch.Tensor,
     sizes: list[int],
-    activation: str | None = None,
 ) -> torch.Tensor:
-    """y + B[slot] A[slot] x for each token; y where the slot is negative. activation: of the first half of that, times
-    the second half, as in silu_mul.
+    """y + B[slot] A[slot] x for each token; y where the slot is negative.
 
     x_TK, y_TN: input and result of a linear, which consists of M members with these sizes. a_SRK: for each slot and
     member `rank` rows, of which the first ranks_SM count, int32. b_SNR: [slots, N, rank]. slots_T: int32.
     """
-    z_STR = own_products(x_TK, a_SRK, ranks_SM, slots_T).flatten(1).unsqueeze(0)
-    y_TN = adapter_ending.reference(y_TN, Adapted(z_STR, b_SNR, ranks_SM, slots_T, sizes))
-    return y_TN if activation is None else silu_mul.reference(y_TN, activation)
+    num_slots, num_members, rank = len(a_SRK), len(sizes), b_SNR.shape[2]
+    z_TSMR = (x_TK @ a_SRK.flatten(0, 1).t()).unflatten(1, (num_slots, num_members, rank))
+    each_S = torch.arange(num_slots, device=slots_T.device)
+    each_R = torch.arange(rank, device=slots_T.device)
+    chosen_TS = slots_T.unsqueeze(1) == each_S
+    used_SMR = each_R < ranks_SM.unsqueeze(2)
+    z_TSMR = torch.where(chosen_TS[:, :, None, None] & used_SMR, z_TSMR, 0.0)
+    parts = []
+    for member, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        b_NSR = b_SNR[:, end - size : end].transpose(0, 1)
+        parts.append(z_TSMR[:, :, member].flatten(1) @ b_NSR.flatten(1).t())
+    return y_TN + (parts[0] if num_members == 1 else torch.cat(parts, 1))
 
 
 def launch(
@@ -259,74 +290,64 @@ def launch(
     ranks_SM: torch.Tensor,
     slots_T: torch.Tensor,
     sizes: list[int],
-    activation: str | None = None,
 ) -> torch.Tensor:
     """The kernels behind `reference`."""
-    y_TN = y_TN.contiguous()
+    y_TN, x_TK = y_TN.contiguous(), x_TK.contiguous()
+    num_slots, rows, k = a_SRK.shape
     num_tokens, num_results = y_TN.shape
-    if num_tokens <= FEW_TOKENS:
-        z_STR = adapter_shrink.launch(x_TK, a_SRK, ranks_SM, slots_T)
-        sum_TN = _expand_tokens(y_TN, Adapted(z_STR, b_SNR, ranks_SM, slots_T, sizes))
-        return sum_TN if activation is None else silu_mul.launch(sum_TN, activation)
-    rows, k = a_SRK.shape[1:]
-    most_splits = max(1, min(k // LEAST_COLUMNS, ENOUGH_PROGRAMS // cdiv(num_tokens, TILE_TOKENS)))
-    split_columns = cdiv(cdiv(k, most_splits), TILE_COLUMNS) * TILE_COLUMNS
-    z_STR = torch.empty((cdiv(k, split_columns), num_tokens, rows), dtype=torch.float32, device=x_TK.device)
-    shrink_tiles(x_TK, a_SRK, ranks_SM, slots_T, z_STR, split_columns)
-    adapted = Adapted(z_STR, b_SNR, ranks_SM, slots_T, sizes)
-    outputs = num_results if activation is None else num_results // 2
-    out_TN = y_TN.new_empty((num_tokens, outputs))
-    block_n = 128 if activation is None else 64
-    expand_kernel[(cdiv(outputs, block_n), cdiv(num_tokens, TILE_TOKENS))](
-        y_TN,
-        out_ptr=out_TN,
-        num_tokens=num_tokens,
-        num_splits=len(z_STR),
-        N=num_results,
-        ACTIVATION=activation,
-        BLOCK_T=TILE_TOKENS,
-        BLOCK_N=block_n,
-        BLOCK_R=min(64, max(16, next_power_of_2(b_SNR.shape[2]))),
-        **adapted.arguments(),
-        **dependent_launch(x_TK.device),
-    )
-    return out_TN
-
-
-def _expand_tokens(y_TN: torch.Tensor, adapted: Adapted) -> torch.Tensor:
-    num_tokens, num_results = y_TN.shape
+    rank, ends = b_SNR.shape[2], tuple(accumulate(sizes))
+    begins = (0, *ends[:-1])
+    few, block_t, block_k, block_n = num_tokens <= FEW_TOKENS, 64, 64, 128
+    tiles = cdiv(num_tokens, block_t)
+    most_splits = max(1, min(k // LEAST_COLUMNS, ENOUGH_PROGRAMS // tiles))
+    split_columns = TOKEN_COLUMNS if few else cdiv(cdiv(k, most_splits), block_k) * block_k
+    num_splits = cdiv(k, split_columns)
+    z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
     out_TN = torch.empty_like(y_TN)
-    expand_token_kernel[(num_tokens, cdiv(num_results, TOKEN_RESULTS))](
-        y_TN,
-        out_ptr=out_TN,
-        num_tokens=num_tokens,
-        N=num_results,
-        SPLITS=len(adapted.z_STR),
-        BLOCK_S=next_power_of_2(len(adapted.z_STR)),
-        BLOCK_N=TOKEN_RESULTS,
-        BLOCK_R=TOKEN_RANKS,
-        **adapted.arguments(),
-        **dependent_launch(y_TN.device),
+    shrunk = x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens
+    of_shrink = {"K": k, "RANK": rank, "MEMBERS": len(sizes), **dependent_launch(x_TK.device)}
+    expanded = y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens
+    of_expand = {"N": num_results, "RANK": rank, "BEGINS": begins, "ENDS": ends, **dependent_launch(x_TK.device)}
+    if few:
+        shrink_token_kernel[(num_tokens, num_splits, len(sizes))](
+            *shrunk, BLOCK_R=TOKEN_RANKS, BLOCK_K=TOKEN_COLUMNS, **of_shrink
+        )
+        expand_token_kernel[(num_tokens, cdiv(num_results, TOKEN_RESULTS))](
+            *expanded,
+            NUM_SPLITS=num_splits,
+            BLOCK_S=next_power_of_2(num_splits),
+            BLOCK_N=TOKEN_RESULTS,
+            BLOCK_R=TOKEN_RANKS,
+            **of_expand,
+        )
+        return out_TN
+    shrink_kernel[(tiles, num_slots, num_splits)](
+        *shrunk,
+        split_columns,
+        BLOCK_T=block_t,
+        BLOCK_R=min(64, max(16, next_power_of_2(rows))),
+        BLOCK_K=block_k,
+        **of_shrink,
+    )
+    expand_kernel[(tiles, cdiv(num_results, block_n))](
+        *expanded,
+        num_splits,
+        NUM_SLOTS=num_slots,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        BLOCK_R=min(64, max(16, next_power_of_2(rank))),
+        **of_expand,
     )
     return out_TN
 
 
-def _fake(
-    y_TN: torch.Tensor,
-    x_TK: torch.Tensor,
-    a_SRK: torch.Tensor,
-    b_SNR: torch.Tensor,
-    ranks_SM: torch.Tensor,
-    slots_T: torch.Tensor,
-    sizes: list[int],
-    activation: str | None = None,
-) -> torch.Tensor:
-    return y_TN.new_empty((y_TN.shape[0], y_TN.shape[1] // (1 if activation is None else 2)))
+def _fake(y_TN: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(y_TN, memory_format=torch.contiguous_format)
 
 
 adapter_add = define_op(
-    "adapter_add(Tensor y_TN, Tensor x_TK, Tensor a_SRK, Tensor b_SNR, Tensor ranks_SM, Tensor slots_T, int[] sizes, "
-    "str? activation=None) -> Tensor",
+    "adapter_add(Tensor y_TN, Tensor x_TK, Tensor a_SRK, Tensor b_SNR, Tensor ranks_SM, Tensor slots_T, int[] sizes)"
+    " -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=_fake,

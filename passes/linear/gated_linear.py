@@ -5,7 +5,7 @@ kernels also prefetch their weights before the preceding norm has ended. small_b
 tokens. It runs after silu_mul, whose op it absorbs.
 
 The kernels are chosen at launch: one kernel if it is faster according to the device's profile, otherwise the library's
-product and a kernel for the activation. Where adapters are added to the linear, their kernel computes the activation.
+product and a kernel for the activation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.framework.matching import arg, emit_named, is_call, named, only_user, rewrite_calls
+from compiled_engine.passes.framework.matching import arg, emit_named, named, only_user, rewrite_calls
 from compiled_engine.passes.framework.op_library import define_op
 from compiled_engine.passes.linear import hopper_linear, hopper_product, silu_mul
-from compiled_engine.passes.linear.adapter_add import adapter_add
 from compiled_engine.passes.linear.linears import linear_of, why_no_linear
 from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
 
@@ -72,11 +71,6 @@ class GatedLinear(GraphPass):
 
 def _rewrite(graph: fx.Graph, activation: fx.Node) -> list[Replacement] | str:
     product = arg(activation, 0)
-    if is_call(product, adapter_add) and only_user(product) is activation:
-        with graph.inserting_before(activation):
-            fused = emit_named(graph, adapter_add, named(product) | named(activation))
-        activation.replace_all_uses_with(fused)
-        return [Replacement(activation.name, fused)]
     linear = linear_of(product)
     if linear is None:
         return why_no_linear(product) or "gate and up are not what a linear computes"

@@ -1,9 +1,6 @@
 """Linears of small batches become one kernel each that reads the weight at memory bandwidth and is fused with its
 neighbours: the norm before it, and the silu * up or the residual add after it. Experts are fused in the same way.
 
-Adapters of a plain weight are fused too: a kernel before the linear computes the norm and the product with A, and the
-linear's kernel ends with that with B.
-
 Why: with few tokens a linear costs its weight's bytes; the overhead of a general matrix product and the launches around
 it is most of a decode step. It runs last: it absorbs the ops of residual_rms_norm and silu_mul.
 """
@@ -18,18 +15,7 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.framework.matching import (
-    aten,
-    change,
-    emit,
-    emit_item,
-    emit_named,
-    is_call,
-    named,
-    only_user,
-)
-from compiled_engine.passes.linear.adapter_add import adapter_add
-from compiled_engine.passes.linear.adapter_shrink import adapter_normed_shrink, adapter_shrink
+from compiled_engine.passes.framework.matching import aten, change, emit, emit_named, is_call, named, only_user
 from compiled_engine.passes.linear.linears import Linear, linear_of, multiplied_values, why_no_linear
 from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
 from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
@@ -37,8 +23,7 @@ from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, s
 
 @dataclass(frozen=True)
 class _Fused:
-    """A linear and its fused neighbours; `result` is the node whose value it then computes from `x`. adapted: the call
-    that adds its adapters."""
+    """A linear and its fused neighbours; `result` is the node whose value it then computes from `x`."""
 
     linear: Linear
     result: fx.Node
@@ -50,7 +35,6 @@ class _Fused:
     residual: fx.Node | None = None
     silu_mul: bool = False
     activation: str = "silu"
-    adapted: fx.Node | None = None
 
 
 class SmallBatchLinear(GraphPass):
@@ -76,7 +60,6 @@ class SmallBatchLinear(GraphPass):
             elif (reason := why_no_linear(node)) is not None:
                 near_misses.append(f"{node.name}: {reason}")
         known = set(graph.nodes)
-        _take_in_adapters(linears)
         _take_in_silu_mul(linears)
         new = _take_in_norms(graph, linears)
         for fused in linears.values():
@@ -86,16 +69,9 @@ class SmallBatchLinear(GraphPass):
         return PassResult(len(linears), tuple(near_misses), replacements)
 
 
-def _take_in_adapters(linears: dict[fx.Node, _Fused]) -> None:
-    for node, fused in linears.items():
-        user = only_user(node)
-        if user is not None and is_call(user, adapter_add) and fused.linear.quantised is None:
-            linears[node] = replace(fused, result=user, adapted=user)
-
-
 def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
     for node, fused in linears.items():
-        user = only_user(fused.result)
+        user = only_user(node)
         if user is not None and is_call(user, torch.ops.compiled_engine.silu_mul.default):
             linears[node] = replace(fused, result=user, silu_mul=True, activation=named(user)["activation"])
 
@@ -107,21 +83,14 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
     Returns replacements of sums that no linear could absorb, as separate additions, and of changed experts.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # with what they compute now
-    # Linears by the values that a residual can be added to, and by the adapters that read the same x.
-    open_results = {fused.result: node for node, fused in linears.items() if not fused.silu_mul}
-    adapters = {fused.adapted: node for node, fused in linears.items() if fused.adapted is not None}
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
-        users = dict.fromkeys(adapters.get(user, user) for user in norm.users)
-        if all(_takes(linears, user, norm) for user in users):
-            for user in users:
+        if all(_takes(linears, user, norm) for user in norm.users):
+            for user in list(norm.users):
                 _take_in_norm(linears, changed_experts, user, named(norm))
     new = {}
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.residual_rms_norm.default):
         normed, total = _item(norm, 0), _item(norm, 1)
-        if normed is None:
-            continue
-        users = dict.fromkeys(adapters.get(user, user) for user in normed.users)
-        if not all(_takes(linears, user, normed) for user in users):
+        if normed is None or not all(_takes(linears, user, normed) for user in normed.users):
             continue
         arguments = named(norm)
         x, residual = arguments["x_TD"], arguments["residual_TD"]
@@ -131,11 +100,11 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
             with graph.inserting_after(norm):
                 total = graph.call_function(operator.getitem, (norm, 1))
             total.meta["val"] = norm.meta["val"][1]
-        for user in users:
+        for user in list(normed.users):
             _take_in_norm(linears, changed_experts, user, arguments | {"x_TD": total})
-        before = open_results.get(x)
-        if before is not None and only_user(x) is norm:
-            linears[before] = replace(linears[before], result=total, residual=residual)
+        before = linears.get(x)
+        if before is not None and only_user(x) is norm and not before.silu_mul:
+            linears[x] = replace(before, result=total, residual=residual)
         elif _is_experts(x) and only_user(x) is norm:
             change(x, residual_TD=residual)
             changed_experts[x] = total
@@ -197,19 +166,6 @@ def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.
         op = quantised_linear
         arguments |= named(fused.linear.node) | {n: v for n, v in arguments.items() if n != "weight_NK"}
     with graph.inserting_before(fused.result):
-        if fused.adapted is not None:
-            arguments |= _shrunk(graph, arguments, named(fused.adapted))
         call = emit_named(graph, op, arguments)
     fused.result.replace_all_uses_with(call)
     return call
-
-
-def _shrunk(graph: fx.Graph, arguments: dict[str, Any], adapted: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a linear whose adapters, and norm if it has one, begin in a kernel before it."""
-    own = {name: adapted[name] for name in ("b_SNR", "ranks_SM", "slots_T", "sizes")}
-    of_shrink = arguments | adapted | {"x_TK": arguments["x_TK"]}
-    if arguments["norm_weight_K"] is None:
-        return own | {"z_STR": emit_named(graph, adapter_shrink, of_shrink)}
-    both = emit_named(graph, adapter_normed_shrink, of_shrink)
-    normed, z_STR = (emit_item(graph, both, index) for index in range(2))
-    return own | {"x_TK": normed, "norm_weight_K": None, "eps": 0.0, "z_STR": z_STR}

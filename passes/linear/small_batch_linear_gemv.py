@@ -12,7 +12,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.linear.adapter_ending import own_rows, times_own
 from compiled_engine.passes.linear.silu_mul import gated
 
 
@@ -83,34 +82,19 @@ def one_token_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
-    z_ptr: tl.tensor = None,
-    b_ptr: tl.tensor = None,
-    ranks_ptr: tl.tensor = None,
-    slots_ptr: tl.tensor = None,
-    RANK: tl.constexpr = 0,
-    BEGINS: tl.constexpr = (),
-    ENDS: tl.constexpr = (),
-    SLOTS: tl.constexpr = 0,
-    SPLITS: tl.constexpr = 0,
-    BLOCK_R: tl.constexpr = 0,
 ) -> None:
     """Program: the results of ROWS rows. With SILU_MUL the weight has as many rows of gate as outputs, then as
-    many of up. z_ptr and all after it: of an adapter, see adapter_ending.py; RANK is 0 without."""
+    many of up."""
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     row_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     w_NK = rows_of(w_ptr, row_N, 0, num_outputs, K, BLOCK_K)
     up_ptr = w_ptr + num_outputs.to(tl.int64) * K
     if SILU_MUL:
         up_NK = rows_of(up_ptr, row_N, 0, num_outputs, K, BLOCK_K)
-    mask_N = row_N < num_outputs
-    if RANK > 0:
-        slot = tl.load(slots_ptr)
-        b_NR = own_rows(b_ptr, ranks_ptr, slot, row_N, mask_N, RANK, BLOCK_R, ENDS)
-        if SILU_MUL:
-            up_b_NR = own_rows(b_ptr, ranks_ptr, slot, row_N + num_outputs, mask_N, RANK, BLOCK_R, ENDS)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
+    mask_N = row_N < num_outputs
     residual_N = None
     if RESIDUAL:
         residual_N = tl.load(residual_ptr + row_N, mask=mask_N, other=0.0)
@@ -143,9 +127,4 @@ def one_token_kernel(
         y_N += tl.load(bias_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
         if SILU_MUL:
             up_N += tl.load(bias_ptr + num_outputs + row_N, mask=mask_N, other=0.0).to(tl.float32)
-    if RANK > 0:
-        y_N += times_own(z_ptr, b_NR, ranks_ptr, slot, row_N, mask_N, RANK, BLOCK_R, ENDS, SPLITS)
-        if SILU_MUL:
-            up_row_N = row_N + num_outputs
-            up_N += times_own(z_ptr, up_b_NR, ranks_ptr, slot, up_row_N, mask_N, RANK, BLOCK_R, ENDS, SPLITS)
     finish(y_N, up_N, residual_N, out_ptr, row_N, mask_N, SILU_MUL, ACTIVATION, RESIDUAL)

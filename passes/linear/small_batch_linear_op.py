@@ -6,7 +6,6 @@ of the device's profile, or of a rule; nothing is tuned at start-up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,8 +15,7 @@ import torch
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.passes.framework.op_library import define_op
 from compiled_engine.passes.framework.profile import load_profile
-from compiled_engine.passes.linear import adapter_ending, small_batch_linear_cpu
-from compiled_engine.passes.linear.adapter_ending import adapted_of, slot_tile
+from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.hopper_linear import hopper_linear, hopper_tiles
 from compiled_engine.passes.linear.silu_mul import reference as silu_mul_reference
 from compiled_engine.passes.linear.small_batch_linear_gemv import one_token_kernel
@@ -101,24 +99,15 @@ def reference(
     activation: str = "silu",
     norm_offset: float = 0.0,
     norm_wide: bool = False,
-    z_STR: torch.Tensor | None = None,
-    b_SNR: torch.Tensor | None = None,
-    ranks_SM: torch.Tensor | None = None,
-    slots_T: torch.Tensor | None = None,
-    sizes: Sequence[int] = (),
 ) -> torch.Tensor:
-    """[T, M]: linear(RMSNorm(x) * norm_weight), plus adapters, then silu(gate) * up of its halves, then plus the
-    residual.
+    """[T, M]: linear(RMSNorm(x) * norm_weight), then silu(gate) * up of its halves, then plus the residual.
 
     Steps whose argument is None or False are omitted; M is N, or N / 2 with silu_mul. Rounds to the dtype of x
     where the textbook model does. activation: in silu's place, see silu_mul; norm_offset, norm_wide: see rms_norm.
-    z_STR and all after it: see Adapted.
     """
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
     y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
-    if (adapted := adapted_of(z_STR, b_SNR, ranks_SM, slots_T, sizes)) is not None:
-        y_TN = adapter_ending.reference(y_TN, adapted)
     if silu_mul:
         y_TN = silu_mul_reference(y_TN, activation)
     return y_TN if residual_TM is None else residual_TM + y_TN
@@ -135,20 +124,11 @@ def on_cpu(
     activation: str = "silu",
     norm_offset: float = 0.0,
     norm_wide: bool = False,
-    z_STR: torch.Tensor | None = None,
-    b_SNR: torch.Tensor | None = None,
-    ranks_SM: torch.Tensor | None = None,
-    slots_T: torch.Tensor | None = None,
-    sizes: Sequence[int] = (),
 ) -> torch.Tensor:
     """Compute `reference`, in C++ if there is a kernel."""
     before = x_TK, weight_NK, bias_N, norm_weight_K, eps, residual_TM
-    if z_STR is None:
-        out_TM = small_batch_linear_cpu.kernel_launch(*before, activation if silu_mul else None, norm_offset)
-        if out_TM is not None:
-            return out_TM
-    adapted = z_STR, b_SNR, ranks_SM, slots_T, sizes
-    return reference(*before, silu_mul, activation, norm_offset, norm_wide, *adapted)
+    out_TM = small_batch_linear_cpu.kernel_launch(*before, activation if silu_mul else None, norm_offset)
+    return reference(*before, silu_mul, activation, norm_offset, norm_wide) if out_TM is None else out_TM
 
 
 def launch(
@@ -162,11 +142,6 @@ def launch(
     activation: str = "silu",
     norm_offset: float = 0.0,
     norm_wide: bool = False,
-    z_STR: torch.Tensor | None = None,
-    b_SNR: torch.Tensor | None = None,
-    ranks_SM: torch.Tensor | None = None,
-    slots_T: torch.Tensor | None = None,
-    sizes: Sequence[int] = (),
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """The kernels behind `reference`; x with rows of consecutive elements, the others contiguous."""
@@ -176,8 +151,7 @@ def launch(
         residual_TM = residual_TM.contiguous()
     num_tokens, k = x_TK.shape
     num_rows = weight_NK.shape[0]
-    adapted = adapted_of(z_STR, b_SNR, ranks_SM, slots_T, sizes)
-    if tiles is None and adapted is None:  # Hopper's kernel has no such ending
+    if tiles is None:
         on_hopper = hopper_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, x_TK.device)
         if on_hopper is not None:
             if norm_weight_K is not None:
@@ -207,13 +181,6 @@ def launch(
         **dependent_launch(x_TK.device),
     }
     operands = (x_TK, weight_NK, bias_N, norm_weight_K, residual_TM, out_TM)
-    if adapted is not None:
-        options |= adapted.arguments() | {"SPLITS": len(adapted.z_STR)}
-        options["BLOCK_R"], slots = slot_tile(options["RANK"], options["SLOTS"])
-        if tiles.tokens == 1:
-            options["BLOCK_R"] = next_power_of_2(options["RANK"])
-        else:
-            options["BLOCK_S"] = slots
     if tiles.tokens == 1:
         one_token_kernel[(row_tiles,)](*operands, eps, outputs, **options)
         return out_TM
@@ -282,8 +249,7 @@ def _fake(
 
 small_batch_linear = define_op(
     "small_batch_linear(Tensor x_TK, Tensor weight_NK, Tensor? bias_N, Tensor? norm_weight_K, float eps, "
-    'Tensor? residual_TM, bool silu_mul, str activation="silu", float norm_offset=0.0, bool norm_wide=False, '
-    "Tensor? z_STR=None, Tensor? b_SNR=None, Tensor? ranks_SM=None, Tensor? slots_T=None, int[] sizes=[]) -> Tensor",
+    'Tensor? residual_TM, bool silu_mul, str activation="silu", float norm_offset=0.0, bool norm_wide=False) -> Tensor',
     cpu=on_cpu,
     cuda=launch,
     fake=_fake,

@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.linear.adapter_ending import times_slots
 from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 
 
@@ -66,31 +65,6 @@ def _ask_for_rows(
             for i in tl.static_range(OUTPUTS):
                 row = tl.minimum(i, num_outputs - 1 - first).to(tl.int64)
                 _ask_into_l2(half_ptr + row * K, tl.full([], COLUMNS * SIZE, tl.int32))
-
-
-@triton.jit
-def _ask_for_slots(
-    b_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    token_T: tl.tensor,
-    num_tokens: tl.tensor,
-    first: tl.tensor,
-    num_outputs: tl.tensor,
-    RANK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SILU_MUL: tl.constexpr,
-) -> None:
-    """Ask for the rows of B, in the slots of these tokens, that weight_rows names. Rows are multiples of 16 bytes."""
-    SIZE: tl.constexpr = b_ptr.dtype.element_ty.primitive_bitwidth // 8
-    HALVES: tl.constexpr = 2 if SILU_MUL else 1
-    slot_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-1)
-    num_bytes = tl.minimum(OUTPUTS, num_outputs - first) * (RANK * SIZE)
-    for slot in range(SLOTS):
-        if tl.max((slot_T == slot).to(tl.int32), 0) > 0:
-            for half in tl.static_range(HALVES):
-                row = (slot * HALVES + half) * num_outputs + first
-                _ask_into_l2(b_ptr + row.to(tl.int64) * RANK, num_bytes)
 
 
 @triton.jit
@@ -219,23 +193,12 @@ def few_tokens_kernel(
     NUM_STAGES: tl.constexpr,
     COLUMNS_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
-    z_ptr: tl.tensor = None,
-    b_ptr: tl.tensor = None,
-    ranks_ptr: tl.tensor = None,
-    slots_ptr: tl.tensor = None,
-    RANK: tl.constexpr = 0,
-    BEGINS: tl.constexpr = (),
-    ENDS: tl.constexpr = (),
-    SLOTS: tl.constexpr = 0,
-    SPLITS: tl.constexpr = 0,
-    BLOCK_R: tl.constexpr = 0,
-    BLOCK_S: tl.constexpr = 0,
 ) -> None:
     """Program (rows, split, tokens): TOKENS tokens times ROWS rows of the weight, over one of SPLIT_K parts of K.
 
     x: [num_tokens, K]; w: [N, K]; out: [num_tokens, num_outputs]. partial_ptr: float32 [tiles, SPLIT_K, TOKENS, ROWS];
     counter_ptr: int32 [tiles]. COLUMNS_AHEAD: number of a program's columns prefetched into the L2 cache before the
-    wait. NORM goes with SPLIT_K 1. z_ptr and all after it: of adapters, see adapter_ending.py; RANK is 0 without.
+    wait. NORM goes with SPLIT_K 1.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -256,11 +219,9 @@ def few_tokens_kernel(
         w = _tile(w_row_ptr_N, None, columns, K, EVEN, "evict_first")
     elif COLUMNS_AHEAD > 0 and EVEN:
         _ask_for_rows(w_ptr, first, start, num_outputs, K, COLUMNS_AHEAD, ROWS, SILU_MUL)
-    token_T = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    if RANK > 0 and DEPENDENT_LAUNCH and RANK * b_ptr.dtype.element_ty.primitive_bitwidth % 128 == 0:
-        _ask_for_slots(b_ptr, slots_ptr, token_T, num_tokens, first, num_outputs, RANK, SLOTS, OUTPUTS, SILU_MUL)
     if DEPENDENT_LAUNCH:
         gdc_wait()
+    token_T = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     x_row_ptr_T = x_ptr + token_T.to(tl.int64) * x_stride
     mask_T = token_T < num_tokens
     output_M = first + tl.arange(0, OUTPUTS)
@@ -269,26 +230,6 @@ def few_tokens_kernel(
     residual_TM = None
     if RESIDUAL and TOKENS < 64:  # with more it would take registers from the product
         residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
-    # As with the residual; programs that share K would each compute it.
-    ADDED_FIRST: tl.constexpr = TOKENS < 64 and SPLIT_K == 1
-    if RANK > 0 and ADDED_FIRST:
-        added = times_slots(
-            z_ptr,
-            b_ptr,
-            ranks_ptr,
-            slots_ptr,
-            token_T,
-            num_tokens,
-            row_N,
-            RANK,
-            BLOCK_R,
-            BEGINS,
-            ENDS,
-            SLOTS,
-            BLOCK_S,
-            SPLITS,
-            ROWS_FIRST,
-        )
     if GROUPS == 1:
         acc = tl.zeros([LEFT, RIGHT], tl.float32)
         squares = tl.zeros([TOKENS], tl.float32)
@@ -321,26 +262,6 @@ def few_tokens_kernel(
         residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
     if BIAS:
         y_TN += tl.load(bias_ptr + row_N).to(tl.float32)
-    if RANK > 0:
-        if not ADDED_FIRST:
-            added = times_slots(
-                z_ptr,
-                b_ptr,
-                ranks_ptr,
-                slots_ptr,
-                token_T,
-                num_tokens,
-                row_N,
-                RANK,
-                BLOCK_R,
-                BEGINS,
-                ENDS,
-                SLOTS,
-                BLOCK_S,
-                SPLITS,
-                ROWS_FIRST,
-            )
-        y_TN += tl.trans(added) if ROWS_FIRST else added
     if SILU_MUL:
         gate_TM, up_TM = tl.split(tl.reshape(y_TN, offsets_TM.shape + [2]))  # noqa: RUF005 (Triton has no star)
         finish(gate_TM, up_TM, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)

@@ -24,7 +24,7 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "block_size": 16,
-    "num_blocks": 48,
+    "num_blocks": 24,
 }
 ACTIVITIES = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 MODES: dict[str, dict[str, Any]] = {

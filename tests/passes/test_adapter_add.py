@@ -17,8 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
-from compiled_engine.passes.linear.adapter_add import expand_kernel, expand_token_kernel, launch, reference
-from compiled_engine.passes.linear.adapter_shrink import shrink_kernel, shrink_token_kernel
+from compiled_engine.passes.linear.adapter_add import (
+    expand_kernel,
+    expand_token_kernel,
+    launch,
+    reference,
+    shrink_kernel,
+    shrink_token_kernel,
+)
 
 
 class Case(NamedTuple):
@@ -36,7 +42,6 @@ CASES = [
     Case(5, 600, (48, 16, 16), 3, 8),
     Case(17, 96, (70, 70), 4, 16),
     Case(70, 130, (33,), 2, 20),
-    Case(67, 130, (80, 80), 3, 20),
     Case(66, 64, (130, 24, 8, 8), 3, 64),
     Case(9, 1100, (300, 260), 3, 24),
 ]
@@ -75,7 +80,6 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str) -> tuple[Any, ...]
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Also with the activation of gate and up, where the results can be these."""
     arguments = arguments_of(case, dtype, device)
     if device == "cuda":
         for size in (arguments[0].shape, (64, *arguments[0].shape)):  # the next allocations find NaN
@@ -86,9 +90,6 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(found.float(), reference(*wide), rtol=tolerance, atol=tolerance)
     none = arguments[5] < 0
     assert torch.equal(found[none], arguments[0][none])
-    if len(case.sizes) == 2:
-        found = launch(*arguments, "silu")
-        torch.testing.assert_close(found.float(), reference(*wide, "silu"), rtol=tolerance, atol=tolerance)
 
 
 def test_reference_is_the_definition() -> None:
@@ -116,16 +117,12 @@ def test_kernels_in_the_interpreter() -> None:
 def test_kernels_compile_for_hopper(dtype: str) -> None:
     pointers = {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "b_ptr": f"*{dtype}"}
     pointers |= {"out_ptr": f"*{dtype}", "z_ptr": "*fp32", "ranks_ptr": "*i32", "slots_ptr": "*i32"}
-    pointers |= {"norm_weight_ptr": f"*{dtype}", "normed_ptr": f"*{dtype}", "eps": "fp32"}
-    norm = {"NORM": True, "OFFSET": 0.0, "WIDE": False, "WIDTH": 4096}
-    tile = {"BLOCK_T": 64, "BLOCK_N": 128, "BLOCK_R": 16}
-    merged = {"SLOTS": 8, "N": 6144, "BEGINS": (0, 4096, 5120), "ENDS": (4096, 5120, 6144)}
+    merged = {"N": 6144, "BEGINS": (0, 4096, 5120), "ENDS": (4096, 5120, 6144)}
     kernels: list[tuple[Any, bool, dict[str, Any]]] = [
         (shrink_kernel, True, {"K": 4096, "MEMBERS": 3, "BLOCK_T": 64, "BLOCK_R": 64, "BLOCK_K": 64}),
-        (expand_kernel, True, merged | tile | {"ACTIVATION": None}),
-        (expand_kernel, True, merged | tile | {"ACTIVATION": "silu"}),
-        (shrink_token_kernel, False, norm | {"K": 4096, "MEMBERS": 3, "BLOCK_R": 16, "BLOCK_K": 512}),
-        (expand_token_kernel, False, merged | {"SPLITS": 24, "BLOCK_S": 32, "BLOCK_N": 256, "BLOCK_R": 16}),
+        (expand_kernel, True, merged | {"NUM_SLOTS": 8, "BLOCK_T": 64, "BLOCK_N": 128, "BLOCK_R": 16}),
+        (shrink_token_kernel, False, {"K": 4096, "MEMBERS": 3, "BLOCK_R": 16, "BLOCK_K": 512}),
+        (expand_token_kernel, False, merged | {"NUM_SPLITS": 24, "BLOCK_S": 32, "BLOCK_N": 256, "BLOCK_R": 16}),
     ]
     for kernel, on_tensor_cores, own in kernels:
         jit = getattr(kernel, "jit_function", kernel)

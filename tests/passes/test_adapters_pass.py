@@ -50,13 +50,13 @@ def traced(family: Family, num_ranks: int = 1) -> tuple[EngineConfig, TracedGrap
 def test_every_linear_of_a_layer_is_adapted(family: Family, small: bool) -> None:
     """All other passes keep their contracts: apply_passes is strict here."""
     config, graph = traced(family)
-    verified = replace(config, compile=replace(config.compile, verify=family is QWEN3))
+    verified = replace(config, compile=replace(config.compile, verify=family is QWEN3 and not small))
     _, found = apply_passes(verified, graph, SMALL if small else DYNAMIC)
     reports = {report.name: report for report in found}
     report = reports["adapters"]
     assert report.matches == report.contract == 2 * 4
     assert report.verified >= (report.matches if verified.compile.verify else 0)
-    assert reports["gated_linear"].matches == (0 if small else 2)
+    assert not reports["gated_linear"].applied
 
 
 @pytest.mark.parametrize("family", [QWEN3, PHI3], ids=str)

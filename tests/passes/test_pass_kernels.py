@@ -71,7 +71,7 @@ for shape in LINEAR_SHAPES[:4]:
     for kind in LINEAR_KINDS:
         arguments = arguments_of(Case(*shape, **kind), torch.float32).values()
         for tiles in linear_tiles(shape, kind):
-            same(launch(*arguments, tiles=tiles), linear_op.reference(*arguments))
+            same(launch(*arguments, tiles), linear_op.reference(*arguments))
 print("right")
 """
 
@@ -175,10 +175,10 @@ def test_small_batch_linear_on_a_gpu(shape: tuple[int, int, int], kind: dict[str
     expected = linear_op.reference(*wide)
     for tiles in linear_tiles(shape, kind):
         poison(*expected.shape, dtype=dtype)
-        got = linear_op.launch(*arguments, tiles=tiles)
+        got = linear_op.launch(*arguments, tiles)
         error = (got.float() - expected).abs().max() / expected.abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
-        assert torch.equal(got, linear_op.launch(*arguments, tiles=tiles))
+        assert torch.equal(got, linear_op.launch(*arguments, tiles))
         others = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
         others[0][1:] = float("nan")
-        assert torch.equal(got[:1], linear_op.launch(*others, tiles=tiles)[:1])
+        assert torch.equal(got[:1], linear_op.launch(*others, tiles)[:1])

@@ -58,7 +58,7 @@ for name, tiles in WAYS.items():
             arguments = arguments_of(Case(*shape, **kind), torch.float32).values()
             expected = reference(*arguments)
             torch.full_like(expected, float("nan"))
-            got = launch(*arguments, tiles=tiles)
+            got = launch(*arguments, tiles)
             torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5, msg=f"{name} {shape} {kind}")
             count += 1
 print(count)
@@ -81,8 +81,7 @@ def test_every_way_in_the_interpreter() -> None:
     assert run.stdout.strip() == str(expected), run.stderr[-2000:]
 
 
-def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: bool, **others: Any) -> Any:
-    """others: constants of adapters."""
+def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: bool) -> Any:
     constants = {
         "K": k,
         "BIAS": False,
@@ -101,12 +100,7 @@ def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: b
         constants |= {"TOKENS": tiles.tokens, "GROUPS": tiles.groups, "SPLIT_K": tiles.split_k}
         constants |= {"NUM_STAGES": tiles.num_stages, "COLUMNS_AHEAD": columns_ahead(rows, k, 2, tiles)}
     kernel = getattr(kernel, "jit_function", kernel)
-    constants |= {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
     types = {"eps": "fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
-    if others:
-        constants |= others
-        types |= {"z_ptr": "*fp32", "b_ptr": "*bf16", "ranks_ptr": "*i32", "slots_ptr": "*i32"}
-        constants = {name: value for name, value in constants.items() if name not in types}
     types |= dict.fromkeys(["num_outputs", "num_tokens", "x_stride"], "i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "x_stride"]
@@ -176,10 +170,10 @@ def test_every_way_in_a_graph_on_a_gpu(way: str, dtype: torch.dtype) -> None:
         for kind in KINDS:
             arguments = arguments_of(Case(*shape, **kind), dtype, "cuda").values()
             expected = reference(*(value.float() if isinstance(value, torch.Tensor) else value for value in arguments))
-            first = launch(*arguments, tiles=tiles)
+            first = launch(*arguments, tiles)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                outputs = [launch(*arguments, tiles=tiles) for _ in range(4)]
+                outputs = [launch(*arguments, tiles) for _ in range(4)]
             for _ in range(3):
                 for output in outputs:
                     output.fill_(float("nan"))
