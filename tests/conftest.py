@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # else libraries report what is garbage by now as leaked
     if own_cache_dir in config.stash:
         shutil.rmtree(config.stash[own_cache_dir], ignore_errors=True)
         del os.environ[CACHE_VARIABLE]
