@@ -68,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     for name in config.stash.get(own_kernels, {}):
         os.environ.pop(name, None)
+    gc.unfreeze()  # else libraries report what is garbage by now as leaked
     if own_cache_dir in config.stash:
         shutil.rmtree(config.stash[own_cache_dir], ignore_errors=True)
         del os.environ[CACHE_VARIABLE]
