@@ -60,7 +60,7 @@ class RichProgress:
             task = bar.add_task(name, total=total, note="")
 
             def advance(count: int) -> None:
-                bar.update(task, advance=count, **({} if note is None else {"note": note()}))
+                bar.update(task, advance=count, note="" if note is None else note())
 
             yield advance
             if total is None:
