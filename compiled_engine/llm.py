@@ -306,12 +306,20 @@ class LLM:
         """Run requests; their outputs, in their order."""
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
+        has_drafts, num_drafts, num_accepted = self._config.most_new_tokens > 1, 0, 0
+
+        def acceptance() -> str:
+            return f"mean acceptance length {1 + num_accepted / num_drafts:.2f}" if num_drafts else ""
+
         with (
-            progress.stage(stage, total=len(requests)) as advance,
+            progress.stage(stage, total=len(requests), note=acceptance if has_drafts else None) as advance,
             closing(self._loop.run(requests)) as outputs,
         ):
             for output in outputs:
                 finished[output.request_id] = output
+                if has_drafts and output.metrics is not None:
+                    num_drafts += output.metrics.num_drafts
+                    num_accepted += output.metrics.num_accepted_tokens
                 advance(1)
         return [finished[request.request_id] for request in requests]
 

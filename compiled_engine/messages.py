@@ -165,7 +165,8 @@ class EngineOutput(NamedTuple):
     that ended it, None for an end-of-sequence token, or what the error is. `logprobs`: a row for each new token, if
     asked for. `prompt_logprobs`: (first position, rows), see RunnerOutput. `num_cached_tokens` counts prompt tokens
     that came from the prefix cache; it comes with the first token or before, and None says nothing new. So does
-    `scheduled_time`: when it was first scheduled, in seconds of time.perf_counter.
+    `scheduled_time`: when it was first scheduled, in seconds of time.perf_counter. `num_drafts`: how many drafts the
+    step verified; if any, all new tokens but the last are drafts that were right.
     """
 
     request_id: str
@@ -177,6 +178,7 @@ class EngineOutput(NamedTuple):
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
     vectors: Vectors | None = None
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class StepOutputs:
     In columns: requests that only got tokens and log-probabilities, which are nearly all:
     `request_ids`, `token_ids`, and `counts`, how many tokens each got; None if each got one. `logprobs` has a row for
     each token, to be ignored where none was asked for, and with more tokens than asked for where another one asks for
-    more; None if no request asks.
+    more; None if no request asks. `num_drafts`: of each, see EngineOutput; None if no step has any.
     """
 
     request_ids: Sequence[str] = ()
@@ -194,6 +196,7 @@ class StepOutputs:
     others: Sequence[EngineOutput] = ()
     logprobs: LogprobRows | None = None
     counts: Sequence[int] | None = None
+    num_drafts: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
@@ -217,13 +220,15 @@ class StepOutputs:
             others,
             self.logprobs.select(tokens) if self.logprobs is not None and tokens else None,
             None if self.counts is None else [self.counts[index] for index in columns],
+            None if self.num_drafts is None else [self.num_drafts[index] for index in columns],
         )
 
     def in_columns(self) -> Iterator[EngineOutput]:
         """An output for each request in the columns."""
-        for request_id, tokens in self.rows():
+        every_num_drafts = repeat(0) if self.num_drafts is None else self.num_drafts
+        for (request_id, tokens), num_drafts in zip(self.rows(), every_num_drafts, strict=False):
             logprobs = None if self.logprobs is None else self.logprobs.select(tokens)
-            yield EngineOutput(request_id, tuple(self.token_ids[tokens]), logprobs)
+            yield EngineOutput(request_id, tuple(self.token_ids[tokens]), logprobs, num_drafts=num_drafts)
 
     def __iter__(self) -> Iterator[EngineOutput]:
         yield from self.in_columns()

@@ -398,7 +398,7 @@ class Scheduler:
             if not 0 <= count <= (bound := in_flight.bounds.get(request, self._most_new_tokens)):
                 raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
             request.take_in(bound, count)
-            if result.num_drafts is not None and (num_drafts := result.num_drafts[index]):
+            if num_drafts := 0 if result.num_drafts is None else result.num_drafts[index]:
                 self._drafts.verified(num_drafts, count - 1)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
@@ -409,8 +409,8 @@ class Scheduler:
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
             elif (output := self._take_tokens(request, tokens, result)) is not None:
-                others.append(output)
-        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts)
+                others.append(output._replace(num_drafts=num_drafts))
+        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.num_drafts)
         return every.part(columns, others)
 
     def _take_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:

@@ -38,6 +38,7 @@ class RunningRequest:
         self._first_token_time: float | None = None
         self._last_token_time: float | None = None
         self._finished_time: float | None = None
+        self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
 
     def look(self, engine_request_id: str, now: float) -> str | None:
         """A token was appended to one completion; give the finish reason that the completion has now."""
@@ -62,7 +63,12 @@ class RunningRequest:
             if self._first_token_time is None:
                 self._first_token_time = now
         completion = self.completions[output.request_id]
+        num_known = len(completion.token_ids)
         completion.update(output)
+        if output.num_drafts:
+            self._num_drafts += 1
+            self._num_draft_tokens += output.num_drafts
+            self._num_accepted_tokens += max(0, len(completion.token_ids) - num_known - 1)
         self._note_end(completion, now)
         return completion.finish_reason
 
@@ -118,6 +124,9 @@ class RunningRequest:
             last_token_time=self._last_token_time,
             finished_time=self._finished_time,
             num_generation_tokens=max(len(completion.token_ids) for completion in self.completions.values()),
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
 

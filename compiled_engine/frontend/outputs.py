@@ -52,8 +52,10 @@ class RequestMetrics:
 
     arrival_time: it was added to the engine. first_scheduled_time: a step with its first tokens was scheduled; until
     then it waits in the queue. first_token_time, last_token_time: the first and the newest token of any of its
-    completions came. finished_time: all have ended. num_generation_tokens: those of the longest completion, whose
-    tokens come one a step.
+    completions came. finished_time: all have ended. num_generation_tokens: those of the longest completion.
+
+    With drafts, of all completions together: num_drafts: how often a step verified drafts, of any number;
+    num_draft_tokens: how many these were; num_accepted_tokens: how many of them are part of the output.
 
     Fields have the names of vLLM's RequestMetrics; `queued_ts` and the like are those of its RequestStateStats.
     """
@@ -64,6 +66,14 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Mean number of tokens of a step that verified drafts; None without any."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def time_in_queue(self) -> float | None:

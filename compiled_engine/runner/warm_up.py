@@ -115,7 +115,7 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     verified: list[BatchShape] = []
     if (queries := config.most_new_tokens) > 1:
-        kinds = [*((size, longest) for size in sizes), *shapes]
+        kinds = [*((size, longest) for size in sizes), *graph.short_decodes, *shapes]
         verified = [BatchShape(size * queries, size * queries, bound, queries) for size, bound in kinds]
         verified = [shape for shape in verified if shape.num_tokens <= max_tokens]
     most_rows = min(max_requests * queries, max_tokens)

@@ -23,13 +23,22 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Drafts of the engine: those that are part of the completions, and those that were wrong or came too late."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of all prompts and completions of a request."""
+    """Tokens of all prompts and completions of a request. completion_tokens_details: if it had drafts, with the last
+    usage of a stream."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class UsageCounter:
@@ -38,6 +47,7 @@ class UsageCounter:
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completion_tokens = 0
+        self._draft_tokens = self._accepted_tokens = 0
 
     def begin(self, prompt: int, tokens: int) -> None:
         """Start with a prompt of this many tokens and no output."""
@@ -46,16 +56,23 @@ class UsageCounter:
     def add(self, prompt: int, output: RequestOutput) -> None:
         self._prompts[prompt] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
         self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished and output.metrics is not None:
+            self._draft_tokens += output.metrics.num_draft_tokens
+            self._accepted_tokens += output.metrics.num_accepted_tokens
 
     def usage(self, unwanted: int = 0) -> Usage:
         """Return the usage so far; `unwanted` tokens were generated without a request for them."""
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         generated = self._completion_tokens - unwanted
+        details: CompletionTokensDetails | UnsetType = UNSET
+        if self._draft_tokens:
+            details = CompletionTokensDetails(self._accepted_tokens, self._draft_tokens - self._accepted_tokens)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=generated,
             total_tokens=prompt + generated,
             prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in self._prompts.values())),
+            completion_tokens_details=details,
         )
 
 

@@ -28,20 +28,28 @@ class Dispatcher:
         self._queries = queries
         self._fields = tuple(fields)
         self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
-        self.short_keys = tuple(decode_key(*shape, short=True) for shape in sorted(graph.short_decodes))
+        short_keys = [decode_key(*shape, short=True) for shape in sorted(graph.short_decodes)]
         self.verify_keys: tuple[GraphKey, ...] = ()
         if queries > 1:
-            fitting = (size for size in graph.decode_sizes if size * queries <= scheduler.max_num_batched_tokens)
+            most_requests = scheduler.max_num_batched_tokens // queries
+            fitting = (size for size in graph.decode_sizes if size <= most_requests)
             self.verify_keys = tuple(verify_key(size, queries, longest) for size in sorted(fitting))
+            short_keys += [
+                verify_key(size, queries, context, short=True)
+                for size, context in sorted(graph.short_decodes)
+                if size <= most_requests
+            ]
+        self.short_keys = tuple(short_keys)
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
             mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
             for size in sorted(graph.token_sizes)
         )
         self._decode_table, self._verify_table = _table(self.decode_keys), _table(self.verify_keys)
-        self._short_keys: dict[int, list[GraphKey]] = {}  # by size, short contexts first
+        # By queries of a request and size, short contexts first.
+        self._short_keys: dict[tuple[int, int], list[GraphKey]] = {}
         for key in self.short_keys:
-            self._short_keys.setdefault(key.num_tokens, []).append(key)
+            self._short_keys.setdefault((key.max_query_len, key.num_tokens), []).append(key)
         self._token_table = _table(self.token_keys)
         plain_keys = self.decode_keys + self.verify_keys + self.short_keys + self.token_keys
         # By the sizes of the fields: for each key without them the one with them.
@@ -81,12 +89,15 @@ class Dispatcher:
         if not 1 <= num_requests <= num_tokens:
             return None
         if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
-            key = self._decode_table[num_tokens]
-            short_keys = self._short_keys.get(key.num_tokens, ())
-            return next((short for short in short_keys if longest <= short.max_seq_len), key)
+            return self._shortest(self._decode_table[num_tokens], longest)
         if uniform_query_len == self._queries > 1 and num_tokens < len(self._verify_table):
-            return self._verify_table[num_tokens]
+            return self._shortest(self._verify_table[num_tokens], longest)
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
+
+    def _shortest(self, key: GraphKey, longest: int) -> GraphKey:
+        """The key for the shortest contexts of at least this length, of as many decodes as `key`."""
+        short_keys = self._short_keys.get((key.max_query_len, key.num_tokens), ())
+        return next((short for short in short_keys if longest <= short.max_seq_len), key)
 
 
 def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:

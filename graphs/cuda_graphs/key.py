@@ -44,11 +44,11 @@ class GraphKey:
 
     @property
     def name(self) -> str:
-        """`decode 8`, `verify-4 32`, `short-256 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an
-        engine."""
+        """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `full 512`, `piecewise 512`,
+        `decode 8 rank 16`: unique within an engine."""
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
         if self.is_decode and self.max_query_len > 1:
-            kind = f"verify-{self.max_query_len}"
+            kind = f"verify-{self.max_query_len}-{kind}" if self.short else f"verify-{self.max_query_len}"
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 
@@ -70,10 +70,10 @@ def decode_key(num_requests: int, max_seq_len: int, short: bool = False) -> Grap
     return GraphKey(GraphKind.FULL, num_requests, num_requests, num_requests, 1, max_seq_len, short)
 
 
-def verify_key(num_requests: int, queries: int, max_seq_len: int) -> GraphKey:
+def verify_key(num_requests: int, queries: int, max_seq_len: int, short: bool = False) -> GraphKey:
     """A full graph of num_requests decodes with drafts: as many rows for each as it has queries."""
     num_rows = num_requests * queries
-    return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, queries, max_seq_len)
+    return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, queries, max_seq_len, short)
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:

@@ -230,8 +230,12 @@ def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dic
     used = {name: sum(reading.values()) for name, reading in metrics.get("graph_bytes_by_key", {}).items()}
     mixed = "full" if config["graph"]["mode"] == "full" else "piecewise"
     mixed = "breakable" if config["graph"]["mode"] == "breakable" else mixed
-    sizes = [("decode", size) for size in config["graph"]["decode_sizes"]]
-    sizes += [(f"short-{context}", size) for size, context in config["graph"].get("short_decodes", ())]
+    decodes = [("", size) for size in config["graph"]["decode_sizes"]]
+    decodes += [(f"short-{context}", size) for size, context in config["graph"].get("short_decodes", ())]
+    sizes = [(kind or "decode", size) for kind, size in decodes]
+    if (queries := 1 + config.get("speculation", {}).get("num_tokens", 0)) > 1:
+        verified = [(f"verify-{queries}-{kind}".rstrip("-"), size * queries) for kind, size in decodes]
+        sizes += [(kind, size) for kind, size in verified if size <= config["scheduler"]["max_num_batched_tokens"]]
     sizes += [(mixed, size) for size in config["graph"]["token_sizes"]]
     return [{"kind": kind, "size": size, "bytes": used.get(f"{kind} {size}")} for kind, size in sizes]
 

@@ -38,6 +38,14 @@ def test_triton_on_cuda(dtype: torch.dtype, part: int) -> None:
     assert [found for seed in seeds if (found := wrong("triton", seed, dtype, "cuda", longest=5000))] == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest", [200, 500])
+def test_triton_on_cuda_with_short_contexts(longest: int) -> None:
+    """One program reads all keys of a request, unless requests are few."""
+    seeds = range(100, 110)
+    assert [found for seed in seeds if (found := wrong("triton", seed, torch.bfloat16, "cuda", longest=longest))] == []
+
+
 @pytest.mark.parametrize(
     ("queries", "group", "size", "expected"),
     [(4, 4, 2, 4), (4, 1, 2, 4), (65, 1, 2, 64), (65, 8, 2, 8), (65, 8, 4, 4), (3, 32, 2, 2), (2, 128, 2, 1)],

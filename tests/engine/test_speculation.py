@@ -228,6 +228,30 @@ def test_right_drafts_save_steps() -> None:
     assert sum(by_position) == metrics["accepted_tokens"] <= metrics["draft_tokens"]
     assert by_position == sorted(by_position, reverse=True)
     assert metrics["drafted_requests"] <= metrics["steps"] - 1
+    assert output.metrics is not None
+    names = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+    own = [getattr(output.metrics, name) for name in names]
+    assert own == [metrics[name] for name in ("drafted_requests", "draft_tokens", "accepted_tokens")]
+    assert output.metrics.mean_acceptance_length == 1 + own[2] / own[0]
+
+
+@pytest.mark.parametrize("stop", [None, "2"])
+def test_a_request_knows_its_drafts(stop: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each of several, whether or not its end is found in its text; and the progress has their mean."""
+    params = SamplingParams(temperature=0.01, seed=0, max_tokens=20, ignore_eos=True, stop=stop, n=2)
+    plain = SamplingParams(temperature=0, max_tokens=20, disable_spec_decode=True)
+    with LLM(mode="eager", **ENGINE | {"max_num_batched_tokens": 64, "progress": True}, **ngram(4)) as llm:
+        capfd.readouterr()
+        drafted, other = llm.generate([REPETITIVE] * 2, [params, plain])
+        shown, metrics = capfd.readouterr().err, llm.metrics()
+    assert drafted.metrics is not None
+    assert other.metrics is not None
+    assert (other.metrics.num_drafts, other.metrics.mean_acceptance_length) == (0, None)
+    num_tokens = sum(len(each.token_ids) for each in drafted.outputs)
+    assert 0 < drafted.metrics.num_accepted_tokens <= num_tokens - 2
+    assert drafted.metrics.num_accepted_tokens <= metrics["accepted_tokens"]
+    assert drafted.metrics.num_draft_tokens <= metrics["draft_tokens"]
+    assert f"mean acceptance length {drafted.metrics.mean_acceptance_length:.2f}" in shown
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])

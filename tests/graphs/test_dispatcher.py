@@ -185,6 +185,34 @@ def test_a_batch_takes_a_graph_for_short_contexts_only_in_its_own_size() -> None
     assert bounds == {(3, 50): 50, (4, 50): 50, (5, 50): 100, (5, 51): 100}
 
 
+def test_drafts_of_short_contexts_have_graphs_of_their_own() -> None:
+    """As many rows a request as it has queries; as far as a step has room for them."""
+    graph = GraphConfig(GraphMode.FULL, (1, 2, 4, 8), (64,), short_decodes=((1, 50), (4, 50), (4, 100), (8, 50)))
+    dispatcher = Dispatcher(graph, SchedulerConfig(8, 16, MAX_SEQ_LEN, "fcfs"), queries=4)
+    assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys) == 15
+    found = {}
+    for requests in range(1, 5):
+        for longest in (50, 51, 101):
+            key = dispatcher.dispatch(4 * requests, 4 * requests, 4, longest)
+            assert key is not None
+            assert (key.max_query_len, key.num_decodes) == (4, key.num_tokens)
+            found[requests, longest] = key.name
+    assert found == {
+        (1, 50): "verify-4-short-50 4",
+        (1, 51): "verify-4 4",
+        (1, 101): "verify-4 4",
+        (2, 50): "verify-4 8",
+        (2, 51): "verify-4 8",
+        (2, 101): "verify-4 8",
+        **dict.fromkeys([(3, 50), (4, 50)], "verify-4-short-50 16"),
+        **dict.fromkeys([(3, 51), (4, 51)], "verify-4-short-100 16"),
+        **dict.fromkeys([(3, 101), (4, 101)], "verify-4 16"),
+    }
+    plain = dispatcher.dispatch(4, 4, 1, 50)
+    assert plain is not None
+    assert plain.name == "short-50 4"
+
+
 FIELDS = st.lists(
     st.builds(KeyField, st.sampled_from(["rank", "pictures"]), st.sampled_from([(8,), (4, 16), (1, 2, 3)])),
     max_size=2,

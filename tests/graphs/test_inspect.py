@@ -16,6 +16,9 @@ from inspect_cases import COMPILED, EAGER, NUM_LAYERS, RANGES, inspect, inspect_
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, json_value
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.inspection.report import make_report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -203,6 +206,22 @@ def test_depyfs_folder_and_torchs_structured_trace(tmp_path: Path, bundled_model
     ):
         assert f'"compiled_engine.{stage}' in log
     assert "aten.mm.default" in log
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_the_captures_are_those_of_the_dispatcher(num_drafts: int) -> None:
+    graph = GraphConfig(GraphMode.FULL, (1, 2, 8), (4, 16), short_decodes=((2, 50), (2, 90)))
+    scheduler = SchedulerConfig(8, 16, 128, "fcfs")
+    config = {
+        "device": "cuda",
+        "graph": json_value(graph),
+        "scheduler": json_value(scheduler),
+        "speculation": {"num_tokens": num_drafts},
+    }
+    captures = make_report(config, None, []).data["captures"]
+    names = [f"{capture['kind']} {capture['size']}" for capture in captures]
+    keys = Dispatcher(graph, scheduler, queries=1 + num_drafts).keys
+    assert sorted(names) == sorted(key.name for key in keys)
 
 
 @pytest.mark.gpu

@@ -42,7 +42,8 @@ MESSAGES = (
     StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")], LOGPROBS),
     NEW,
     STEP,
-    StepOutputs(["r", "s"], [5, 6, 7], [], counts=[1, 2]),
+    EngineOutput("r", (5, 6), num_drafts=3),
+    StepOutputs(["r", "s"], [5, 6, 7], [], counts=[1, 2], num_drafts=[0, 3]),
     RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}, {"s": (1, LOGPROBS)}),
     RunnerOutput([5, 6], counts=[2, 0]),
 )
@@ -62,11 +63,13 @@ def test_what_is_no_data_is_refused() -> None:
 
 def test_parts_of_a_step_keep_the_tokens_of_each_request() -> None:
     rows = LogprobRows.of([TokenLogprobs((token,), (-1.0,), 1) for token in range(6)])
-    outputs = StepOutputs(["a", "b", "c", "d"], range(6), (), rows, [2, 0, 1, 3])
+    outputs = StepOutputs(["a", "b", "c", "d"], range(6), (), rows, [2, 0, 1, 3], [1, 0, 4, 5])
     tokens = {"a": (0, 1), "b": (), "c": (2,), "d": (3, 4, 5)}
     for columns in ([0, 1, 2, 3], [3, 1], [2], [], range(1, 4)):
         part = outputs.part(columns, ())
         found = {output.request_id: output.new_token_ids for output in part}
         assert found == {"abcd"[index]: tokens["abcd"[index]] for index in columns}
+        drafts = {output.request_id: output.num_drafts for output in part}
+        assert drafts == {"abcd"[index]: [1, 0, 4, 5][index] for index in columns}
         for output in part:
             assert [entry.token_ids for entry in output.logprobs or ()] == [(t,) for t in output.new_token_ids]

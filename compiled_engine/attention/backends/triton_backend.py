@@ -126,8 +126,12 @@ class TritonBackend:
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
         if facts.queries > 1:
-            context = min(facts.max_seq_len, (scoring.sliding_window or facts.max_seq_len) + facts.queries - 1)
-            splits = plan_splits(facts.num_requests // facts.queries, num_kv_heads, context, num_sms)
+            num_requests = facts.num_requests // facts.queries
+            contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
+            splits = short_splits(num_requests, facts.max_seq_len, contexts)
+            if splits is None:
+                context = min(facts.max_seq_len, (scoring.sliding_window or facts.max_seq_len) + facts.queries - 1)
+                splits = plan_splits(num_requests, num_kv_heads, context, num_sms)
             draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.queries, splits, scoring)
             return
         if not facts.listed:
@@ -178,15 +182,8 @@ class TritonBackend:
         is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
         if facts.num_decodes < facts.num_requests or facts.queries > 1 or not is_usual:
             return False
-        _, num_heads, head_dim = q_THd.shape
         coded = is_coded(kv_cache_N2PKd.dtype)
-        if not coded:
-            shape = num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type
-            contexts = short_contexts(facts.num_requests, *shape)
-        elif q_THd.device.type == "cuda":
-            contexts = few_short_contexts(facts.num_requests, num_kv_heads, num_sms)
-        else:
-            contexts = ()
+        contexts = self._short_contexts(facts.num_requests, q_THd, kv_cache_N2PKd)
         splits = short_splits(facts.num_requests, facts.max_seq_len, contexts)
         is_short = splits is not None and splits.count == 1
         if splits is None:
@@ -203,6 +200,15 @@ class TritonBackend:
         else:
             rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
         return True
+
+    def _short_contexts(self, num_requests: int, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> tuple[int, ...]:
+        """Context lengths up to which this many requests have kernels of their own, ascending; see `accept`."""
+        num_kv_heads, (_, num_heads, head_dim) = kv_cache_N2PKd.shape[3], q_THd.shape
+        if not is_coded(kv_cache_N2PKd.dtype):
+            return short_contexts(num_requests, num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type)
+        if q_THd.device.type != "cuda":
+            return ()
+        return few_short_contexts(num_requests, num_kv_heads, _num_multiprocessors(q_THd.device))
 
 
 @cache
