@@ -53,7 +53,8 @@ def in_rows(batch: Batch, real: list[int], queries: int) -> Batch:
             seq_lens.append(int(inputs.seq_lens_R[request]) - n + query + 1 if exists else 0)
             row = inputs.block_table_RB[request].clone()
             used = -(-seq_lens[-1] // batch.kv_cache_N2PKd.shape[2])
-            row[used:] = 0 if exists else 10**6  # what stands behind a context is not read
+            # What stands behind a context is not attended to: 0, or in rows of padding the last block.
+            row[used:] = 0 if exists else len(batch.kv_cache_N2PKd) - 1
             table.append(row)
     index_T, seq_lens_R = torch.tensor(source, device=device), torch.tensor(seq_lens, dtype=torch.int32, device=device)
     is_padding = seq_lens_R == 0
