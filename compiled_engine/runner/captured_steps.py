@@ -29,7 +29,7 @@ from compiled_engine.runner.input_batch import (
     step_of_batch,
 )
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
-from compiled_engine.runner.ngram import Proposer
+from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_sampling import StepSampling
 
@@ -61,7 +61,7 @@ class PaddedStep:
         attention_case: AttentionCase | None,
         max_model_len: int,
         samples: bool = True,
-        proposer: Proposer | None = None,
+        proposer: NgramProposer | None = None,
     ):
         self.model, self.sampling, self.states = model, sampling, states
         self.buffers, self.kv_caches = buffers, kv_caches

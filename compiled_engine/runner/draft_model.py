@@ -95,7 +95,7 @@ class DraftModelProposer:
             self._forward(batch)
 
     def propose(self, step: SchedulerOutput) -> None:
-        """See Proposer."""
+        """See NgramProposer.propose."""
         states = self._states
         rows_R = states.rows(step.request_ids)
         wanted_R = wanted_drafts(step, states, rows_R)

@@ -34,7 +34,7 @@ from compiled_engine.runner.draft_model import DraftModelProposer
 from compiled_engine.runner.drafts import StepRows, make_drafted_batch
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
-from compiled_engine.runner.ngram import NgramProposer, Proposer
+from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.stage_traffic import StageTraffic
@@ -151,9 +151,9 @@ class Runner:
                 self._draft = DraftModelProposer(
                     draft, speculation.num_tokens, self.states, self.sampler, self._group, progress, timeline
                 )
-        self._proposer: Proposer | None = self._draft
-        if speculation.num_tokens and self._draft is None:
-            self._proposer = NgramProposer(speculation, self.states)
+        from_history = speculation.num_tokens and self._draft is None
+        ngrams = NgramProposer(speculation, self.states) if from_history else None
+        self._proposer = self._draft or ngrams
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
@@ -188,7 +188,7 @@ class Runner:
             planned,
             length,
             self._samples,
-            self._proposer if on_gpu else None,
+            ngrams if on_gpu else None,
         )
 
     @torch.inference_mode()

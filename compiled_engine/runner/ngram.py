@@ -7,8 +7,6 @@ rows of the batch, before the step's inputs are prepared, and a CUDA graph of th
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from compiled_engine.config import SpeculationConfig
@@ -16,15 +14,6 @@ from compiled_engine.kernels.launch_arguments import dependent_launch, next_powe
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
-
-
-class Proposer(Protocol):
-    def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of the step's requests into the states. The requests have their rows and blocks. For the
-        CPU."""
-
-    def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
-        """Do so for the requests of a batch that was staged in these buffers; may be captured. For other devices."""
 
 
 def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:
@@ -61,7 +50,8 @@ class NgramProposer:
         self._config, self._states = config, states
 
     def propose(self, step: SchedulerOutput) -> None:
-        """See Proposer."""
+        """Write the drafts of the step's requests into the states. The requests have their rows and blocks. For the
+        CPU."""
         config, states = self._config, self._states
         assert states.drafts_SK is not None
         drafts_SK, num_computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()
@@ -74,7 +64,8 @@ class NgramProposer:
             drafts_SK[row, : len(drafts)] = drafts
 
     def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
-        """See Proposer. The kernel reads history_SL."""
+        """Do so for the requests of a batch that was staged in these buffers; may be captured. For other devices: the
+        kernel reads history_SL."""
         from compiled_engine.runner.draft_kernels import SEARCHED, ngram_kernel  # Triton is not installed everywhere
 
         states = self._states
