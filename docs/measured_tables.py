@@ -283,29 +283,18 @@ def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mappin
     return below(markdown(["", *columns.values()], table), result)
 
 
-def kv_cache_speed(result: Result) -> str:
-    """A row for each format of the KV cache: milliseconds a token, prefill, and how many blocks fit."""
-    headings = ["cache", "1 x 128, ms", "8 x 128, ms", "1 x 32,000, ms", "16 x 16,000, ms", "prefill, tok/s", "blocks"]
-    tpots = ("tpot_1_ms", "tpot_8_ms", "tpot_1x32000_ms", "tpot_16x16000_ms")
-    rows = [
-        [
-            f"`{row['cache']}`",
-            *(f"{row[key]:.2f}" for key in tpots),
-            *(f"{row[key]:,}" for key in ("prefill_tok_s", "blocks")),
-        ]
-        for row in result["rows"]
-    ]
-    return below(markdown(headings, rows), result)
+def grid(result: Result) -> str:
+    """A table that the result describes: `columns` of a row's key, heading and digits. Without digits the cell is text,
+    with "auto" a figure of two digits below 100; figures that were not measured are empty."""
 
+    def cell(value: Any, digits: int | str | None) -> str:
+        if value is None or digits is None:
+            return "" if value is None else value
+        shown = (2 if value < 100 else 0) if digits == "auto" else digits
+        return f"{value:,.{shown}f}"
 
-def adapters(result: Result) -> str:
-    """A row for steps without and with adapters in use."""
-    headings = ["adapters in use", "batch 1, ms", "batch 8, ms", "batch 64, ms", "prefill, tok/s"]
-    rows = [
-        [row["adapters"], *(f"{row[f'tpot_{batch}_ms']:.2f}" for batch in (1, 8, 64)), f"{row['prefill_tok_s']:,}"]
-        for row in result["rows"]
-    ]
-    return below(markdown(headings, rows), result)
+    rows = [[cell(row.get(key), digits) for key, _, digits in result["columns"]] for row in result["rows"]]
+    return below(markdown([heading for _, heading, _ in result["columns"]], rows), result)
 
 
 def embeddings(*results: Result) -> str:
