@@ -24,7 +24,7 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "block_size": 16,
-    "num_blocks": 24,
+    "num_blocks": 20,
 }
 ACTIVITIES = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 MODES: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ def workload(text: str) -> tuple[list[str], list[SamplingParams]]:
         params.append(
             SamplingParams(
                 seed=number,
-                max_tokens=5 + (number * 13) % 60,
+                max_tokens=20 + (number * 13) % 80,
                 truncate_prompt_tokens=150,
                 **SAMPLING[number % len(SAMPLING)],
                 **ENDS[number % len(ENDS)],
