@@ -23,8 +23,8 @@ class Engine:
         self.scheduler = Scheduler(scheduler, CacheConfig(4, 64, 0.9, True), 64, 100, adapters=config)
         self.dropped: list[str] = []
 
-    def add(self, name: str, adapter: str | None, max_tokens: int = 2) -> None:
-        ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}", adapter)
+    def add(self, name: str, adapter: str | None, max_tokens: int = 2, adapter_name: str | None = None) -> None:
+        ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}", adapter_name or adapter)
         if adapter is not None and not self.scheduler.adapters.is_loaded(adapter):
             self.dropped += self.scheduler.adapters.loaded(adapter)
         root = prefix_root(adapter=ref)
@@ -130,6 +130,18 @@ def test_requests_are_counted_by_the_name_of_their_adapter() -> None:
     counts = engine.scheduler.metrics()
     assert counts["adapter_requests"] == {"a": 1, "b": 2}
     assert counts["adapter_requests_running"] == counts["adapter_requests_waiting"] == {}
+
+
+def test_requests_of_a_name_count_together_though_its_adapter_was_replaced() -> None:
+    engine = Engine()
+    for name, adapter in (("r", "old"), ("s", "old"), ("t", "new")):
+        engine.add(name, adapter, adapter_name="a")
+    assert engine.scheduler.metrics()["adapter_requests_waiting"] == {"a": 3}
+    engine.step()
+    counts = engine.scheduler.metrics()
+    assert (counts["adapter_requests_running"], counts["adapter_requests_waiting"]) == ({"a": 3}, {})
+    engine.finish()
+    assert engine.scheduler.metrics()["adapter_requests"] == {"a": 3}
 
 
 def test_the_slot_used_least_recently_is_given_away() -> None:

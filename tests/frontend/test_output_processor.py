@@ -20,7 +20,7 @@ from compiled_engine.frontend.output_processor import OutputProcessor, RunningRe
 from compiled_engine.frontend.outputs import Logprob, RequestOutput
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.messages import EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -255,6 +255,19 @@ def test_metrics_of_a_request(extra: dict[str, Any]) -> None:
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
     assert metrics.ttft_s == metrics.first_token_time - metrics.arrival_time
     assert metrics.tpot_s == (metrics.finished_time - metrics.first_token_time) / 4
+
+
+def test_accepted_drafts_are_those_in_the_output() -> None:
+    """A step verifies drafts and yields no token where none is allowed, or one where all are wrong."""
+    outputs = OutputProcessor(TOKENIZER)
+    (request,) = Frontend().prepare(max_tokens=9)
+    state = outputs.add(request)
+    for tokens, finish in (((5, 6, 7), None), ((8,), None), ((), "error")):
+        output = EngineOutput(request.request_id, tokens, finish_reason=finish, num_drafts=4)
+        outputs.process(StepOutputs(others=(output,)))
+    metrics = state.snapshot().metrics
+    assert metrics is not None
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 12, 2)
 
 
 def test_many_prompts_each_get_their_output() -> None:

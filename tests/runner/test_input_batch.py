@@ -12,6 +12,7 @@ from compiled_engine.attention.op import write_and_attend
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.process.profiling import StepClock
+from compiled_engine.runner.drafts import StepRows, make_drafted_batch
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
     RING,
@@ -289,3 +290,29 @@ def test_decodes_are_staged_anew_when_anything_of_them_is_new(states: RequestSta
     states.writes.discard()
     buffers.forget_staged()
     assert input_ids("b", "a") == [61, 51, 0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_prompt_that_ends_with_one_token_has_no_drafts(known: bool) -> None:
+    """Its share is as large as that of a request that has sampled, and one token of it is computed."""
+    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
+    states.add(new_request("ends", [1, 2, 3, 4, 5], [0, 1]), 4)
+    rows = StepRows.of(step_of(scheduled("ends", 4, 4)), states, known=known)
+    assert (rows.number_A.tolist(), rows.lens_A.tolist(), rows.exists_A.tolist()) == ([0], [1], [True])
+
+
+def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> None:
+    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
+    blocks = states.block_table_SB.shape[1]
+    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_drafts=True)
+    row = states.add(new_request("r", [1, 2, 3], [0, 1]), 0)
+    states.writes.apply()
+    step = step_of(scheduled("r", 0, 3))
+    buffers.rows_R[:] = -5
+    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True))
+    states.writes.discard()
+    buffers.forget_staged()
+    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True))
+    states.writes.apply()
+    assert buffers.rows_R[0] == row
+    assert buffers.query_start_loc_R1[:2].tolist() == [0, 3]
