@@ -103,3 +103,16 @@ def test_what_comes_before_an_error_is_given_out(why: int) -> None:
     assert output.logprobs == rows.select(slice(2))
     assert not scheduler.has_unfinished()
     scheduler.check_integrity()
+
+
+def test_each_output_says_how_many_drafts_its_step_verified() -> None:
+    """Also the first one and the last, which are not as all others."""
+    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler.add(EngineRequest("a", (1, 2), SamplingParams(max_tokens=7, ignore_eos=True)))
+    for count, num_drafts in ((1, 0), (2, 3), (2, 3), (2, 1)):
+        result = RunnerOutput([3] * count, counts=[count], num_drafts=[num_drafts])
+        (output,) = scheduler.update(next_step(scheduler), result)
+        assert (output.new_token_ids, output.num_drafts) == ((3,) * count, num_drafts)
+    assert output.finish_reason == "length"
+    metrics = scheduler.metrics()
+    assert [metrics[name] for name in ("drafted_requests", "draft_tokens", "accepted_tokens")] == [3, 7, 3]

@@ -169,10 +169,17 @@ def test_the_tokens_are_those_without_drafts(
 
 
 class _Launched:
-    """Drafts as a GPU has them: they are made when the step's inputs are, and the host does not know them."""
+    """Drafts as a GPU has them: they are made when the step's inputs are, and the host does not know them.
+
+    Takes the place of the dispatcher as well, which has to be asked for a graph for the longest context of a step.
+    """
 
     def __init__(self, states: RequestStates, num_drafts: int):
         self._states, self._num_drafts = states, num_drafts
+        self._longest = 0
+
+    def dispatch(self, *shape: Any) -> None:
+        self._longest = shape[3]
 
     def propose(self, step: SchedulerOutput) -> None:
         raise AssertionError("the host knows no drafts")
@@ -184,6 +191,7 @@ class _Launched:
         numbers = buffers.draft_numbers_R.tolist()
         for row, number in zip(buffers.rows_R[: batch.num_rows].tolist(), numbers, strict=False):
             computed = int(states.num_computed_S[row])
+            assert row < 0 or computed + number < self._longest
             if row >= 0 and number == 0 and computed >= int(states.num_known_S[row]):
                 found = ngram_drafts(states.known_ids(row)[: computed + 1], 3, 1, self._num_drafts)
                 states.drafts_SK[row] = -1
@@ -207,7 +215,7 @@ def test_the_host_need_not_know_the_drafts(num_drafts: int, options: dict[str, A
         executor = llm.core.executor
         assert isinstance(executor, InProcessExecutor)
         step = executor.runner.step
-        step.proposer = _Launched(step.states, num_drafts)
+        step.proposer = executor.runner.captured.dispatcher = _Launched(step.states, num_drafts)
         same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (llm, plain)))
         llm.core.check_integrity()
         metrics = llm.metrics()
