@@ -316,3 +316,12 @@ def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> 
     states.writes.apply()
     assert buffers.rows_R[0] == row
     assert buffers.query_start_loc_R1[:2].tolist() == [0, 3]
+
+
+def test_a_row_loses_its_adapter_with_its_request() -> None:
+    states = RequestStates(1, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), has_adapters=True)
+    states.add(replace(new_request("adapted", [1], [0]), adapter_slot=1), 0)
+    assert states.has_adapter(["adapted"])
+    states.remove("adapted")
+    states.add(new_request("plain", [1], [0]), 0)
+    assert not states.has_adapter(["plain"])
