@@ -24,6 +24,7 @@ TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 130 for j in range(9 + 13 * i)]} for i in range(5)]
 GREEDY: dict[str, Any] = {"temperature": 0}
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 # Top-p without a top-k takes whole rows of logits.
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "presence_penalty": 0.5}
 
@@ -48,6 +49,7 @@ CASES = {
     "ranks, divided norms": Case(TWO_RANKS | {"sequence_parallel": True}),
     "ranks, 8-bit cache": Case(TWO_RANKS, {"kv_cache_dtype": "int8"}, worst=0.05),
     "ranks, adapters": Case(TWO_RANKS, {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}, adapters=True),
+    "ranks, drafts": Case(TWO_RANKS, {"speculative_config": NGRAM}, sampling=SAMPLED),
     "stages": Case({"pipeline_parallel_size": 2}),
     "replicas": Case({"data_parallel_size": 2}, sampling=SAMPLED),
 }

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_folders import make_adapter
+from checkpoints import make_checkpoint
 
+from compiled_engine import LLM, LoRARequest, SamplingParams
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.llm import LLM
-from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
-# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
+# Few tokens a step, so that prompts come in chunks.
 ENGINE: dict[str, Any] = {
     "device": "cuda",
     "dtype": "float32",
@@ -24,8 +25,10 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "block_size": 16,
-    "num_blocks": 20,
+    "num_blocks": 48,
 }
+# So that requests are preempted.
+FEW_BLOCKS: dict[str, Any] = {"num_blocks": 20}
 ACTIVITIES = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 MODES: dict[str, dict[str, Any]] = {
     "graphed": {"mode": "graphed"},
@@ -104,7 +107,7 @@ def expected(text: str) -> Iterator[list[RequestOutput]]:
 @pytest.mark.parametrize("mode", MODES)
 def test_ngram_drafts_change_no_token(mode: str, num_drafts: int, text: str, expected: list[RequestOutput]) -> None:
     prompts, params = workload(text)
-    with LLM(**ENGINE | MODES[mode], **ngram(num_drafts)) as llm:
+    with LLM(**ENGINE | FEW_BLOCKS | MODES[mode], **ngram(num_drafts)) as llm:
         found = llm.generate(prompts, params, use_tqdm=False)
         llm.core.check_integrity()
         metrics = llm.metrics()
@@ -118,6 +121,34 @@ def test_ngram_drafts_change_no_token(mode: str, num_drafts: int, text: str, exp
     assert metrics["preemptions"] > 0
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
     assert (metrics["running"], metrics["waiting"], metrics["kv_usage"]) == (0, 0, 0)
+
+
+def test_drafts_of_an_8_bit_cache(text: str) -> None:
+    prompts, params = workload(text)
+    found = []
+    for config in ({}, ngram(3)):
+        with LLM(**ENGINE, kv_cache_dtype="int8", **config) as llm:
+            found.append(results(llm.generate(prompts, params, use_tqdm=False)))
+            metrics = llm.metrics()
+    assert found[0] == found[1]
+    assert metrics["accepted_tokens"] > 0
+
+
+def test_drafts_beside_adapters(tmp_path: Path) -> None:
+    """Each request but the first has an adapter of its own."""
+    base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=2)
+    paths = [make_adapter(tmp_path / str(rank), base, rank, seed=rank) for rank in (1, 8, 64)]
+    requests = [None, *(LoRARequest(path.name, number, path) for number, path in enumerate(paths, start=1))]
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 27] * 3, [7] * 20, list(range(1, 34)), [90, 2] * 4)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    adapters = ENGINE | {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
+    found = []
+    for config in ({}, ngram(3)):
+        with LLM(tmp_path / "base", **adapters, **config) as llm:
+            found.append(results(llm.generate(prompts, params, use_tqdm=False, lora_request=requests)))
+            metrics = llm.metrics()
+    assert found[0] == found[1]
+    assert metrics["accepted_tokens"] > 0
 
 
 def test_a_step_with_drafts_is_one_launch() -> None:

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 
 import torch
-from attention_cases import Batch, Case, Request, build, mistake, step
+from attention_cases import AUTO, CODED, Batch, Case, Request, build, mistake, step
 
 SHAPES = ((4, 2, 64), (8, 2, 128), (8, 8, 64), (16, 2, 80), (32, 1, 128), (2, 1, 256))
 QUERIES = (2, 3, 4, 6, 9)
@@ -36,6 +36,7 @@ def drafted(
         random_.choice((0, 0, 4096, 40_000)),
         random_.choice((0.0, 0.0, 5.0)),
         random_.random() < 0.3,
+        storage=random_.choice((AUTO, AUTO, *(elements.name for elements in CODED))),
     )
     return case, in_rows(build(case, dtype, device, seed=seed), real, queries)
 
