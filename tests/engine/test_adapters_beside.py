@@ -55,6 +55,7 @@ def distance(one: RequestOutput, other: RequestOutput) -> float:
     return max(abs(x[token_id].logprob - y[token_id].logprob) for x, y, token_id in pairs)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("options", "share"), [({"quantization": "fp8"}, 0.3), ({"kv_cache_dtype": "int8"}, 0.1)])
 def test_with_codes_a_request_is_near_its_merged_model(
     base: Path, adapters: list[Path], options: dict[str, Any], share: float

@@ -158,6 +158,7 @@ print(use()() is None)
 """
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("mode", "starts"), [("eager", 1), ("compiled", 2)])
 def test_also_the_first_one_of_a_process(mode: str, starts: int) -> None:
     """What is imported while it is made does not hold it; the second start finds what the first has compiled."""
