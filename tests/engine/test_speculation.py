@@ -226,7 +226,7 @@ def test_the_host_need_not_know_the_drafts(num_drafts: int, options: dict[str, A
 def test_right_drafts_save_steps() -> None:
     """Each step yields one token and the drafts that were right."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with LLM(**ENGINE, **ngram(4)) as llm:
+    with LLM(mode="eager", **ENGINE | {"max_num_batched_tokens": 64}, **ngram(4)) as llm:
         (output,) = llm.generate([REPETITIVE], params, use_tqdm=False)
         metrics = llm.metrics()
     assert len(output.outputs[0].token_ids) == 40

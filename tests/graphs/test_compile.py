@@ -99,6 +99,22 @@ def test_code_that_keeps_what_it_computes_is_refused() -> None:
         trace(model, forward_signature(config))
 
 
+def test_code_may_keep_a_parameter_in_another_dtype() -> None:
+    """Each run makes it again, so the graph need not return it."""
+    config = tiny_config(num_layers=1, dtype=torch.bfloat16)
+    model = without_storage(build_model(config.model), config.device)
+
+    class Keeps(type(model)):  # type: ignore[misc]
+        def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+            self.kept = self.model.norm.weight.float()
+            return super().forward(*arguments) * self.kept[0]
+
+    model.__class__ = Keeps
+    signature = forward_signature(config)
+    (results,) = trace(model, signature).module.graph.output_node().args
+    assert len(results) == len(signature.results)
+
+
 def test_no_piece_takes_or_returns_the_kv_cache() -> None:
     config = tiny_config()
     module = traced(config).for_range(CompileRange(1, 256))
