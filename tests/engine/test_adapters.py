@@ -171,11 +171,7 @@ def test_preempted_requests_keep_their_adapters(adapted: Adapted) -> None:
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "two ranks": (
-        "qwen2",
-        {"mode": "eager", "strict_passes": False, "tensor_parallel_size": 2},
-        {"num_attention_heads": 4, "num_key_value_heads": 2},
-    ),
+    "two ranks": ("qwen2", {"tensor_parallel_size": 2}, {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "code of transformers": ("mistral", {"model_impl": "transformers"}, {}),
     "code of transformers with packed linears": ("phi3", {"model_impl": "transformers"}, {}),
 }
@@ -193,7 +189,7 @@ def test_other_models_and_two_ranks(which: str, tmp_path: Path) -> None:
     folders = [make_adapter(tmp_path / str(seed), model, 4, targets=targets, seed=seed) for seed in range(2)]
     requests = [None, *(LoRARequest(str(seed), 1 + seed, folder) for seed, folder in enumerate(folders))]
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(requests)]]
-    with LLM(tmp_path / "base", **{"strict_passes": True} | OPTIONS | options) as llm:
+    with LLM(tmp_path / "base", strict_passes=True, **OPTIONS | options) as llm:
         outputs = llm.generate(prompts, GREEDY, lora_request=requests)
     for folder, output in zip([None, *folders], outputs, strict=True):
         assert_is_of(merged(tmp_path / "base", folder), output)

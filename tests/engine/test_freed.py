@@ -130,6 +130,7 @@ def tensors() -> dict[int, weakref.ref[torch.Tensor]]:
 
 
 @pytest.mark.usefixtures("_without_collector")
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left(way: str, one_thread: None) -> None:
     before = tensors()

@@ -25,9 +25,8 @@ def one() -> Iterator[LLM]:
 # With and without a step that is scheduled before the tokens of the one before it are known; with and without a
 # residual of which a rank has its own rows alone, and hands them on.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "PP 2": {"mode": "eager", "pipeline_parallel_size": 2, "async_scheduling": True},
+    "PP 2": {"pipeline_parallel_size": 2, "async_scheduling": True},
     "TP 2 x PP 2": {
-        "mode": "compiled",
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 2,
         "async_scheduling": False,
@@ -40,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=LAYOUTS)
 def staged(request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Fewer blocks than six requests for each stage need."""
-    with LLM(**ENGINE, **LAYOUTS[request.param]) as llm:
+    with LLM(mode="compiled", **ENGINE, **LAYOUTS[request.param]) as llm:
         yield llm
 
 
@@ -69,7 +68,7 @@ def test_grammars_hold(one: LLM, staged: LLM) -> None:
 def test_a_stage_that_fails_ends_all_of_them() -> None:
     """The processors are the last stage's; the message says which rank it was."""
     options: dict[str, Any] = {**ENGINE, "pipeline_parallel_size": 2, "logits_processors": [NAME]}
-    llm = LLM(mode="eager", **options)
+    llm = LLM(mode="compiled", **options)
     short = SamplingParams(max_tokens=4, temperature=0)
     llm.generate(TEXTS, short, use_tqdm=False)
     with pytest.raises(WorkerError, match=r"rank 1 of 2 \(stage 1 of 2\): .*injected in all"):

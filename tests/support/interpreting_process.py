@@ -6,6 +6,7 @@ PyTorch, Triton and the engine each time, which takes longer than most tests.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -36,13 +37,15 @@ def interpret(test_file: str, *arguments: str) -> subprocess.CompletedProcess[st
 
 @cache
 def _process() -> subprocess.Popen[str]:
-    """It ends with this process, which closes its standard input."""
+    """It ends when its standard input is closed, at the latest with this process."""
     from interpreter import interpreting
 
     command = [sys.executable, __file__]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=interpreting(__file__)
     )
+    atexit.register(process.communicate)
+    return process
 
 
 def main() -> None:
