@@ -193,7 +193,7 @@ def test_draft_decode(
     assert "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.product(one_in=3)
+@pytest.mark.product(one_in=6)
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
@@ -210,7 +210,7 @@ def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple
     assert before_the_wait.count("ld.global.v4") >= 2
 
 
-@pytest.mark.product(one_in=3)
+@pytest.mark.product(one_in=6)
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_listed_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     tiles = listed_decode_tiles(shape[2], dtype.itemsize)
@@ -346,7 +346,7 @@ def _rope_decode_over_codes(
     return rope_decode_kernel, tiles, further, 1
 
 
-@pytest.mark.product(one_in=30)
+@pytest.mark.product(one_in=60)
 @pytest.mark.parametrize(
     ("kind", "number"),
     [

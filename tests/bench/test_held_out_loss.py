@@ -48,7 +48,7 @@ def test_quantise_tells_the_loss_before_and_after(
 
 def test_rows_are_compared_with_float32(text: str, expected: tuple[float, int]) -> None:
     chosen = {name: VARIANTS[name] for name in (BASE, "fp8")}
-    result = compare_losses(None, text, {"device": "cpu", "mode": "eager", "progress": False}, SilentProgress(), chosen)
+    result = compare_losses(None, text, {"device": "cpu", "progress": False}, SilentProgress(), chosen)
     base, quantised = result["rows"]
     assert result["num_tokens"] == expected[1]
     assert base == {"name": BASE, "loss": pytest.approx(expected[0], abs=1e-4)}
