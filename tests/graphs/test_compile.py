@@ -47,7 +47,7 @@ def models() -> Iterator[Any]:
         yield pytest.param(architecture, 8, torch.float32)
 
 
-@pytest.mark.product(one_in=6)
+@pytest.mark.product(one_in=12)
 @pytest.mark.parametrize(("architecture", "num_layers", "dtype"), list(models()))
 def test_each_range_has_three_pieces_however_deep_the_model(
     architecture: str, num_layers: int, dtype: torch.dtype

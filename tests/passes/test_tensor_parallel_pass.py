@@ -57,7 +57,7 @@ def traced(config: EngineConfig) -> TracedGraph:
 CASES = [*((family, 2) for family in FAMILIES if family.architecture in DIVISIBLE), (BIASED, 4)]
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=8)
 @pytest.mark.parametrize(("family", "num_ranks"), CASES, ids=str)
 def test_the_ranks_together_compute_the_whole(family: Family, num_ranks: int) -> None:
     """Every pass keeps its contract and its verifier on a rank's graph."""
