@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -272,35 +273,50 @@ def test_a_worker_that_is_killed_while_it_compiles_or_captures_leaves_the_gpu_fr
 
 
 SCRIPT = """
-import sys
+import json, sys
 from small_engines import PROMPTS
-from test_worker_faults import ENGINE, SHORT
+from test_worker_faults import SHORT
 from compiled_engine.llm import LLM
 
 if __name__ == "__main__":
-    llm = LLM(**ENGINE, logits_processors=sys.argv[1:])
+    llm = LLM(**json.loads(sys.argv[1]), logits_processors=sys.argv[2:])
     llm.generate(PROMPTS, SHORT, use_tqdm=False)
     print("ready", flush=True)
     sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("starting", [False, True])
-def test_the_driver_is_killed(starting: bool, tmp_path: Path) -> None:
+def kill_the_driver(options: dict[str, Any], starting: bool, folder: Path) -> None:
+    """Its workers end with it, whether they serve or start (a file tells that each is in its start)."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(SUPPORT), import_path()])
     }
-    command = [sys.executable, "-c", SCRIPT, *([SLOW_TO_START] if starting else [])]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(options), *([SLOW_TO_START] if starting else [])]
+    num_ranks = options["tensor_parallel_size"]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
     ) as driver:
         assert driver.stdout is not None
         if starting:
-            wait_until(lambda: all((tmp_path / f"starting{rank}").exists() for rank in range(2)))
+            wait_until(lambda: all((folder / f"starting{rank}").exists() for rank in range(num_ranks)))
         else:
             assert driver.stdout.readline() == "ready\n"
         ranks = workers(psutil.Process(driver.pid))
-        assert len(ranks) == 2
+        assert len(ranks) == num_ranks
         driver.kill()
         driver.wait()
     wait_until(lambda: not any(rank.is_running() for rank in ranks), SOON_S)
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_the_driver_is_killed(starting: bool, tmp_path: Path) -> None:
+    kill_the_driver(ENGINE, starting, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_alone
+@pytest.mark.parametrize("num_gpus", GPU_COUNTS)
+def test_a_driver_that_is_killed_leaves_the_gpu_free(num_gpus: int, tmp_path: Path) -> None:
+    free = free_memory(num_gpus)
+    kill_the_driver(ON_GPU | {"tensor_parallel_size": num_gpus, "mode": "eager", "graph_mode": "none"}, False, tmp_path)
+    wait_until_free(free)
