@@ -339,6 +339,14 @@ class Runner:
         """Read an adapter into host memory. Raises ValueError, see AdapterSlots.load."""
         self._own_adapters.load(path, digest)
 
+    def begin_load_adapter(self, path: str, digest: str) -> None:
+        """Have a thread read an adapter that `load_adapter` will be called for."""
+        self._own_adapters.begin_load(path, digest)
+
+    def has_read_adapter(self, digest: str) -> bool:
+        """Return whether `load_adapter` need not wait for a thread."""
+        return self._own_adapters.has_read(digest)
+
     def drop_adapter(self, digest: str) -> None:
         """Forget an adapter that no request uses."""
         self._own_adapters.drop(digest)
