@@ -40,6 +40,9 @@ SKIPPED = {
     "browser": None if shutil.which("chromium") else "no chromium command",
 }
 
+# Packages of quick tests. Their files come last, so that processes side by side end at about the same time.
+QUICK = ("cli", "frontend", "grammars", "kernels", "other_engines", "process", "resolve", "rows", "runner", "tune")
+
 # How fast a machine is may not decide whether a test passes.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -87,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = cases_left_out(items, config.getoption("--seed"))
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
+    items.sort(key=lambda item: item.path.parent.name in QUICK)
     for item in items:
         for marker, reason in SKIPPED.items():
             if reason and item.get_closest_marker(marker):
@@ -101,13 +105,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def cases_left_out(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
-    """All but a few cases of each test that is a product: one in so many as its marker says, and at least one."""
+    """All but a few cases of each test that is a product: one in so many as its marker says, and at least one.
+
+    If some need a GPU and others do not, at least one of each.
+    """
     left_out: set[pytest.Item] = set()
-    products: dict[str, list[tuple[int, pytest.Item]]] = {}
+    products: dict[tuple[str, bool], list[tuple[int, pytest.Item]]] = {}
     for item in items:
         if (marker := item.get_closest_marker("product")) is not None:
             drawn = zlib.crc32(f"{seed} {item.nodeid.rpartition('/')[2]}".encode())
-            products.setdefault(item.nodeid.partition("[")[0], []).append((drawn, item))
+            needs_gpu = item.get_closest_marker("gpu") is not None
+            products.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append((drawn, item))
             if drawn % marker.kwargs["one_in"]:
                 left_out.add(item)
     for cases in products.values():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -38,7 +36,7 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import interpreting
+from interpreting_process import interpret
 
 from compiled_engine.attention.backend import BACKENDS, get_backend
 from compiled_engine.attention.backends.cpp_backend import HEAD_DIMS
@@ -167,8 +165,8 @@ def test_too_large_a_group_is_refused() -> None:
 def test_triton_in_the_interpreter(pytestconfig: pytest.Config) -> None:
     """The table without a GPU; the interpreter is on or off for a process, so the table runs in its own."""
     every: bool = pytestconfig.getoption("--all")
-    command = [sys.executable, "-c", f"import interpreter, attention_cases; attention_cases.main('triton', {every})"]
-    process = subprocess.run(command, env=interpreting(__file__), capture_output=True, text=True, check=False)
+    program = f"import interpreter, attention_cases; attention_cases.main('triton', {every})"
+    process = interpret(__file__, "-c", program)
     if INTERPRETER_IS_BROKEN:
         assert "only 0-dimensional arrays can be converted" in process.stderr
         return

@@ -88,9 +88,9 @@ def test_planes_cover_each_byte_of_a_block_once(elements: Any) -> None:
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [*product(["torch", "cpp"], [torch.float32, torch.bfloat16])], ids=str)
-@pytest.mark.parametrize("cases", [SOME_CODED_CASES, pytest.param(CODED_CASES, marks=pytest.mark.product(one_in=1000))])
-def test_on_a_cpu(backend: str, dtype: torch.dtype, cases: tuple[Case, ...]) -> None:
+def test_on_a_cpu(backend: str, dtype: torch.dtype, pytestconfig: pytest.Config) -> None:
     """The table of attention cases over caches of 8 bits, of which unused blocks and slots hold NaN."""
+    cases = CODED_CASES if pytestconfig.getoption("--all") else SOME_CODED_CASES
     limits = LIMITS[backend]
     expected = {
         case.name: f"refused: {limits[name]}" if (name := case.name.split(": ", 1)[1]) in limits else "right"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from draft_attention_cases import wrong
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 
 from compiled_engine.attention.backends.triton_draft_decode import queries_of_tile
 
@@ -20,13 +18,7 @@ def test_on_a_cpu(backend: str) -> None:
 
 @loops_to_a_loaded_bound
 def test_triton_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "draft_attention_cases"],
-        env=interpreting(__file__),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = interpret(__file__, "-m", "draft_attention_cases")
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 

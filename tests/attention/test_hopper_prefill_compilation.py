@@ -24,6 +24,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 MOST_STACK = 96
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("group", "head_dim", "window", "block_size"),
     [(2, 128, 0, 16), (4, 128, 1024, 256), (7, 64, 0, 48)],

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 from packed_cases import CASES, PackedCase, mistake
 
 from compiled_engine.attention.backend import choose_backend, get_backend
@@ -27,8 +26,7 @@ def test_plain_torch_on_a_cpu(dtype: torch.dtype) -> None:
 
 @loops_to_a_loaded_bound
 def test_the_triton_kernel_in_the_interpreter() -> None:
-    command = [sys.executable, "-c", "import interpreter, packed_cases; packed_cases.main('triton')"]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, env=interpreting(__file__))
+    ran = interpret(__file__, "-c", "import interpreter, packed_cases; packed_cases.main('triton')")
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert json.loads(ran.stdout) == {}
 

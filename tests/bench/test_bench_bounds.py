@@ -119,6 +119,7 @@ def test_the_bounds_of_a_shape_with_experts(tmp_path: Path) -> None:
     assert sizes.linear_params == 48 * 2048 * (4096 + 2 * 512 + 4096 + 128 + 8 * 3 * 768)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("shape", "layers", "billions", "state_mib"),
     [("qwen3.6-27b", 16, 26.9, 146.8), ("qwen3.6-35b-a3b", 10, 34.7, 61.4), ("lfm2-1.2b", 6, 1.17, 0.078125)],

@@ -85,6 +85,7 @@ async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     await asyncio.sleep(2)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("endpoint", ["completions", "/v1/chat/completions"])
 def test_a_sweep_ends_in_figures_plots_and_a_page(server: RunningServer, tmp_path: Path, endpoint: str) -> None:
     output, page, plots = tmp_path / "new" / "load.json", tmp_path / "load.html", tmp_path / "plots"

@@ -155,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=600,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -168,7 +168,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("most_new_tokens", [1, 4])
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.product(one_in=10))])
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_a_heavy_load_is_served_in_full(
     policy: str, steps_in_flight: int, num_lanes: int, most_new_tokens: int, part: int, seed: int
@@ -212,7 +212,7 @@ def test_a_heavy_load_is_served_in_full(
 
 
 @pytest.mark.parametrize("lanes", LANES, ids=str)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     block_size=st.integers(1, 4),
     budget=st.integers(2, 10),

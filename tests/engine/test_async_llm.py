@@ -105,7 +105,7 @@ def test_chat_renders_as_llm_does(engine: AsyncLLM, llm: LLM) -> None:
     assert (output.request_id, output.prompt, output.outputs) == ("mine", want.prompt, want.outputs)
 
 
-def test_two_thousand_streams_at_once(engine: AsyncLLM, llm: LLM) -> None:
+def test_hundreds_of_streams_at_once(engine: AsyncLLM, llm: LLM) -> None:
     kinds = [
         (f"{prompt}{number}", SamplingParams(temperature=number % 2, seed=number, max_tokens=3 + number % 3))
         for number in range(20)
@@ -120,14 +120,14 @@ def test_two_thousand_streams_at_once(engine: AsyncLLM, llm: LLM) -> None:
         return token_ids
 
     async def main() -> list[list[int]]:
-        tasks = [asyncio.create_task(one(number)) for number in range(2000)]
+        tasks = [asyncio.create_task(one(number)) for number in range(600)]
         await asyncio.sleep(0)
-        assert engine.num_unfinished == 2000
+        assert engine.num_unfinished == 600
         return await asyncio.gather(*tasks)
 
     expected = llm.generate([prompt for prompt, _ in kinds], [params for _, params in kinds], use_tqdm=False)
     found = run(main())
-    assert found == [expected[number % len(kinds)].outputs[0].token_ids for number in range(2000)]
+    assert found == [expected[number % len(kinds)].outputs[0].token_ids for number in range(600)]
     run(idle(engine))
 
 

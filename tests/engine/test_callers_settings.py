@@ -28,6 +28,7 @@ def test_autocast_around_the_engine_changes_nothing() -> None:
         assert complete("compiled") == expected
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_default_dtype_and_grad_mode_change_nothing(dtype: torch.dtype) -> None:
     expected = complete("eager")

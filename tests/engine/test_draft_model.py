@@ -21,7 +21,7 @@ ENGINE: dict[str, Any] = {
     "progress": False,
     "max_model_len": 96,
     "max_num_seqs": 6,
-    "max_num_batched_tokens": 40,
+    "max_num_batched_tokens": 32,
     "block_size": 4,
     "num_blocks": 200,
 }
@@ -39,6 +39,7 @@ def own_draft(request: pytest.FixtureRequest, bundled_model_path: Path) -> Itera
         yield llm
 
 
+@pytest.mark.product(one_in=4)
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -77,6 +78,7 @@ def generated(llm: LLM, path: Path, sampling: dict[str, Any]) -> dict[str, int]:
     return {name: after[name] - before[name] for name in names} | {"tokens": num_tokens}
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("caches_prefixes", [False, True])
 def test_a_preempted_request_is_drafted_for_again(caches_prefixes: bool, bundled_model_path: Path) -> None:
     """If it finds its own blocks, they may lack K and V of a draft that was right."""
@@ -137,6 +139,7 @@ def test_the_cache_of_a_draft_model_counts(bundled_model_path: Path) -> None:
     assert sizes[1] == 2 * sizes[0]
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("acceptance", "shares"),
     [

@@ -43,6 +43,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
         llm.close()
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_of_each_family_are_those_of_transformers(family: str, tmp_path: Path, engine: Engine) -> None:
     model = make_encoder(tmp_path, family)
@@ -97,6 +98,7 @@ def logits_of(model: Any, first: str, second: str | None, llm: LLM) -> torch.Ten
     return model(**known).logits[0]
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("qwen2")])
 def test_classifiers_have_the_heads_of_their_families(family: str, tmp_path: Path, engine: Engine) -> None:
     pooling = {"classifier_pooling": "mean"} if family == "modernbert" else {}
@@ -112,6 +114,7 @@ def test_classifiers_have_the_heads_of_their_families(family: str, tmp_path: Pat
     assert_close(output.outputs.embedding, torch.nn.functional.normalize(vector, dim=0))
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_a_cross_encoder_tells_the_texts_of_a_pair_apart(mode: str, tmp_path: Path, engine: Engine) -> None:
     model = make_encoder_classifier(tmp_path, "bert", 1)

@@ -49,20 +49,27 @@ def expected(bundled_model_path: Path, prompts: list[list[int]]) -> list[list[in
 PARAMS = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, min_tokens=OUTPUT_LEN, ignore_eos=True)
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "chunks": {"max_num_batched_tokens": 32, "max_num_seqs": 16},
+    "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 7},
+    "tiny pool": {"num_blocks": 48, "block_size": 4, "max_num_seqs": 16, "max_model_len": 192},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("mode", "name"),
     [
-        pytest.param({}, id="defaults"),
-        pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 16}, id="chunks of 16"),
-        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 7}, id="no prefix cache"),
-        pytest.param({"num_blocks": 48, "block_size": 4, "max_num_seqs": 16, "max_model_len": 192}, id="tiny pool"),
+        ("compiled", "defaults"),
+        ("eager", "tiny pool"),
+        *(pytest.param("eager", name, marks=pytest.mark.product(one_in=3)) for name in list(OPTIONS)[:3]),
+        *(pytest.param("compiled", name, marks=pytest.mark.product(one_in=3)) for name in list(OPTIONS)[1:]),
     ],
 )
 def test_greedy_tokens_equal_transformers(
-    mode: str, options: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]
+    mode: str, name: str, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    order = list(range(NUM_PROMPTS))
+    options, order = OPTIONS[name], list(range(NUM_PROMPTS))
     random.Random(1).shuffle(order)
     with LLM(device="cpu", mode=mode, progress=False, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in order], PARAMS)

@@ -130,6 +130,7 @@ def tensors() -> dict[int, weakref.ref[torch.Tensor]]:
 
 
 @pytest.mark.usefixtures("_without_collector")
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left(way: str, one_thread: None) -> None:
     before = tensors()
@@ -158,6 +159,7 @@ print(use()() is None)
 """
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("mode", "starts"), [("eager", 1), ("compiled", 2)])
 def test_also_the_first_one_of_a_process(mode: str, starts: int) -> None:
     """What is imported while it is made does not hold it; the second start finds what the first has compiled."""

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from faulty_rank import NAME
-from test_tensor_parallel_engine import ENGINE, KINDS, TEXTS, same
+from test_tensor_parallel_engine import ENGINE as OF_RANKS
+from test_tensor_parallel_engine import KINDS, TEXTS, same
 
 from compiled_engine.llm import LLM
 from compiled_engine.processes.monitor import WorkerError
 from compiled_engine.sampling.params import SamplingParams
 
+# As many tokens as other tests have, with which stages share what is compiled.
+ENGINE = OF_RANKS | {"max_num_batched_tokens": 32}
 GRAMMARS: list[dict[str, Any]] = [{"regex": "[a-z]{3}(, [a-z]{2}){2}"}, {"choice": ["yes", "no"]}]
 
 

@@ -90,13 +90,19 @@ def matches(metrics: dict[str, Any]) -> int:
     return found
 
 
-def test_a_pass_of_a_plugin_runs_on_every_rank(checkpoint: Path, plugin: str) -> None:
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("kind", ["two ranks", "a core of its own"])
+def test_a_pass_of_a_plugin_runs_in_every_process(kind: str, checkpoint: Path, plugin: str) -> None:
+    (on_every_rank if kind == "two ranks" else in_the_process_of_the_core)(checkpoint, plugin)
+
+
+def on_every_rank(checkpoint: Path, plugin: str) -> None:
     with LLM(checkpoint, plugins=[plugin], tensor_parallel_size=2, strict_passes=True, **ENGINE) as llm:
         llm.generate(PROMPT, ONE, use_tqdm=False)
         assert matches(llm.metrics()) == 1
 
 
-def test_a_pass_of_a_plugin_runs_in_the_process_of_the_core(checkpoint: Path, plugin: str) -> None:
+def in_the_process_of_the_core(checkpoint: Path, plugin: str) -> None:
     async def run() -> int:
         engine = AsyncLLM(checkpoint, plugins=[plugin], strict_passes=True, **ENGINE)
         try:
@@ -107,6 +113,7 @@ def test_a_pass_of_a_plugin_runs_in_the_process_of_the_core(checkpoint: Path, pl
     assert asyncio.run(run()) == 1
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_a_pass_that_another_process_does_not_have_is_an_error(checkpoint: Path, kind: Any) -> None:
     """It would be left out there without a word."""

@@ -53,15 +53,9 @@ def compare(folder: Path, oracle: Any, prompts: list[list[int]], exact: bool = F
     assert max(distances) < 1e-3 or not exact
 
 
-# One for each way that inputs are rounded and weights have scales; the others differ from one of them in how scales are
-# stored, which the decoded weights show.
-COMPILED = (
-    "compressed-tensors, channel and token",
-    "compressed-tensors, channel, weights alone",
-    "fp8, block",
-    "modelopt",
-    "modelopt, hf_quant_config.json",
-)
+# Compiled always, as its inputs are rounded while the model runs. Of the others one is drawn: they differ in how scales
+# are stored, which the decoded weights show, and in the scales of the inputs.
+COMPILED = "compressed-tensors, channel and token"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -74,7 +68,7 @@ def test_each_layout_is_decoded(name: str, bundled_model_path: Path, bundled_tok
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in COMPILED else pytest.param(name, marks=pytest.mark.product(one_in=1000)) for name in LAYOUTS],
+    [name if name == COMPILED else pytest.param(name, marks=pytest.mark.product(one_in=1000)) for name in LAYOUTS],
 )
 def test_each_layout_computes_what_its_codes_stand_for(
     name: str, bundled_model_path: Path, bundled_tokenizer: Any, tmp_path: Path
@@ -92,6 +86,7 @@ EVEN = ODD | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads
 IDS = [[(7 * i * i + 3 * j) % 130 for j in range(3 + 8 * i)] for i in range(4)]
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("family", "changes", "options"),
     [
@@ -113,7 +108,6 @@ def test_eager_computes_with_decoded_weights(tmp_path: Path) -> None:
     alone = LAYOUTS["compressed-tensors, channel, weights alone"]
     oracle = write_quantised(tmp_path / "plain", tmp_path / "fp8", alone, ["lm_head"])
     compare(tmp_path / "fp8", oracle, IDS, True, mode="eager", strict_passes=False)
-    compare(tmp_path / "fp8", oracle, IDS, True, mode="eager", strict_passes=False, tensor_parallel_size=2)
 
 
 def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -157,14 +151,21 @@ def test_folders_that_contradict_themselves(
     assert "\n" not in str(caught.value)
 
 
-def test_two_ranks_off_the_borders_of_blocks(tmp_path: Path) -> None:
-    """Shards of 168 columns and 120 rows. Inputs are not rounded, as ranks round theirs in smaller groups."""
+def test_two_ranks_off_the_borders_of_blocks(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Shards of 168 columns and 120 rows; with --all compiled too.
+
+    Inputs are not rounded, as ranks round theirs in smaller groups.
+    """
     make_checkpoint(tmp_path / "plain", "llama", **ODD | {"tie_word_embeddings": False, "vocab_size": 132})
     alone = replace(BLOCK, config=compressed("block", None, block_structure=[128, 128]), inputs=None)
     oracle = write_quantised(tmp_path / "plain", tmp_path / "fp8", alone, ["lm_head"])
-    compare(tmp_path / "fp8", oracle, IDS, exact=True, tensor_parallel_size=2)
+    two: dict[str, Any] = {"exact": True, "tensor_parallel_size": 2}
+    compare(tmp_path / "fp8", oracle, IDS, mode="eager", strict_passes=False, **two)
+    if pytestconfig.getoption("--all"):
+        compare(tmp_path / "fp8", oracle, IDS, **two)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
 @pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
@@ -176,7 +177,7 @@ def test_weights_are_quantised_while_they_are_loaded(
     ids = bundled_tokenizer.hf((bundled_model_path / "held_out.txt").read_text())["input_ids"][:200]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, detokenize=False)
     losses = []
-    for checked in ({}, {"quantization": quantization, "verify_passes": True, "strict_passes": True}):
+    for checked in ({"mode": "eager"}, {"quantization": quantization, "verify_passes": True, "strict_passes": True}):
         options = {"device": device, "dtype": dtype, "progress": False, "skip_tokenizer_init": True} | checked
         options |= {"num_blocks": 256, "max_num_seqs": 4}  # others may share the GPU
         with LLM(bundled_model_path, **options) as llm:
@@ -186,6 +187,7 @@ def test_weights_are_quantised_while_they_are_loaded(
     assert 0 < abs(losses[0] - losses[1]) < 0.05
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("quantization", "sizes"), [("fp8", ODD), ("fp8_block", EVEN)])
 def test_a_written_folder_computes_what_loading_quantises(
     quantization: str, sizes: dict[str, int], tmp_path: Path

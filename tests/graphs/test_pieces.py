@@ -108,6 +108,7 @@ def entry_with(folder: Path, *pieces: fx.GraphModule) -> list[str]:
     return keys
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pieces_compile_here_and_in_workers(tmp_path: Path, workers: int) -> None:
     keys = entry_with(tmp_path, pointwise_piece(2.0), pointwise_piece(3.0))

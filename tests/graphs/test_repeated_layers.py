@@ -61,29 +61,30 @@ def ops(traced: TracedGraph) -> list[Any]:
     ]
 
 
+def few_of(config: EngineConfig, change: Callable[[nn.Module], Any] = lambda model: None) -> tuple[TracedGraph, int]:
+    """The trace as it is, and how many layers Dynamo's graph has."""
+    model = model_of(config)
+    change(model)
+    few = trace(model, forward_signature(config))
+    assert stack_of(model).only is None
+    return few, few.dynamo_graph.count("= torch.ops.compiled_engine.attention")
+
+
 def both_ways(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], Any] = lambda model: None
 ) -> tuple[TracedGraph, TracedGraph, int]:
     """The trace as it is and one of all layers, and how many layers Dynamo's graph has for the first."""
-    models = [model_of(config), model_of(config)]
-    for model in models:
-        change(model)
-    few = trace(models[0], forward_signature(config))
-    assert stack_of(models[0]).only is None
+    few, num_traced = few_of(config, change)
+    model = model_of(config)
+    change(model)
     with monkeypatch.context() as patched:
         patched.setattr(trace_module, "traced_layers", lambda model: None)
-        every = trace(models[1], forward_signature(config))
-    return few, every, few.dynamo_graph.count("= torch.ops.compiled_engine.attention")
+        every = trace(model, forward_signature(config))
+    return few, every, num_traced
 
 
-# Architectures with the same class of layers: one of them stands for all.
-ALIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=pytest.mark.product(one_in=10) if name in ALIKE else ()) for name in sorted(FAMILIES)],
-)
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the range of all sizes; passes of another one see the same trace."""
     config = tiny_config(architecture, 4, dtype=torch.bfloat16)
@@ -96,32 +97,27 @@ def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypat
 
 # Windows of layers, and how many layers are traced.
 FEW = [
-    ((FULL,) * 4, 3),
-    ((FULL,) * 4 + (WINDOW,) * 2 + (FULL,), 6),
-    ((FULL, WINDOW) * 4 + (FULL,), 5),
-    (((WINDOW,) * 3 + (FULL,)) * 3 + (WINDOW,), 7),
-]
-# Of these without --all a trace is compared with a whole one once.
-FEW_AGAIN = [
     ((FULL,) * 3, 3),
     ((FULL,) * 4 + (WINDOW,) * 4, 6),
     ((FULL,) + (WINDOW,) * 4, 4),
     ((FULL, WINDOW) * 3, 6),
     ((FULL, WINDOW) * 4, 6),
     ((FULL, WINDOW, WINDOW, FULL, WINDOW, FULL, FULL) * 2, 11),
+    ((FULL,) * 4, 3),
+    ((FULL,) * 4 + (WINDOW,) * 2 + (FULL,), 6),
+    ((FULL, WINDOW) * 4 + (FULL,), 5),
+    (((WINDOW,) * 3 + (FULL,)) * 3 + (WINDOW,), 7),
 ]
 
 
-@pytest.mark.parametrize(("windows", "num_traced"), [*FEW, *FEW_AGAIN])
+@pytest.mark.parametrize(("windows", "num_traced"), FEW)
 def test_two_layers_of_each_kind_are_chosen(windows: tuple[int | None, ...], num_traced: int) -> None:
     chosen = traced_layers(model_of(with_windows(tiny_config("Qwen2ForCausalLM"), windows)))
     assert num_traced == (len(windows) if chosen is None else len(chosen.numbers))
 
 
-@pytest.mark.parametrize(
-    ("windows", "num_traced"),
-    [*FEW, *(pytest.param(*each, marks=pytest.mark.product(one_in=1000)) for each in FEW_AGAIN)],
-)
+@pytest.mark.product(one_in=8)
+@pytest.mark.parametrize(("windows", "num_traced"), FEW)
 def test_few_layers_of_each_kind_are_traced(
     windows: tuple[int | None, ...], num_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +139,7 @@ def other_class(layer: Any) -> None:
     layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("number", "change"), [(0, other_eps), (1, no_bias), (4, other_class), (7, no_bias)])
 def test_a_layer_that_is_unlike_its_neighbours(
     number: int, change: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
@@ -247,34 +244,39 @@ def name_the_layers_of(kind: type) -> Callable[[nn.Module], None]:
     ("change", "num_traced"),
     [
         (count_layers_and_caches, 3),
-        (name_the_layers_of(bool), 4),
-        (name_the_layers_of(int), 4),
-        # Where layers do not repeat one another, all are traced: at once, or when that has shown.
-        (share_weights, 5),
-        (share_a_module, 5),
-        (change_the_stack, 5),
-        (pretend, 5),
-        (use_a_middle_layer_again, 5),
+        # A setting of a layer that is a constant of the graph.
+        *(pytest.param(name_the_layers_of(kind), 4, marks=pytest.mark.product(one_in=1000)) for kind in (bool, int)),
     ],
 )
 def test_whatever_a_model_does_the_graph_is_that_of_a_whole_trace(
     change: Callable[[nn.Module], None], num_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config("LlamaForCausalLM", 5)
-    few, every, found = both_ways(config, monkeypatch, change)
+    few, every, found = both_ways(tiny_config("LlamaForCausalLM", 5), monkeypatch, change)
     assert found == num_traced
     assert ops(few) == ops(every)
 
 
+@pytest.mark.parametrize("change", [share_weights, share_a_module, change_the_stack, pretend, use_a_middle_layer_again])
+def test_layers_that_do_not_repeat_one_another_are_all_traced(change: Callable[[nn.Module], None]) -> None:
+    """At once, or when that has shown."""
+    _, found = few_of(tiny_config("LlamaForCausalLM", 5), change)
+    assert found == 5
+
+
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("last", "num_traced"), [(0.25, 5), (0.5, 8)])
 def test_layers_that_take_the_same_values_in_another_order_are_all_traced(
     last: float, num_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last layer is behind the only one of another kind, of those that are traced."""
     config = with_windows(tiny_config("Qwen2ForCausalLM"), (FULL,) * 3 + (WINDOW,) + (FULL,) * 4)
-    few, every, found = both_ways(config, monkeypatch, hand_on_two_values(last))
+    change = hand_on_two_values(last)
+    if num_traced == 8:
+        _, found = few_of(config, change)
+    else:
+        few, every, found = both_ways(config, monkeypatch, change)
+        assert ops(few) == ops(every)
     assert found == num_traced
-    assert ops(few) == ops(every)
 
 
 def test_settings_of_different_types_are_unlike() -> None:

@@ -85,12 +85,13 @@ class Attends(GraphPass):
 
 
 def test_what_has_no_row_for_each_token_is_not_carried_and_refused_between_stages() -> None:
-    """Tables of transformers' code have a batch of one before the tokens."""
+    """Tables of transformers' code have a batch of one before the tokens, and rows of pairs have a step's length."""
 
     def function(x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows_TD, table_1TD, tokens_T, total = x_TD * 2, x_TD.unsqueeze(0) * 3, x_TD.sum(1), x_TD.sum()
+        pairs_TT = tokens_T.unsqueeze(1) * tokens_T
         attend_somehow(x_TD)
-        return rows_TD + table_1TD.squeeze(0) + tokens_T.unsqueeze(1) * total, x_TD
+        return rows_TD + table_1TD.squeeze(0) + tokens_T.unsqueeze(1) * total + pairs_TT @ x_TD, x_TD
 
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env), shape_env.ignore_fresh_unbacked_symbols():

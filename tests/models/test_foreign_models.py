@@ -39,7 +39,7 @@ from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
 # `make test-all` runs every case.
-pytestmark = pytest.mark.product(one_in=3)
+pytestmark = pytest.mark.product(one_in=12)
 
 TEXTBOOK_PASSES = ("merge_linears", "residual_rms_norm", "rms_norm", "rope_angles", "rope_kv_write", "silu_mul")
 
@@ -138,6 +138,7 @@ def test_the_bundled_model_gives_the_textbooks_tokens_and_later_starts_import_no
     expected = tokens()
     assert tokens(model_impl="transformers") == expected
     cached = {"mode": "compiled", "cache_dir": str(tmp_path), "model_impl": "transformers"}
+    assert tokens(**cached) == expected
     program = (
         "import json, sys\n"
         "from compiled_engine import LLM, SamplingParams\n"
@@ -149,9 +150,8 @@ def test_the_bundled_model_gives_the_textbooks_tokens_and_later_starts_import_no
         "print(json.dumps([[list(o.outputs[0].token_ids) for o in outputs], traces, imported]))\n"
     )
     command = [sys.executable, "-c", program, json.dumps([SMALL | cached, PROMPTS])]
-    for start in ([expected, 1, True], [expected, 0, False]):
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert json.loads(run.stdout.splitlines()[-1]) == start
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout.splitlines()[-1]) == [expected, 0, False]
 
 
 def write_config(folder: Path, **values: Any) -> Path:
@@ -173,6 +173,7 @@ SMALL_DEEPSEEK = {
 }
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
@@ -215,6 +216,7 @@ def test_what_cannot_be_run_is_refused_by_name(values: dict[str, Any], parts: tu
         assert part in str(error.value)
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("found", ["5.16.1", "5.25.0", "6.0"])
 def test_other_versions_of_transformers_are_refused(
     found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,15 @@ def outcome(kind: str, values: dict[str, Any], folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(tmp_path: Path) -> None:
+def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Without --all a quarter of them, which --seed chooses."""
+    every, seed = pytestconfig.getoption("--all"), pytestconfig.getoption("--seed")
     found: dict[str, str] = {}
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if not every and zlib.crc32(f"{seed} {kind}".encode()) % 4:
+            continue
         bare = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
         tries = [KNOWN[kind]] if kind in KNOWN else [each | VALUES.get(kind, {}) for each in (TINY, bare, {})]
         for values in tries:
@@ -76,7 +83,7 @@ def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(tmp_pat
     assert unclear.keys() <= NOT_BUILT, unclear
     # Nothing is accepted that `bench families` does not compare, and nothing that it compares is refused.
     assert found.keys() - refused.keys() == KNOWN.keys() & found.keys()
-    assert len(found) - len(refused) >= 90
+    assert len(found) - len(refused) >= (90 if every else 10)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,15 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def hub(sharded: dict[str, bytes]) -> Iterator[PlayedHub]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """The files of two adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = make_checkpoint(folder / "base", "qwen3", num_hidden_layers=1)
+    return [files_of(make_adapter(folder / str(seed), model, 4, seed=seed)) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def hub(sharded: dict[str, bytes], adapters: list[dict[str, bytes]]) -> Iterator[PlayedHub]:
     shards = {name for name in sharded if name.endswith(".safetensors")}
     without_weights = {name: content for name, content in sharded.items() if name not in {*shards, INDEX}}
     everything = UNWANTED | sharded
@@ -125,6 +133,9 @@ def hub(sharded: dict[str, bytes]) -> Iterator[PlayedHub]:
         ):
             old = {name: content for name, content in files.items() if name != "README.md"}
             hub.repositories[name] = PlayedRepository({"main": COMMIT, "v1": OLD}, {COMMIT: files, OLD: old}, gated)
+        new, old = adapters
+        hub.repositories["org/sql"] = PlayedRepository({"main": COMMIT, "v1": OLD}, {COMMIT: UNWANTED | new, OLD: old})
+        hub.repositories["org/pickled"] = PlayedRepository({"main": COMMIT}, {COMMIT: {"adapter_config.json": b"{}"}})
         yield hub
 
 
@@ -155,12 +166,42 @@ ONLINE: dict[str, Any] = {
     "empty": {"model": "org/empty"},
     "empty tokenizer": {"tokenizer": "org/empty"},
     "command": ["config", "--model", "org/unknown"],
+    "adapter": {"adapter": "org/sql"},
+    "old adapter": {"adapter": "org/sql@v1"},
+    "adapter without such a revision": {"adapter": "org/sql@v9"},
+    "pickled adapter": {"adapter": "org/pickled"},
+    "unknown adapter": {"adapter": "org/none"},
+}
+# What a cache without a network is asked for: models and adapters that were put there, or downloaded before.
+OFFLINE: dict[str, Any] = {
+    **{name: {"model": f"org/{name}"} for name in ("whole", "halved", "torn", "bare", "absent")},
+    "generate": [*GENERATE, "--model", "org/whole"],
+    "adapter": {"adapter": "org/sql"},
+    "old adapter": {"adapter": "org/sql@v1"},
+    "prepared adapter": {"adapter": "org/prepared"},
+    "half an adapter": {"adapter": "org/half-adapter"},
 }
 
 
 @pytest.fixture(scope="module")
 def online(hub: PlayedHub, home: Path) -> dict[str, Any]:
     return dict(zip(ONLINE, ask(list(ONLINE.values()), HF_ENDPOINT=hub.endpoint, HF_HOME=str(home)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def offline(
+    online: dict[str, Any], home: Path, sharded: dict[str, bytes], adapters: list[dict[str, bytes]]
+) -> dict[str, Any]:
+    cache, first = home / "hub", min(name for name in sharded if name.endswith(".safetensors"))
+    fill_cache(cache, "org/whole", sharded)
+    fill_cache(cache, "org/halved", {name: content for name, content in sharded.items() if name != first})
+    fill_cache(cache, "org/torn", {name: content for name, content in sharded.items() if name not in (INDEX, first)})
+    fill_cache(cache, "org/bare", {name: content for name, content in sharded.items() if not name.startswith("token")})
+    fill_cache(cache, "org/prepared", adapters[0])
+    half = {name: content for name, content in adapters[0].items() if name.endswith("json")}
+    fill_cache(cache, "org/half-adapter", half)
+    environment = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY, "HF_HOME": str(home)}
+    return dict(zip(OFFLINE, ask(list(OFFLINE.values()), **environment), strict=True))
 
 
 def test_a_model_is_downloaded_and_generates(online: dict[str, Any], hub: PlayedHub, sharded: dict[str, bytes]) -> None:
@@ -245,79 +286,54 @@ def test_a_token_opens_a_gated_model_and_a_half_download_goes_on(
     assert (snapshot / last).read_bytes() == sharded[last]
 
 
-def test_offline_a_prepared_cache_is_enough(tmp_path: Path, sharded: dict[str, bytes]) -> None:
+def test_offline_a_prepared_cache_is_enough(offline: dict[str, Any], home: Path, sharded: dict[str, bytes]) -> None:
     """And what it lacks is an error that says what that is."""
+    assert offline["whole"]["revision"] == offline["bare"]["revision"] == COMMIT
+    assert offline["generate"]["code"] == 0, offline["generate"]["stderr"]
     first = min(name for name in sharded if name.endswith(".safetensors"))
-    fill_cache(tmp_path, "org/whole", sharded)
-    fill_cache(tmp_path, "org/half", {name: content for name, content in sharded.items() if name != first})
-    fill_cache(tmp_path, "org/torn", {name: content for name, content in sharded.items() if name not in (INDEX, first)})
-    fill_cache(
-        tmp_path, "org/bare", {name: content for name, content in sharded.items() if not name.startswith("token")}
-    )
-    names = ("org/whole", "org/half", "org/torn", "org/bare", "org/model")
-    whole, half, torn, bare, absent, generated = ask(
-        [*({"model": name, "download_dir": str(tmp_path)} for name in names), [*GENERATE, "--model", "org/whole"]],
-        HF_HUB_OFFLINE="1",
-        HF_ENDPOINT=NOBODY,
-        HF_HUB_CACHE=str(tmp_path),
-    )
-    assert whole["revision"] == bare["revision"] == COMMIT
-    assert generated["code"] == 0, generated["stderr"]
-    for answer, lacking in ((half, first), (torn, INDEX), (absent, "revision main")):
-        assert answer["error"] == "FileNotFoundError"
-        assert f"the cache {tmp_path} lacks {lacking}, and HF_HUB_OFFLINE forbids downloads" in answer["message"]
+    for name, lacking in (("halved", first), ("torn", INDEX), ("absent", "revision main")):
+        assert offline[name]["error"] == "FileNotFoundError"
+        said = f"the cache {home / 'hub'} lacks {lacking}, and HF_HUB_OFFLINE forbids downloads"
+        assert said in offline[name]["message"]
 
 
 def test_without_a_network_the_cache_is_enough(tmp_path: Path, sharded: dict[str, bytes]) -> None:
     fill_cache(tmp_path, "org/whole", sharded)
-    whole, absent = ask(
-        [{"model": "org/whole"}, {"model": "org/absent"}], HF_ENDPOINT=NOBODY, HF_HUB_CACHE=str(tmp_path)
-    )
+    elsewhere = {"download_dir": str(tmp_path)}
+    calls = [{"model": "org/whole"} | elsewhere, {"model": "org/absent"} | elsewhere]
+    whole, absent = ask(calls, HF_ENDPOINT=NOBODY, HF_HOME=str(tmp_path))
     assert whole["revision"] == COMMIT
     assert absent["error"] == "ConnectionError"
     assert f"lacks revision main, and the download from {NOBODY} failed: " in absent["message"]
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
-    """The files of two adapters."""
-    folder = tmp_path_factory.mktemp("adapters")
-    model = make_checkpoint(folder / "base", "qwen3", num_hidden_layers=1)
-    return [files_of(make_adapter(folder / str(seed), model, 4, seed=seed)) for seed in range(2)]
-
-
 def test_an_adapter_is_downloaded_by_its_name_and_revision(
-    tmp_path: Path, hub: PlayedHub, adapters: list[dict[str, bytes]]
+    online: dict[str, Any], offline: dict[str, Any], home: Path, hub: PlayedHub, adapters: list[dict[str, bytes]]
 ) -> None:
     """Without what else its repository holds. A second process finds it in the cache, also offline."""
     new, old = adapters
-    hub.repositories["org/sql"] = PlayedRepository({"main": COMMIT, "v1": OLD}, {COMMIT: UNWANTED | new, OLD: old})
-    hub.repositories["org/pickled"] = PlayedRepository({"main": COMMIT}, {COMMIT: {"adapter_config.json": b"{}"}})
-    names = ("org/sql", "org/sql@v1", "org/sql@v9", "org/pickled", "org/none")
-    online = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(tmp_path)}
-    found, tagged, *refused = ask([{"adapter": name} for name in names], **online)
+    found, tagged = online["adapter"], online["old adapter"]
     assert hub.files_sent("org/sql") == new.keys()
     assert found["digest"] != tagged["digest"]
     for answer, commit, files in ((found, COMMIT, new), (tagged, OLD, old)):
-        assert answer["path"] == str(tmp_path / "models--org--sql" / "snapshots" / commit)
+        assert answer["path"] == str(home / "hub" / "models--org--sql" / "snapshots" / commit)
         assert {name: (Path(answer["path"]) / name).read_bytes() for name in files} == files
-    assert [answer["error"] for answer in refused] == ["ValueError"] * 3
-    for answer, part in zip(refused, ("v9", "has no adapter_model.safetensors; allowed", "org/none"), strict=True):
-        assert part in answer["message"]
-        assert "\n" not in answer["message"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY, "HF_HUB_CACHE": str(tmp_path)}
-    assert ask([{"adapter": "org/sql"}, {"adapter": "org/sql@v1"}], **offline) == [found, tagged]
+    for name, part in (
+        ("adapter without such a revision", "v9"),
+        ("pickled adapter", "has no adapter_model.safetensors; allowed"),
+        ("unknown adapter", "org/none"),
+    ):
+        assert online[name]["error"] == "ValueError"
+        assert part in online[name]["message"]
+        assert "\n" not in online[name]["message"]
+    assert [offline[name] for name in ("adapter", "old adapter")] == [found, tagged]
 
 
-def test_offline_an_adapter_in_a_prepared_cache_is_enough(tmp_path: Path, adapters: list[dict[str, bytes]]) -> None:
-    files, _ = adapters
-    snapshot = fill_cache(tmp_path, "org/sql", files)
-    fill_cache(tmp_path, "org/half", {name: content for name, content in files.items() if name.endswith("json")})
-    offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY, "HF_HUB_CACHE": str(tmp_path)}
-    whole, half = ask([{"adapter": "org/sql"}, {"adapter": "org/half"}], **offline)
-    assert whole["path"] == str(snapshot)
-    assert half["error"] == "FileNotFoundError"
-    assert "HF_HUB_OFFLINE forbids downloads" in half["message"]
+def test_offline_an_adapter_in_a_prepared_cache_is_enough(offline: dict[str, Any], home: Path) -> None:
+    snapshot = home / "hub" / "models--org--prepared" / "snapshots" / COMMIT
+    assert offline["prepared adapter"]["path"] == str(snapshot)
+    assert offline["half an adapter"]["error"] == "FileNotFoundError"
+    assert "HF_HUB_OFFLINE forbids downloads" in offline["half an adapter"]["message"]
 
 
 def test_a_folder_comes_before_the_hub_and_needs_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

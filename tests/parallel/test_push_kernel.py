@@ -5,14 +5,12 @@ One rank runs; what the others' kernels would write into its memory is put there
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 import triton
-from interpreter import interpreting
+from interpreting_process import interpret
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -170,10 +168,7 @@ print("right")
 
 
 def test_in_the_interpreter() -> None:
-    environment = interpreting(__file__)
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
+    run = interpret(__file__, "-c", INTERPRETED)
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreter import interpreting
+from interpreting_process import interpret
 from sampler_cases import EOS, logprob_entries, random_logits
 from test_push_kernel import Ranks
 from thread_ranks import ThreadGroup, on_ranks
@@ -181,8 +178,5 @@ print("right")
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    environment = interpreting(__file__)
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
+    run = interpret(__file__, "-c", INTERPRETED)
     assert run.stdout.strip() == "right", run.stderr[-2000:]

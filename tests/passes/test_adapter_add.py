@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -106,13 +105,12 @@ def test_reference_is_the_definition() -> None:
 
 @loops_to_a_loaded_bound
 def test_kernels_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=interpreting(__file__), capture_output=True, text=True, check=False
-    )
+    done = interpret(__file__, "-c", INTERPRETED)
     assert done.stdout == "right\n", done.stderr
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_compile_for_hopper(dtype: str) -> None:
     pointers = {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "b_ptr": f"*{dtype}"}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import CODED_CASES, SOME_CODED_CASES, Case, decodes, interpreted, near_cache, outcome, same_cache
-from interpreter import interpreting
+from interpreting_process import interpret
 from test_rope_attend import arguments_of as attend_arguments
 from test_rope_attend import difference
 from test_rope_kv_write_op import FORMS, SHAPES, in_form, random_arguments
@@ -97,8 +95,7 @@ def test_the_kernels_interpreted(some: bool, request: pytest.FixtureRequest) -> 
     if not some and not request.config.getoption("--all"):
         pytest.skip("the whole table takes minutes: --all")
     script = f"import test_coded_rope; test_coded_rope.check_interpreted({some})"
-    environment = interpreting(__file__)
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    run = interpret(__file__, "-c", script)
     assert run.stdout.strip() == "{}", run.stdout[-2000:] + run.stderr[-2000:]
 
 

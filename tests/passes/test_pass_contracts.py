@@ -70,6 +70,7 @@ def test_a_pass_that_stops_matching_is_an_error(name: str) -> None:
         run_all(FAMILIES.get(name, QWEN3), torch.float32, compile_range, passes, verify=False)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("family", "summed"), [(QWEN3, 4), (GEMMA2, 0)], ids=str)
 def test_passes_of_several_ranks_count_sums(family: Family, summed: int) -> None:
     """A norm of what is added comes between the sum over ranks and the sum with the residual."""
@@ -174,6 +175,7 @@ def test_a_norm_that_nobody_knows_counts() -> None:
             run_passes(module.graph, (graph_pass,), (graph_pass.name,), SMALL, CPU, strict=True)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("family", [QWEN3, STARCODER2, COHERE], ids=str)
 def test_norms_are_values(family: Family) -> None:
     """Of ATen, and written out: a LayerNorm says that it is centred."""

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import triton
-from interpreter import interpreting
+from interpreting_process import interpret
 from small_batch_linear_cases import Case, arguments_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -86,10 +84,7 @@ def linear_tiles(shape: tuple[int, int, int], kind: dict[str, bool]) -> list[Til
 
 
 def test_in_the_interpreter() -> None:
-    environment = interpreting(__file__)
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
+    run = interpret(__file__, "-c", INTERPRETED)
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 

@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.product(one_in=8)
 @pytest.mark.parametrize(("family", "num_ranks", "quantisation"), CASES, ids=lambda value: str(value)[:60])
 def test_every_pass_keeps_its_contract_and_its_verifier(
     family: Family, num_ranks: int, quantisation: Quantisation

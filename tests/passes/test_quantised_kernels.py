@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreter import interpreting
+from interpreting_process import interpret
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of
 from small_batch_linear_cases import nan_in_new_tensors
 
@@ -84,9 +83,7 @@ def interpreted_error(case: Case, scheme: str, dtype: torch.dtype) -> float:
 
 
 def test_triton_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=interpreting(__file__), capture_output=True, text=True, check=False
-    )
+    run = interpret(__file__, "-c", INTERPRETED)
     assert run.stdout.strip().splitlines()[-1:] == [str(2 * len(SCHEMES) * len(CASES))], run.stderr[-2000:]
 
 
@@ -100,6 +97,7 @@ def resources(program: Any, folder: Path) -> int:
     return int(re.search(r"STACK:(\d+)", usage.stdout)[1])  # type: ignore[index]
 
 
+@pytest.mark.product(one_in=6)
 @pytest.mark.parametrize("scales", [(1, 0, 0), (128, 128, 128)])
 @pytest.mark.parametrize(
     ("tokens", "rows", "k", "gated"),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import CASES, PADDING, PLAIN, Case, Request, build, decodes, interpreted, near_cache
-from interpreter import interpreting
+from interpreting_process import interpret
 from test_rope_kv_write import traced_model
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
@@ -156,9 +154,8 @@ WITH_PADDING = Case("", (*decodes(40, 300), PADDING), num_heads=8)
 
 
 def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
-    environment = interpreting(__file__)
-    script = [Path(__file__), *(["--all"] if pytestconfig.getoption("--all") else [])]
-    run = subprocess.run([sys.executable, *script], env=environment, capture_output=True, text=True, check=False)
+    script = [__file__, *(["--all"] if pytestconfig.getoption("--all") else [])]
+    run = interpret(__file__, *script)
     assert run.returncode == 0, run.stderr[-2000:]
     assert {name: what for name, what in json.loads(run.stdout).items() if what is not None} == {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from interpreter import interpreting
+from interpreting_process import interpret
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -149,12 +148,12 @@ def check_interpreted() -> None:
 
 
 def test_the_kernel_interpreted() -> None:
-    environment = interpreting(__file__)
     script = "import test_rope_kv_write_op; test_rope_kv_write_op.check_interpreted(); print('right')"
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    run = interpret(__file__, "-c", script)
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 
+@pytest.mark.product(one_in=4)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("element", ["*bf16", "*fp32"])
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import interpreting
+from interpreting_process import interpret
 from small_batch_linear_cases import Case, arguments_of, error, large_float16, nan_in_new_tensors
 
 from compiled_engine.passes.linear.small_batch_linear_op import MAX_TILES, choose_tiles, reference
@@ -78,10 +76,7 @@ def test_torch_accepts_the_op(options: dict[str, bool]) -> None:
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    environment = interpreting(__file__)
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
+    run = interpret(__file__, "-c", INTERPRETED)
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 

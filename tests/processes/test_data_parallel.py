@@ -114,7 +114,24 @@ def test_the_tokens_are_those_of_one(one: LLM, cores: Callable[[], list[psutil.P
         assert next(stream).outputs[0].token_ids
         stream.close()
         assert two.metrics()["running"] == 0
+        kill_a_replica(two, one, cores)
     assert not cores()
+
+
+def kill_a_replica(two: LLM, one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
+    """Its requests go on in the other one, which serves later ones alone."""
+    wanted = one.generate(TEXTS[: len(LONG)], LONG, use_tqdm=False)
+
+    def kill() -> None:
+        time.sleep(0.4)
+        cores()[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    same(two.generate(TEXTS[: len(LONG)], LONG, use_tqdm=False), wanted)
+    killer.join()
+    assert [each["lives"] for each in two.metrics()["replicas"]] == [False, True]
+    same(two.generate(PROMPTS, PARAMS[0], use_tqdm=False), one.generate(PROMPTS, PARAMS[0], use_tqdm=False))
 
 
 def test_a_replica_is_killed_under_load(one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
@@ -147,22 +164,6 @@ def test_a_replica_is_killed_under_load(one: LLM, cores: Callable[[], list[psuti
 
     run(main())
     assert not cores()
-
-
-def test_a_replica_of_llm_is_killed(one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
-    wanted = one.generate(TEXTS[: len(LONG)], LONG, use_tqdm=False)
-    with LLM(**TWO) as two:
-
-        def kill() -> None:
-            time.sleep(0.4)
-            cores()[0].kill()
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        same(two.generate(TEXTS[: len(LONG)], LONG, use_tqdm=False), wanted)
-        killer.join()
-        assert [each["lives"] for each in two.metrics()["replicas"]] == [False, True]
-        same(two.generate(PROMPTS, PARAMS[0], use_tqdm=False), one.generate(PROMPTS, PARAMS[0], use_tqdm=False))
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(cores: Callable[[], list[psutil.Process]]) -> None:

@@ -108,6 +108,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("program", "closed"), [("import torch\n" + HERE, "<&- >&- 2>&-"), (ELSEWHERE, "2>&-"), (IN_LOOP, "2>&-")]
 )
@@ -126,6 +127,7 @@ def test_one_that_is_killed_while_it_waits_is_named() -> None:
     assert not workers()
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("program", [HERE, ELSEWHERE])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_they_end_with_who_launched_them(program: str, number: signal.Signals) -> None:

@@ -158,6 +158,7 @@ def test_a_stage_that_cannot_begin_is_a_failure(folder: Path, capsys: pytest.Cap
     assert "failed: wrong: pytest ended with status 2" in capsys.readouterr().out
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("visible", "expected"), [(None, "1"), ("4,6", "6")])
 def test_processes_side_by_side_have_a_gpu_each(visible: str | None, expected: str) -> None:
     environment = os.environ | {

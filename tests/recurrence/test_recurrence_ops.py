@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 from recurrence_cases import NAN, check_all
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -105,13 +103,7 @@ def test_delta_rules_in_steps_are_those_of_whole_sequences(group: int) -> None:
 
 @loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", "import interpreter, recurrence_cases; recurrence_cases.main()"],
-        env=interpreting(__file__),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = interpret(__file__, "-c", "import interpreter, recurrence_cases; recurrence_cases.main()")
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 
 

@@ -64,7 +64,7 @@ def one_by_one(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_tokens_and_log_probabilities_are_the_same_with_and_without(mode: str, folder: Path) -> None:
     prompts = related_prompts(100, 30, 4)
-    with LLM(folder, **SMALL, mode=mode, max_model_len=160, enable_prefix_caching=False) as llm:
+    with LLM(folder, **SMALL, mode="eager", max_model_len=160, enable_prefix_caching=False) as llm:
         expected = results(one_by_one(llm, prompts))
     with LLM(folder, **SMALL, mode=mode, max_model_len=160) as llm:
         outputs = one_by_one(llm, prompts)
@@ -76,7 +76,7 @@ def test_tokens_and_log_probabilities_are_the_same_with_and_without(mode: str, f
     for found in (outputs, again):
         for (tokens, logprobs), (same_tokens, same_logprobs) in zip(results(found), expected, strict=True):
             assert tokens == same_tokens
-            assert logprobs == pytest.approx(same_logprobs, abs=1e-5)
+            assert logprobs == pytest.approx(same_logprobs, abs=1e-5 if mode == "eager" else 1e-4)
     assert metrics["prefix_hits"] == sum(output.num_cached_tokens for output in (*outputs, *again)) > 0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 
 from compiled_engine.rows.staged_writes import LONG_WORDS, MAX_WORDS, MAX_WRITES, NUM_BUFFERS, StagedWrites
 
@@ -67,8 +66,7 @@ def test_staged_writes_arrive_in_the_interpreter() -> None:
         "cases.check_many('cpu', 20, triton=True)\n"
         "print('equal')"
     )
-    environment = interpreting(__file__)
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    run = interpret(__file__, "-c", program)
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from draft_kernel_cases import check
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 
 
 @loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    environment = interpreting(__file__)
-    run = subprocess.run(
-        [sys.executable, "-m", "draft_kernel_cases"], env=environment, capture_output=True, text=True, check=False
-    )
+    run = interpret(__file__, "-m", "draft_kernel_cases")
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 
 

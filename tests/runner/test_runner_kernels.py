@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 from runner_cases import check
 
 
 @loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    environment = interpreting(__file__)
-    run = subprocess.run(
-        [sys.executable, "-c", "import interpreter, runner_cases; runner_cases.main()"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = interpret(__file__, "-c", "import interpreter, runner_cases; runner_cases.main()")
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 
 

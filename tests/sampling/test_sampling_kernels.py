@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import sampling_kernel_cases as cases
 import torch
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 from token_masks import step_masks
 
 from compiled_engine.rows.row_fields import RowFields
@@ -93,7 +94,7 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=[loops_to_a_loaded_bound] if launches_writes else [])
 
 
-def interpret() -> None:
+def check_all() -> None:
     """Run by the next fixture in a process whose Triton interprets: prints what went wrong, by case."""
     found = {}
     for name, check in IN_THE_INTERPRETER.items():
@@ -106,9 +107,8 @@ def interpret() -> None:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    environment = interpreting(__file__)
-    program = "import test_sampling_kernels; test_sampling_kernels.interpret()"
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    program = "import test_sampling_kernels; test_sampling_kernels.check_all()"
+    run = interpret(__file__, "-c", program)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 
@@ -142,19 +142,19 @@ def compile_for_hopper(kernel, num_warps=4, types={}, **constants):
     program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     assert program.asm["cubin"]
 
-for logits in ({"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}):
-    for vocab in (151_936, 4099):
-        large = {"VOCAB_SIZE": vocab, "BLOCK_V": gumbel_triton.BLOCK_V}
-        compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, **large)
-        unmasked = large | {"masks_ptr": None, "mask_index_ptr": None}
-        compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, **unmasked)
-        compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, threshold_ptr=None, **unmasked)
-        large = {"VOCAB_SIZE": vocab, "BLOCK_V": filters_triton.BLOCK_V, "CANDIDATES": filters_triton.CANDIDATES}
-        compile_for_hopper(filters_triton.threshold_kernel, filters_triton.NUM_WARPS, logits, **large)
-        types = logits | {"token_ids_ptr": "*i32", "best_ptr": "*i64", "num_top": "i32"}
-        large = {"VOCAB_SIZE": vocab, "BLOCK_V": logprobs_triton.BLOCK_V}
-        compile_for_hopper(logprobs_triton.block_logprobs_kernel, 4, types, **large)
-        compile_for_hopper(logprobs_triton.row_logprobs_kernel, 8, types, NUM_BLOCKS=75, TILE_B=128, **large)
+for element, vocab in (("*bf16", 151_936), ("*fp32", 4099)):
+    logits = {"logits_ptr": element}
+    large = {"VOCAB_SIZE": vocab, "BLOCK_V": gumbel_triton.BLOCK_V}
+    compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, **large)
+    unmasked = large | {"masks_ptr": None, "mask_index_ptr": None}
+    compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, **unmasked)
+    compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, threshold_ptr=None, **unmasked)
+    large = {"VOCAB_SIZE": vocab, "BLOCK_V": filters_triton.BLOCK_V, "CANDIDATES": filters_triton.CANDIDATES}
+    compile_for_hopper(filters_triton.threshold_kernel, filters_triton.NUM_WARPS, logits, **large)
+    types = logits | {"token_ids_ptr": "*i32", "best_ptr": "*i64", "num_top": "i32"}
+    large = {"VOCAB_SIZE": vocab, "BLOCK_V": logprobs_triton.BLOCK_V}
+    compile_for_hopper(logprobs_triton.block_logprobs_kernel, 4, types, **large)
+    compile_for_hopper(logprobs_triton.row_logprobs_kernel, 8, types, NUM_BLOCKS=75, TILE_B=128, **large)
 compile_for_hopper(gumbel_triton.row_best_kernel, NUM_BLOCKS=75, TILE_B=128)
 push = {"addresses_ptr": "*i64", "epochs_ptr": "*i32"}
 push |= dict.fromkeys(("rank", "num_ranks", "num_slots", "data_offset", "row_bytes"), "i32")

@@ -85,9 +85,12 @@ def test_adapters_are_loaded_and_unloaded_while_it_serves(served: Served) -> Non
     assert served.post("/v1/unload_lora_adapter", lora_name="second").status_code == 404
 
 
-def test_what_is_no_adapter_is_refused_and_the_server_stays(served: Served, tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_refused_and_the_server_stays(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outside = make_adapter(tmp_path / "outside", served.model, 4)
     served.folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(served.folder)
     (served.folder / "link").symlink_to(outside)
     wide = make_adapter(served.folder / "wide", served.model, 65)
     for path, message in (
@@ -95,6 +98,7 @@ def test_what_is_no_adapter_is_refused_and_the_server_stays(served: Served, tmp_
         (str(served.folder / "link"), "lora_path must be a folder within"),
         (str(served.folder / ".." / "first"), "lora_path must be a folder within"),
         (str(served.folder / "missing"), "is no folder"),
+        ("missing/one", f"{served.folder / 'missing' / 'one'} is no folder"),  # nor a name on the hub
         (str(wide), "rank 65; allowed: up to max_lora_rank, 64"),
     ):
         refused = served.post("/v1/load_lora_adapter", lora_name="bad", lora_path=path)

@@ -124,8 +124,8 @@ def mistake(backend_name: str, case: PackedCase, device: str, dtype: torch.dtype
 def main(backend_name: str) -> None:
     found = {
         f"{case.name} {dtype}": wrong
-        for dtype in (torch.float32, torch.float16)
-        for case in CASES
+        for dtype, cases in ((torch.float32, CASES), (torch.float16, CASES[::3]))
+        for case in cases
         if (wrong := mistake(backend_name, case, "cpu", dtype))
     }
     print(json.dumps(found))
