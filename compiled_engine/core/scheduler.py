@@ -435,9 +435,10 @@ class Scheduler:
                 finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        request.set_steady_limits()
         output = tokens_output(request, slice(tokens.start, end), finish, result)
-        if finish is not None:
+        if finish is None:
+            request.set_steady_limits()
+        else:
             self._requests.end(request)
             self._counts.finished += finish.reason != "error"
             self._counts.aborted += finish.reason == "error"

@@ -175,8 +175,8 @@ class Runner:
         )
         self._pooling = None
         if (pooling := config.model.pooling) is not None:
-            hidden_size = config.model.hidden_size
-            self._pooling = StepPooling(pooling, hidden_size, self.states, self.buffers, self.model.pooler)
+            size, whole = config.model.hidden_size, not config.model.causal
+            self._pooling = StepPooling(pooling, size, self.states, self.buffers, self.model.pooler, whole=whole)
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         self.step = PaddedStep(
             self.model,
