@@ -15,6 +15,7 @@ from compiled_engine.attention.backends.decode_splits import (
     plan_splits,
     short_splits,
 )
+from compiled_engine.attention.backends.decoded_contexts import FEWEST_TOKENS, PrefillSource, decode_contexts
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
 from compiled_engine.attention.backends.triton_decode import decode
@@ -145,13 +146,22 @@ class TritonBackend:
         if not work_W.numel():
             work_W = q_THd.new_empty(layout.length(facts.num_tokens), dtype=torch.int32)
             write_lists(inputs, work_W, layout, facts.min_keys)
-        arguments = q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout
-        listed_decode(*arguments, facts.min_keys, num_sms, scoring)
-        if facts.num_requests > facts.num_decodes:
-            if on_hopper(q_THd, kv_cache_N2PKd, tiles.rows, scoring):
-                hopper_prefill(*arguments, num_sms, scoring)
+        has_prompts = facts.num_requests > facts.num_decodes
+        decoded = None
+        if has_prompts and is_coded(kv_cache_N2PKd.dtype) and facts.num_tokens >= FEWEST_TOKENS:
+            # Before the decodes: prefill kernels start when all that came before these has ended.
+            decoded = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, facts, scoring)
+        listed_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout, facts.min_keys, num_sms, scoring)
+        if not has_prompts:
+            return
+        sources = [] if decoded is None else [decoded.source]
+        if decoded is None or not decoded.certain:
+            sources.append(PrefillSource(kv_cache_N2PKd, inputs, scoring, decoded and decoded.num_tiles_2[1:]))
+        for cache_N2PKd, step, how, num_tiles in sources:
+            if on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
+                hopper_prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, num_sms, how, num_tiles)
             else:
-                prefill(*arguments, tiles, num_sms, scoring)
+                prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, tiles, num_sms, how, num_tiles)
 
     def attend_packed(
         self,
