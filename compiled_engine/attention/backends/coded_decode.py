@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -20,7 +21,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
+from compiled_engine.attention.backends.decode_splits import (
+    GRAIN,
+    SHORT_CONTEXTS,
+    Splits,
+    plan_splits,
+    short_splits,
+)
 from compiled_engine.attention.backends.triton_decode import combine_splits
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
@@ -45,6 +52,7 @@ from compiled_engine.attention.triton_codes import (
 )
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.kv_format import head_dim_of, is_coded
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -512,58 +520,91 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
 
 
-@dataclass(frozen=True)
-class CodedTiles:
-    """Keys of a tile, warps of a program, stages of the ring buffer, and most registers of a thread (0: no limit)."""
+def serves(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> bool:
+    """Return whether the kernel serves decodes with these queries over this cache."""
+    _, num_heads, head_dim = q_THd.shape
+    shape = num_heads, kv_cache_N2PKd.shape[3], head_dim, q_THd.dtype, q_THd.device.type
+    return is_coded(kv_cache_N2PKd.dtype) and exists(*shape)
 
+
+@cache
+def exists(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str) -> bool:
+    """Return whether there is a kernel for these heads over 8 bits: on Hopper, for 16-bit queries."""
+    if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
+
+
+@dataclass(frozen=True)
+class CodedPlan:
+    """The split of keys; keys of a tile, warps of a program, and stages of the ring buffer of tiles."""
+
+    splits: Splits
     keys: int
     warps: int
     stages: int
-    registers: int = 0
+
+
+def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> CodedPlan:
+    """Choose splits and tiles by what a captured graph is keyed by, and the device; see plan_splits.
+
+    max_seq_len: the host's bound of the keys that are read.
+    """
+    num_programs = num_requests * num_kv_heads
+    if num_programs <= num_sms and max_seq_len <= SHORT_CONTEXTS[-1]:
+        splits = short_splits(num_requests, max_seq_len, SHORT_CONTEXTS) or Splits(1, GRAIN)
+        return CodedPlan(splits, keys=64, warps=4, stages=5)
+    splits = plan_splits(num_requests, num_kv_heads, max_seq_len, num_sms)
+    if splits.programs == 2:
+        return CodedPlan(splits, keys=64, warps=4, stages=3)
+    return CodedPlan(splits, keys=32, warps=1, stages=3)
+
+
+class NewKeys(NamedTuple):
+    """Keys and values of this step, to be rotated and written before they are read."""
+
+    k_TKd: torch.Tensor
+    v_TKd: torch.Tensor
+    rotation: Rotation
 
 
 def coded_decode(
     q_THd: torch.Tensor,
-    k_TKd: torch.Tensor | None,
-    v_TKd: torch.Tensor | None,
-    rotation: Rotation | None,
+    new: NewKeys | None,
     kv_cache_N2PKd: torch.Tensor,
     out_THd: torch.Tensor,
     inputs: AttentionInputs,
     num_decodes: int,
-    splits: Splits,
-    tiles: CodedTiles,
+    plan: CodedPlan,
     scoring: Scoring,
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens.
 
-    Without k_TKd, v_TKd and rotation, queries are rotated and this step's keys are in the cache.
+    new None: queries are rotated, and this step's keys and values are in the cache.
     """
-    _, num_heads, head_dim = q_THd.shape
+    num_heads = q_THd.shape[1]
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
+    head_dim = head_dim_of(kv_cache_N2PKd)
     scale_log2, cap_scale = scales(scoring)
+    splits = plan.splits
     partial_shape = (num_decodes, num_heads, splits.count) if splits.count > 1 else (0,)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    if rotation is None or k_TKd is None or v_TKd is None:
-        q_weight = k_weight = cos = sin = None
+    if new is None:
+        k_TKd = v_TKd = None
+        rotation = Rotation(None, None, 0.0, q_THd, q_THd)
         token_strides = [q_THd.stride(0), 0, 0, 0, 0]
-        eps, offset, wide = 0.0, 0.0, False
-        head_strides = 0, 0
     else:
-        q_weight, k_weight = rotation.q_norm_weight_d, rotation.k_norm_weight_d
-        cos, sin = rotation.cos_T1d, rotation.sin_T1d
-        token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, cos, sin)]
-        eps, offset, wide = rotation.eps, rotation.norm_offset, rotation.norm_wide
-        head_strides = k_TKd.stride(1), v_TKd.stride(1)
+        k_TKd, v_TKd, rotation = new
+        token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]
     coded_decode_kernel[(num_kv_heads, num_decodes, splits.count)](
         q_THd,
         k_TKd,
         v_TKd,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
+        rotation.q_norm_weight_d,
+        rotation.k_norm_weight_d,
+        rotation.cos_T1d,
+        rotation.sin_T1d,
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
@@ -574,7 +615,7 @@ def coded_decode(
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
-        eps,
+        rotation.eps,
         scale_log2,
         inputs.block_table_RB.stride(0),
         *token_strides,
@@ -582,11 +623,11 @@ def coded_decode(
         splits.min_keys,
         STRIDE_MULTIPLE=math.gcd(8, *token_strides),
         Q_HEAD_STRIDE=q_THd.stride(1),
-        K_HEAD_STRIDE=head_strides[0],
-        V_HEAD_STRIDE=head_strides[1],
+        K_HEAD_STRIDE=0 if k_TKd is None else k_TKd.stride(1),
+        V_HEAD_STRIDE=0 if v_TKd is None else v_TKd.stride(1),
         OUT_HEAD_STRIDE=out_THd.stride(1),
-        OFFSET=offset,
-        WIDE=wide,
+        OFFSET=rotation.norm_offset,
+        WIDE=rotation.norm_wide,
         WINDOW=scoring.sliding_window,
         CAP_SCALE=cap_scale,
         GROUP=num_heads // num_kv_heads,
@@ -594,12 +635,11 @@ def coded_decode(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         WIDTH=width,
-        KEYS=tiles.keys,
-        WARPS=tiles.warps,
-        STAGES=tiles.stages,
+        KEYS=plan.keys,
+        WARPS=plan.warps,
+        STAGES=plan.stages,
         GRAIN=GRAIN,
-        maxnreg=tiles.registers or None,
-        num_warps=tiles.warps,
+        num_warps=plan.warps,
         launch_pdl=True,
     )
     if splits.count > 1:

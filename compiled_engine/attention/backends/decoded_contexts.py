@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import BatchFacts
+from compiled_engine.attention.backends.work_list import SEARCH_WIDTH
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import (
     key_offset,
@@ -68,7 +69,6 @@ def decode_contexts_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILE_R: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -76,14 +76,19 @@ def decode_contexts_kernel(
     """One program per block of the workspace. num_tiles_ptr: int32 [2], the tiles of the work list that read the
     workspace and those that read codes: all, or none."""
     block = tl.program_id(0)
-    rows_R = tl.arange(0, TILE_R)
-    there_R = rows_R < num_requests
-    query_start_R = tl.load(query_start_loc_ptr + rows_R, mask=there_R, other=0)
-    query_len_R = tl.load(query_start_loc_ptr + rows_R + 1, mask=there_R, other=0) - query_start_R
-    seq_len_R = tl.load(seq_lens_ptr + rows_R, mask=there_R, other=0)
-    blocks_R = tl.where(query_len_R > 1, tl.cdiv(seq_len_R, BLOCK_SIZE), 0)
-    ends_R = tl.cumsum(blocks_R, 0)
-    total = tl.sum(blocks_R, 0)
+    # Blocks of all requests, those of the requests before this block's, and the number of these.
+    total, before, request = 0, 0, 0
+    for start in range(0, num_requests, SEARCH_WIDTH):
+        rows_S = start + tl.arange(0, SEARCH_WIDTH)
+        there_S = rows_S < num_requests
+        query_len_S = tl.load(query_start_loc_ptr + rows_S + 1, mask=there_S, other=0)
+        query_len_S -= tl.load(query_start_loc_ptr + rows_S, mask=there_S, other=0)
+        blocks_S = tl.cdiv(tl.load(seq_lens_ptr + rows_S, mask=there_S, other=0), BLOCK_SIZE)
+        blocks_S = tl.where(query_len_S > 1, blocks_S, 0)
+        passed_S = there_S & (total + tl.cumsum(blocks_S, 0) <= block)
+        before += tl.sum(tl.where(passed_S, blocks_S, 0), 0)
+        request += tl.sum(passed_S.to(tl.int32), 0)
+        total += tl.sum(blocks_S, 0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
     if block == 0:
@@ -91,8 +96,7 @@ def decode_contexts_kernel(
         tl.store(num_tiles_ptr, tl.where(total <= capacity, num_tiles, 0))
         tl.store(num_tiles_ptr + 1, tl.where(total <= capacity, 0, num_tiles))
     if (total <= capacity) & (block < total):
-        request = tl.sum((ends_R <= block).to(tl.int32), 0)
-        number = block - tl.sum(tl.where(ends_R <= block, blocks_R, 0), 0)
+        number = block - before
         tl.store(new_table_ptr + request * new_table_stride + number, block)
         first_key = 0
         if WINDOW > 0:
@@ -144,6 +148,17 @@ class DecodedContexts(NamedTuple):
     certain: bool
 
 
+def prefill_sources(
+    contexts: DecodedContexts | None, kv_cache_N2PKd: torch.Tensor, inputs: AttentionInputs, scoring: Scoring
+) -> list[PrefillSource]:
+    """Return the caches that prefill kernels read in turn: decoded contexts, and codes unless those certainly fit."""
+    if contexts is None:
+        return [PrefillSource(kv_cache_N2PKd, inputs, scoring, None)]
+    if contexts.certain:
+        return [contexts.source]
+    return [contexts.source, PrefillSource(kv_cache_N2PKd, inputs, scoring, contexts.num_tiles_2[1:])]
+
+
 def workspace_blocks(facts: BatchFacts, block_size: int) -> tuple[int, int]:
     """Return the blocks of the workspace, and the most that the contexts of a batch's prompts may have."""
     num_prompts = facts.num_requests - facts.num_decodes
@@ -186,7 +201,6 @@ def decode_contexts(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         WIDTH=width,
-        TILE_R=next_power_of_2(facts.num_requests),
         TILE_H=HEADS,
         TILE_D=next_power_of_2(head_dim),
         num_warps=4,
