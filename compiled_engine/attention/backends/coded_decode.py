@@ -64,6 +64,10 @@ COPIED = gl.constexpr(16)
 # Neighbouring keys that share a block.
 PART = gl.constexpr(16)
 # 1024 + a byte is 0x6400 | the byte in half precision; 1152 is 1024 + the bias of codes.
+INT8_RAW_HALVES = gl.constexpr(
+    "{ .reg .b32 c; mov.b32 c, 0x64646464; prmt.b32 $0, $2, c, 0x4140; prmt.b32 $1, $2, c, 0x4342; }"
+)
+RAW_BIAS = gl.constexpr(1152.0)
 INT8_HALVES = gl.constexpr(
     "{ .reg .b32 c; mov.b32 c, 0x64646464; prmt.b32 $0, $2, c, 0x4140; prmt.b32 $1, $2, c, 0x4342;"
     " mov.b32 c, 0x64806480; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }"
@@ -80,6 +84,16 @@ def halves(codes):  # type: ignore[no-untyped-def]
         values = gl.inline_asm_elementwise(INT8_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
     else:
         values = gl.inline_asm_elementwise(FP8_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
+    return values
+
+
+@gluon.jit
+def raw_halves(codes):  # type: ignore[no-untyped-def]
+    """The same of keys, plus RAW_BIAS if the codes are int8's. Scores start from its negative product with queries."""
+    if codes.dtype == gl.uint8:
+        values = gl.inline_asm_elementwise(INT8_RAW_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
+    else:
+        values = halves(codes)
     return values
 
 
@@ -433,6 +447,10 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
             sum_M = gl.where(writes, sum_M + 1.0, 0.0)
         max_M = gl.where(writes, score_M, LOWEST)
         acc_MD += gl.where(writes, numbers(v_D, gl.float32), 0.0)[None, :]
+    none_MN = gl.zeros([ROWS, KEYS], gl.float32, layout)
+    if scaled:
+        bias_M = gl.sum(q_MD.to(gl.float32), 1) * -RAW_BIAS
+        none_MN += gl.convert_layout(bias_M, gl.SliceLayout(1, layout))[:, None]
     q_smem.store(q_MD)
     q_MD = q_smem.load(gl.DotOperandLayout(0, layout, COPIED))
 
@@ -481,8 +499,8 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
             k_scale_N = gl.where(hidden_N, k_scale, k_scale) * product_scale
             shift_N = gl.where(hidden_N, float("-inf"), 0.0)
             part_N = None
-        k_DN = halves(k_ring.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, COPIED)))
-        scores_MN = mma_v2(q_MD, k_DN, gl.zeros([ROWS, KEYS], gl.float32, layout))
+        k_DN = raw_halves(k_ring.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, COPIED)))
+        scores_MN = mma_v2(q_MD, k_DN, none_MN)
         if CAP_SCALE > 0:
             scores_MN = capped(scores_MN * k_scale_N[None, :], CAP_SCALE) * scale_log2 + shift_N[None, :]
         else:
