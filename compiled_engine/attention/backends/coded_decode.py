@@ -59,7 +59,7 @@ copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 # Rows of a tile of queries.
 ROWS = gl.constexpr(16)
-# Neighbouring codes that a thread copies at once, and those of a key that it multiplies in turn.
+# Neighbouring codes that a thread copies at once.
 COPIED = gl.constexpr(16)
 # Neighbouring keys that share a block.
 PART = gl.constexpr(16)
@@ -328,6 +328,8 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         [1, COPIED], [32 * COPIED // HEAD_DIM, HEAD_DIM // COPIED], [WARPS, 1], [1, 0]
     )
     shared: gl.constexpr = gl.SwizzledSharedLayout(COPIED, 128 // HEAD_DIM, HEAD_DIM // COPIED, [1, 0])
+    # Neighbours in a key that a thread multiplies: all of a head are multiplied once.
+    NEAR: gl.constexpr = HEAD_DIM // 8
     q_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     table_ptr = block_table_ptr + request * table_stride
     head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
@@ -452,7 +454,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         bias_M = gl.sum(q_MD.to(gl.float32), 1) * -RAW_BIAS
         none_MN += gl.convert_layout(bias_M, gl.SliceLayout(1, layout))[:, None]
     q_smem.store(q_MD)
-    q_MD = q_smem.load(gl.DotOperandLayout(0, layout, COPIED))
+    q_MD = q_smem.load(gl.DotOperandLayout(0, layout, NEAR))
 
     for tile in range(num_tiles):
         async_copy.wait_group(STAGES - 2)
@@ -499,7 +501,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
             k_scale_N = gl.where(hidden_N, k_scale, k_scale) * product_scale
             shift_N = gl.where(hidden_N, float("-inf"), 0.0)
             part_N = None
-        k_DN = raw_halves(k_ring.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, COPIED)))
+        k_DN = raw_halves(k_ring.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, NEAR)))
         scores_MN = mma_v2(q_MD, k_DN, none_MN)
         if CAP_SCALE > 0:
             scores_MN = capped(scores_MN * k_scale_N[None, :], CAP_SCALE) * scale_log2 + shift_N[None, :]
