@@ -22,6 +22,7 @@ from compiled_engine.passes.norm.rms_norm import RMSNorm
 from compiled_engine.passes.parallel.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
+from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.passes.rope.rope_kv_write import RopeKVWrite
@@ -42,6 +43,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     SiluMul(),
     SmallBatchLinear(),
     GatedLinear(),
+    QuantiseActivations(),
 )
 
 # How the name of a step tensor ends, by its first dimension.

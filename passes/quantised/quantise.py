@@ -39,7 +39,8 @@ class Quantise(GraphPass):
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """One for each matrix of parameters that the rules name and tokens are multiplied with, except embeddings."""
-        weights = [node for node in graph.find_nodes(op="placeholder") if self._is_named(node)]
+        inputs = graph.find_nodes(op="placeholder")
+        weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
         return sum(not is_looked_up(weight) for weight in weights)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -62,11 +63,6 @@ class Quantise(GraphPass):
         _erase_unused(graph)
         return PassResult(len(replacements), (), tuple(replacements), tuple(notes))
 
-    def _is_named(self, node: fx.Node) -> bool:
-        if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
-            return False
-        return self._quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight")) is not None
-
     def _note(self, module: str, weight: Parameter, scheme: LinearScheme, linear: Linear) -> str:
         rows, k = weight.shape
         nbytes = rows * k * scheme.weight.dtype.itemsize + 4 * torch.Size(scheme.weight.grid(rows, k)).numel()
@@ -87,6 +83,13 @@ class Quantise(GraphPass):
 
         assert self._before is not None
         return verify_quantised(self._before, result, self._quantisation, self._num_ranks, device)
+
+
+def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
+    """Return the scheme that the rules give a graph's input; None for what is no matrix of a linear, or not named."""
+    if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
+        return None
+    return quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight"))
 
 
 def is_looked_up(weight: fx.Node) -> bool:
