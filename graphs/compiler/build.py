@@ -36,6 +36,7 @@ from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
 from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
+from compiled_engine.passes.quantised.quantise_experts import QuantiseExperts
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
@@ -251,6 +252,8 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
+        if config.model.experts.count and config.model.transformers is None and num_ranks == 1:
+            found.append(QuantiseExperts(config.model.quantisation, config.device))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
     return tuple(found)

@@ -27,6 +27,29 @@ class CodesTiles:
     together: int = 8
 
 
+# Tiles, with what one costs where all multiprocessors have one: in microseconds for 32 steps, on an H100. The largest
+# have no registers left for scales of blocks.
+_LARGE, _SQUARE, _NARROW = CodesTiles(128, 128, 4), CodesTiles(64, 128, 6), CodesTiles(64, 64, 8)
+COSTS = {False: {_LARGE: 28.1, _SQUARE: 16.6, _NARROW: 11.8}, True: {_SQUARE: 18.3, _NARROW: 13.3}}
+
+# Numbers of tokens among which a matrix of 1,024 rows or more has all of the tiles that it ever has.
+TOKEN_COUNTS = (64, 128, 256, 384, 1024, 1152, 2048, 4096)
+
+
+@cache
+def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiprocessors: int) -> CodesTiles:
+    """The tiles with which the fewest rounds over all multiprocessors cost the least.
+
+    num_rows: gate and up counted together. has_blocks: scales are of blocks, not of whole rows.
+    """
+
+    def cost(tiles: CodesTiles) -> float:
+        count = cdiv(num_tokens, GROUPS * tiles.tokens) * cdiv(num_rows, tiles.rows)
+        return cdiv(count, num_multiprocessors) * COSTS[has_blocks][tiles]
+
+    return min(COSTS[has_blocks], key=cost)
+
+
 def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
     """Why the kernel does not take what Hopper's product does; None where it does."""
     weight, inputs = scheme.weight, scheme.inputs
@@ -46,14 +69,18 @@ def hopper_codes(
     codes_NK: torch.Tensor,
     gated: bool,
     activation: str,
-    tiles: CodesTiles,
     scaling: Scaling,
     dtype: torch.dtype,
+    tiles: CodesTiles | None = None,
 ) -> torch.Tensor:
     """The linear of codes, or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2] in `dtype`.
 
-    The weight is contiguous, K is a multiple of 16, and N of 8 or, with `gated`, of 16; see why_not_on_the_left.
+    The weight is contiguous, K is a multiple of 16, and N of 8 or, with `gated`, of 16; see why_not_on_the_left. tiles:
+    by default those of codes_tiles.
     """
+    if tiles is None:
+        many = multiprocessors(x_TK.device)
+        tiles = codes_tiles(x_TK.shape[0], codes_NK.shape[0], scaling.columns > 0, many)
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -1,7 +1,7 @@
 """The kernels of quantised linears: which one computes what, and why not a faster one.
 
-A Hopper has kernels of its own, for up to MOST_FEW tokens at memory bandwidth, and beyond for scales of blocks; the
-library multiplies many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch
+A Hopper has kernels of its own, for few tokens at memory bandwidth, and for many. On other GPUs the library multiplies
+many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch
 what no kernel takes. Inputs are rounded by a kernel before, which computes the norm as well, or they come as codes.
 """
 
@@ -15,6 +15,7 @@ import torch
 from compiled_engine.passes.framework.rounding import decode
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
 from compiled_engine.passes.linear import quantised_product, round_inputs
+from compiled_engine.passes.linear.hopper_codes import hopper_codes, why_not_on_the_left
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
 from compiled_engine.passes.linear.hopper_product import hopper_product
 from compiled_engine.passes.linear.hopper_quantised import (
@@ -29,9 +30,14 @@ from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
 
 MOST_FEW = TOKEN_BUCKETS[-1]
+# With more tokens than this, Hopper's product of codes is the fastest.
+FEWEST_OF_CODES = 64
 
-HOPPER_LINEAR, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product"
+HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
 LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
+
+
+_END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
 
 
 class Choice(NamedTuple):
@@ -61,17 +67,21 @@ def choose(
     reason = why_not_by_kernels(k, scheme)
     if reason is not None:
         return Choice(TORCH, reason)
-    by_library = library_obstacle(k, num_rows, scheme, dtype)
-    if num_tokens > MOST_FEW and by_library is None:
+    is_hopper, many = capability[0] == 9, num_tokens > MOST_FEW
+    by_hopper = why_not_on_hopper(num_rows, k, silu_mul, scheme, dtype) if is_hopper else "it is no Hopper"
+    if by_hopper is None and not bias and num_tokens > FEWEST_OF_CODES:
+        by_codes = why_not_on_the_left(num_rows, silu_mul, scheme)
+        if by_codes is None:
+            return Choice(HOPPER_CODES)
+        if many and library_obstacle(k, num_rows, scheme, dtype) is not None:
+            return Choice(HOPPER_PRODUCT, by_codes)
+    if many and library_obstacle(k, num_rows, scheme, dtype) is None:
         return Choice(LIBRARY)
-    if capability[0] != 9:
+    if not is_hopper:
         return Choice(TRITON)
-    by_hopper = why_not_on_hopper(num_rows, k, silu_mul, scheme, dtype)
-    if by_hopper is None and num_tokens > MOST_FEW and bias:
+    if by_hopper is None and many and bias:
         by_hopper = "it has a bias"
-    if by_hopper is not None:
-        return Choice(TRITON, by_hopper)
-    return Choice(HOPPER_LINEAR if num_tokens <= MOST_FEW else HOPPER_PRODUCT)
+    return Choice(HOPPER_LINEAR) if by_hopper is None else Choice(TRITON, by_hopper)
 
 
 def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:
@@ -136,6 +146,10 @@ def multiply(
 ) -> torch.Tensor:
     """`launch` for inputs that are codes with scales [C, T]; without scales they are values that are not rounded."""
     kernel = _kernel_for(x_TK, codes_NK, silu_mul, bias_N, scheme, dtype)
+    if kernel == HOPPER_CODES:
+        scaling = scaling_of(scales_RC, inputs_CT, scheme)
+        y_TM = hopper_codes(x_TK, codes_NK, silu_mul, activation, scaling, dtype)
+        return y_TM if residual_TM is None else residual_TM + y_TM
     if kernel in (HOPPER_LINEAR, HOPPER_PRODUCT):
         scaling = scaling_of(scales_RC, inputs_CT, scheme)
         return _on_hopper(x_TK, codes_NK, scaling, bias_N, residual_TM, silu_mul, activation, dtype)
@@ -157,7 +171,7 @@ def ends_in_activation(
     x_TK: torch.Tensor, codes_NK: torch.Tensor, scheme: LinearScheme, bias_N: torch.Tensor | None, dtype: torch.dtype
 ) -> bool:
     """Return whether the kernel of the product computes silu * up too, not a kernel after it."""
-    return _kernel_for(x_TK, codes_NK, True, bias_N, scheme, dtype) in (HOPPER_LINEAR, HOPPER_PRODUCT, TRITON)
+    return _kernel_for(x_TK, codes_NK, True, bias_N, scheme, dtype) in _END_IN_ACTIVATION
 
 
 def _kernel_for(

@@ -28,6 +28,8 @@ from compiled_engine.quantisation import Rounding
 
 # Columns of a row that a program holds, at most.
 MOST_COLUMNS = 1 << 16
+# With more tokens, several smaller programs of a wide row are on a multiprocessor at once.
+FEW_TOKENS = 1024
 # Tokens of the products' largest tiles.
 MOST_TILE = 128
 # The first compute capability with e4m3.
@@ -159,7 +161,7 @@ def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.devic
         "GROUPS": block // columns,
         "LARGEST": rounding.largest,
         "SMALLEST": SMALLEST_MAXIMUM,
-        "num_warps": max(1, min(16, block // 512)),
+        "num_warps": max(1, min(16, block // 256)),
     }
     codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
     return Results(codes_TK, empty_scales(codes_TK, rounding), constants)
@@ -220,6 +222,8 @@ def _launch(
         residual_TK = residual_TK.contiguous()
     num_tokens, k = x_TK.shape
     codes_TK, scales_CT, constants = results_for(num_tokens, k // 2 if activation else k, rounding, x_TK.device)
+    if activation and num_tokens > FEW_TOKENS:
+        constants = constants | {"num_warps": min(8, constants["num_warps"])}
     total_TK = None if residual_TK is None else torch.empty_like(x_TK, memory_format=torch.contiguous_format)
     round_inputs_kernel[(num_tokens,)](
         x_TK,

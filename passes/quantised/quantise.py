@@ -24,7 +24,13 @@ from compiled_engine.passes.framework.matching import fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
 from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
-from compiled_engine.passes.linear.quantised_kernels import MOST_FEW, capability_of, choose
+from compiled_engine.passes.linear.quantised_kernels import (
+    FEWEST_OF_CODES,
+    HOPPER_CODES,
+    MOST_FEW,
+    capability_of,
+    choose,
+)
 from compiled_engine.passes.parallel.tensor_parallel import vocabulary_part
 from compiled_engine.quantisation import LinearScheme, Quantisation
 
@@ -71,9 +77,10 @@ class Quantise(GraphPass):
             capability = capability_of(x_TK.device)
             few, many = (
                 choose(capability, count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype)
-                for count in (MOST_FEW, MOST_FEW + 1)
+                for count in (FEWEST_OF_CODES, MOST_FEW + 1)
             )
-            kernels = f"any number of tokens: {few}" if few == many else f"up to {MOST_FEW} tokens: {few}; more: {many}"
+            most = FEWEST_OF_CODES if many.kernel == HOPPER_CODES else MOST_FEW
+            kernels = f"any number of tokens: {few}" if few == many else f"up to {most} tokens: {few}; more: {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
         return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernels}"
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import arg, change, emit_item, emit_named, is_call, named
+from compiled_engine.passes.linear.hopper_codes import TOKEN_COUNTS
 from compiled_engine.passes.linear.linears import multiplied_values
 from compiled_engine.passes.linear.quantised_linear_op import quantised_gated_rounded, quantised_linear
 from compiled_engine.passes.linear.round_inputs import residual_rms_norm_rounded, round_inputs
@@ -32,16 +33,15 @@ _SUMS = {
 
 
 class QuantiseActivations(GraphPass):
-    """Of a model without quantised linears it does nothing."""
-
     name = "quantise_activations"
+    requires = ("quantise",)
+    kernel_token_counts = TOKEN_COUNTS
 
     def __init__(self, quantisation: Quantisation | None = None):
+        """quantisation: the rules of the model, None for one without."""
         self._quantisation = quantisation
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        if self._quantisation is None:
-            return "the model has no quantised linears"
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:

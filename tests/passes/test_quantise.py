@@ -26,6 +26,7 @@ from compiled_engine.passes.framework.manager import ContractError, run_passes
 from compiled_engine.passes.framework.matching import change, emit, named
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.quantised_linear_op import quantised_gated_rounded, quantised_linear
+from compiled_engine.passes.registry import passes_of_quantised
 from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,6 +48,8 @@ def online(scheme: str) -> Quantisation:
 
 def quantised(family: Family, num_ranks: int, quantisation: Quantisation) -> EngineConfig:
     config = config_of(family, num_ranks, quantisation=quantisation)
+    passes = (*config.compile.passes, *sorted(passes_of_quantised()))
+    config = replace(config, compile=replace(config.compile, passes=passes))
     return config if num_ranks > 1 else replace(config, parallel=ParallelConfig(1, "in_process"))
 
 

@@ -28,6 +28,7 @@ from compiled_engine.passes.linear.hopper_quantised import (
     quantised_tiles,
 )
 from compiled_engine.passes.linear.quantised_kernels import (
+    HOPPER_CODES,
     HOPPER_LINEAR,
     HOPPER_PRODUCT,
     LIBRARY,
@@ -212,10 +213,12 @@ def test_each_linear_has_its_kernel_with_a_reason() -> None:
         given = {"capability": (9, 0), "silu_mul": False, "bias": False, "dtype": torch.bfloat16} | more
         return str(choose(num_tokens=tokens, num_rows=rows, k=k, scheme=LinearScheme.parse(scheme), **given))
 
-    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 128)} == {HOPPER_LINEAR}
-    assert kernel(BY_ROWS, 129) == LIBRARY
-    assert kernel(BY_BLOCKS, 129) == kernel(BY_BLOCKS, 8192, dtype=torch.float16) == HOPPER_PRODUCT
-    assert kernel(BY_ROWS, 129, dtype=torch.float16) == HOPPER_PRODUCT
+    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 64)} == {HOPPER_LINEAR}
+    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (65, 8192)} == {HOPPER_CODES}
+    assert kernel(BY_ROWS, 65, bias=True) == kernel("e4m3 8x128, inputs e4m3 1x128", 65) == HOPPER_LINEAR
+    assert kernel("e4m3 8x128, inputs e4m3 1x128", 129).startswith(f"{HOPPER_PRODUCT}: tiles of 128 rows")
+    assert kernel(BY_ROWS, 129, bias=True) == LIBRARY
+    assert kernel(BY_ROWS, 129, capability=(8, 9)) == kernel(BY_ROWS, 129, capability=(10, 0)) == LIBRARY
     assert kernel(BY_BLOCKS, 8192, bias=True) == f"{TRITON}: it has a bias"
     assert kernel(BY_BLOCKS, 1, k=72, rows=20).startswith(f"{TRITON}: its sizes [20, 72]")
     assert "results are float32" in kernel(BY_ROWS, 1, dtype=torch.float32)
