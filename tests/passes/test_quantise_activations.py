@@ -19,6 +19,7 @@ from compiled_engine.passes.framework.matching import change, named
 from compiled_engine.passes.framework.verifier import VerificationError, copy_of, verify_rewrites
 from compiled_engine.passes.linear.quantised_linear_op import quantised_gated_rounded, quantised_linear
 from compiled_engine.passes.linear.round_inputs import residual_rms_norm_rounded, round_inputs
+from compiled_engine.passes.parallel.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
 from compiled_engine.resolve.engine import resolve
 
@@ -43,7 +44,8 @@ def rewritten(
     graph = traced_graph.for_range(compile_range).graph
     structure = structure_passes(config, graph, compile_range, None)
     others, enabled = fusion_passes(config, traced_graph.signature)
-    names = (*(each.name for each in structure), *(name for name in enabled if name not in without))
+    of_ranks = (AllReduceResidualRMSNorm.name,) if num_ranks > 1 else ()
+    names = (*(each.name for each in structure), *(name for name in (*enabled, *of_ranks) if name not in without))
     with in_group(StandIn(num_ranks)):
         reports = run_passes(graph, (*structure, *others), names, compile_range, CPU)
     bound = next(each for each in others if isinstance(each, QuantiseActivations))
