@@ -35,6 +35,8 @@ from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
+from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
+from compiled_engine.passes.quantised.quantise_experts import QuantiseExperts
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
@@ -219,12 +221,14 @@ def apply_passes(
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
     """The passes after those that structure_passes returns, in their order, and the names of the enabled ones.
 
-    With adapters, theirs is right behind merge_linears and always enabled. A linear and its activation then have the
-    adapters between them, so no pass puts both into one op.
+    quantise_activations has the rules of the model. With adapters, theirs is right behind merge_linears and always
+    enabled. A linear and its activation then have the adapters between them, so no pass puts both into one op.
     """
     if signature.direct:
         return (), config.compile.passes
-    passes, enabled = registered_passes(), config.compile.passes
+    enabled = config.compile.passes
+    rounding = QuantiseActivations(config.model.quantisation)
+    passes = tuple(rounding if each.name == rounding.name else each for each in registered_passes())
     if not signature.adapted or config.adapters is None:
         return passes, enabled
     adapters = Adapters(config.adapters)
@@ -248,6 +252,8 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
+        if config.model.experts.count and config.model.transformers is None and num_ranks == 1:
+            found.append(QuantiseExperts(config.model.quantisation, config.device))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
     return tuple(found)
