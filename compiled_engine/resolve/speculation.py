@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from compiled_engine.attention.backend import choose_backend
-from compiled_engine.attention.case import cases_of
+from compiled_engine.attention.backend import AttentionChoice, choose_backend
+from compiled_engine.attention.case import GraphSupport, cases_of
 from compiled_engine.config import (
+    CompileConfig,
     DraftConfig,
     EngineConfig,
     GraphConfig,
@@ -23,7 +24,7 @@ from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.compile import resolve_compile
-from compiled_engine.resolve.cuda_graphs import recording_obstacle
+from compiled_engine.resolve.cuda_graphs import decode_graphs, default_capture_sizes, recording_obstacle
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
 from compiled_engine.resolve.parallel import check_model
 from compiled_engine.schema import Kind, integer, number, one_of, text, unknown_name_message
@@ -88,7 +89,7 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             "max_num_batched_tokens"
         )
     rates = _acceptance_rates(given, num_tokens)
-    _check_together(options, config, method)
+    _check_together(options, config)
     if method == DRAFT_MODEL:
         draft = resolve_draft(options, given, config, progress)
         return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates)
@@ -109,15 +110,32 @@ def resolve_draft(
         compiled = resolve_compile(options, config.compile.enabled, draft, config.scheduler, device, reasons)
     except (TypeError, ValueError) as error:
         raise type(error)(f"speculative_config['model'] is {str(given['model'])!r}: {error}") from error
-    graph = GraphConfig(GraphMode.NONE)
-    if config.graph.mode is GraphMode.RECORDED:
-        obstacle = recording_obstacle(compiled, config.parallel, draft, attention, device)
-        if obstacle is None:
-            graph = GraphConfig(GraphMode.RECORDED)
-        else:
-            reasons["graph.mode"] = f"decodes cannot be recorded: {obstacle}"
+    graph = _graphs(config, draft, compiled, attention, reasons)
     config.reasons.update({f"speculation.draft.{name}": reason for name, reason in reasons.items()})
     return DraftConfig(draft, compiled, graph)
+
+
+def _graphs(
+    config: EngineConfig,
+    draft: ModelConfig,
+    compiled: CompileConfig,
+    attention: AttentionChoice,
+    reasons: dict[str, str],
+) -> GraphConfig:
+    """The graphs of a draft model: where the engine has any, its passes are captured for decodes, or recorded."""
+    mode, graph, device = config.graph.mode, config.graph, config.device
+    if mode is GraphMode.RECORDED:
+        obstacle = recording_obstacle(compiled, config.parallel, draft, attention, device)
+        if obstacle is None:
+            return GraphConfig(GraphMode.RECORDED)
+        reasons["graph.mode"] = f"decodes cannot be recorded: {obstacle}"
+    elif graph.captures and attention.support.graphs is not GraphSupport.NEVER:
+        reasons["graph.mode"] = "the passes of a draft model are captured for decodes"
+        sizes = graph.decode_sizes or default_capture_sizes(config.scheduler.max_num_seqs)
+        return decode_graphs(sizes, compiled, attention, config.scheduler)
+    elif graph.captures:
+        reasons["graph.mode"] = f"attention backend {attention.backend} cannot be captured"
+    return GraphConfig(GraphMode.NONE)
 
 
 def _draft_model(
@@ -212,15 +230,13 @@ def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float,
     return tuple(map(float, rates))
 
 
-def _check_together(options: EngineOptions, config: EngineConfig, method: str) -> None:
+def _check_together(options: EngineOptions, config: EngineConfig) -> None:
     """Raise ValueError for options that drafts do not go with."""
-    reason, device = None, config.device
+    reason = None
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"
     elif config.model.recurrences is not None:
         reason = "the model has recurrences, whose states cannot go back to before a draft"
-    elif device.type != "cpu" and method == DRAFT_MODEL:
-        reason = f"the device is {device}, and draft models run on a CPU alone"
     elif config.parallel.num_stages > 1:
         reason = f"pipeline_parallel_size is {config.parallel.num_stages}: drafts take one stage"
     elif options.logits_processors:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.attention.inputs import ForwardArguments
+from compiled_engine.attention.backend import get_backend
+from compiled_engine.attention.case import AttentionCase
+from compiled_engine.attention.inputs import AttentionInputs, ForwardArguments, arguments_of, attention_inputs_of
 from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards, compile_model
@@ -27,6 +29,7 @@ from compiled_engine.passes.framework.parameter import KEPT
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers, step_of_batch
 
 # Multiply-adds that are worth a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
 # parallel regions of a few microseconds; every one of them waits for all threads, and on a busy machine for the
@@ -212,6 +215,53 @@ class ModelForward:
         """Drop the last references to the weights."""
         self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
         self.logits = self.pooler = nn.Identity()
+
+
+@dataclass(frozen=True)
+class BatchForward:
+    """The model on batches that were prepared in `buffers`.
+
+    kv_caches: one tensor a layer. backend: of attention. case: the case for which attention's work is planned; None if
+    each layer plans its own.
+    """
+
+    model: ModelForward
+    buffers: InputBuffers
+    kv_caches: list[torch.Tensor]
+    backend: str
+    case: AttentionCase | None
+
+    def __call__(
+        self,
+        batch: InputBatch,
+        *,
+        hidden_wanted: bool = False,
+        around_attention: bool = False,
+        distinct: bool = False,
+    ) -> ForwardOutput:
+        """See ModelForward.run. around_attention: which is planned already."""
+        step = step_of_batch(batch, self.buffers)
+        inputs = attention_inputs_of(step, self.backend)
+        if not around_attention:
+            self._plan(inputs)
+        return self.model.run(
+            batch.padded_tokens,
+            arguments_of(step, inputs, self.kv_caches),
+            hidden_wanted=hidden_wanted,
+            around_attention=around_attention,
+            distinct=distinct,
+            adapted=batch.adapted,
+        )
+
+    def planned_inputs(self, batch: InputBatch) -> AttentionInputs:
+        """Plan attention's work for the batch; return its inputs."""
+        inputs = attention_inputs_of(step_of_batch(batch, self.buffers), self.backend)
+        self._plan(inputs)
+        return inputs
+
+    def _plan(self, inputs: AttentionInputs) -> None:
+        if self.case is not None:
+            get_backend(self.backend).plan(inputs, self.case)
 
 
 class _EagerParts:

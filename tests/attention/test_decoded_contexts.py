@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import Case, Request, build, decodes, mistake, outcome
-from interpreter import interpreting, loops_to_a_loaded_bound
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
 
 from compiled_engine.attention.backends.decode_splits import BatchFacts
 from compiled_engine.attention.backends.decoded_contexts import (
@@ -69,8 +68,7 @@ def main() -> None:
 @loops_to_a_loaded_bound
 def test_prompts_read_them_in_the_interpreter() -> None:
     script = "import test_decoded_contexts; test_decoded_contexts.main()"
-    environment = interpreting(__file__)
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    run = interpret(__file__, "-c", script)
     assert run.stdout.strip() == "{}", run.stdout[-2000:] + run.stderr[-2000:]
 
 

@@ -221,7 +221,7 @@ def test_the_host_need_not_know_the_drafts(num_drafts: int, options: dict[str, A
     with LLM(**ENGINE | {"num_blocks": 30} | options, **ngram(num_drafts)) as llm:
         executor = llm.core.executor
         assert isinstance(executor, InProcessExecutor)
-        step = executor.runner.step
+        step, executor.runner.knows_drafts = executor.runner.step, False
         step.proposer = executor.runner.captured.dispatcher = _Launched(step.states, num_drafts)
         same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (llm, plain)))
         llm.core.check_integrity()
