@@ -372,7 +372,8 @@ class SpeculationConfig:
 
     method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before, or
     draft_model, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is the share
-    of drafts whose first i + 1 tokens are. Empty where drafts are compared.
+    of drafts whose first i + 1 tokens are. Empty where drafts are compared. taps: the layers of the model whose inputs
+    a head drafts from, in the order in which it reads them; empty without a head.
     """
 
     method: str = "none"
@@ -381,6 +382,7 @@ class SpeculationConfig:
     lookup_min: int = 0
     draft: DraftConfig | None = None
     acceptance_rates: tuple[float, ...] = ()
+    taps: tuple[int, ...] = ()
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:

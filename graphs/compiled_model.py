@@ -45,9 +45,9 @@ class Forwards:
     """The forward of each compile range, and logits.
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token, or hidden states where the model pools (`pools`). `logits`: from hidden states [R, D]
-    to logits [R, V]; `pooler`: from pooled ones to results. A stage with others behind it returns what it hands on, and
-    has no logits.
+    logits [T, V] of every token, or hidden states where the model pools (`pools`). Behind these they return the inputs
+    of tapped layers, if there are any. `logits`: from hidden states [R, D] to logits [R, V]; `pooler`: from pooled ones
+    to results. A stage with others behind it returns what it hands on, and has no logits.
     """
 
     hidden: Forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from compiled_engine.models.checkpoint.parameters import materialize, parameters
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.passes.framework.parameter import KEPT
+from compiled_engine.passes.layout.taps import layer_stack
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -94,10 +95,18 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank."""
+    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. taps: the inputs of the
+    tapped layers, [T, D] each, valid until the next call."""
 
     tensor: torch.Tensor
     is_logits: bool
+    taps: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, result: torch.Tensor | tuple[torch.Tensor, ...], *, is_logits: bool) -> ForwardOutput:
+        """Wrap what a forward returns."""
+        tensor, *taps = result if isinstance(result, tuple) else (result,)
+        return cls(tensor, is_logits, tuple(taps))
 
 
 @dataclass(frozen=True)
@@ -126,8 +135,9 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if never called.
-    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. A stage with others
-    behind it returns what it sends on for hidden states and logits alike.
+    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. taps: the layers whose
+    inputs are returned too; compiled forwards return them already. A stage with others behind it returns what it sends
+    on for hidden states and logits alike.
     """
 
     def __init__(
@@ -138,6 +148,7 @@ class ModelForward:
         on_attention: OnAttention | None,
         most_tokens: int = 0,
         records: bool = False,
+        taps: Sequence[int] = (),
     ):
         self._received: torch.Tensor | None = None
         if compiled:
@@ -150,7 +161,7 @@ class ModelForward:
         else:
             pooler = getattr(model, "pooler", None)
             ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
-            whole = Forwards(model, **ends)
+            whole = Forwards(_EagerTaps(model, taps) if taps else model, **ends)
             parts = whole if on_attention is None else Forwards(_EagerParts(model, on_attention))
             self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
         self.logits, self.pooler = self._variant.whole.logits, self._variant.whole.pooler
@@ -201,8 +212,8 @@ class ModelForward:
             forwards = variant.parts if around_attention else variant.whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
-            return ForwardOutput(small(*arguments), is_logits=True)
-        return ForwardOutput(forwards.for_hidden(num_tokens)(*arguments), is_logits=False)
+            return ForwardOutput.of(small(*arguments), is_logits=True)
+        return ForwardOutput.of(forwards.for_hidden(num_tokens)(*arguments), is_logits=False)
 
     def recording_counts(self) -> list[RecordingCounts]:
         """Return the counts of each forward whose calls are recorded."""
@@ -212,6 +223,25 @@ class ModelForward:
         """Drop the last references to the weights."""
         self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
         self.logits = self.pooler = nn.Identity()
+
+
+class _EagerTaps:
+    """The eager model, which returns the inputs of these layers behind its hidden states."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[int]):
+        self._model = model
+        path = layer_stack(name for name, _ in model.named_parameters())
+        self._inputs: list[torch.Tensor | None] = [None] * len(layers)
+        for index, layer in enumerate(layers):
+            model.get_submodule(f"{path}.{layer}").register_forward_pre_hook(partial(self._keep, index))
+
+    def _keep(self, index: int, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._inputs[index] = arguments[0]
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        hidden_TD = self._model(*arguments)
+        inputs, self._inputs = self._inputs, [None] * len(self._inputs)
+        return hidden_TD, *(tensor.reshape(hidden_TD.shape) for tensor in inputs if tensor is not None)
 
 
 class _EagerParts:

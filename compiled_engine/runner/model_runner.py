@@ -122,7 +122,8 @@ class Runner:
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
         most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records)
+        taps = config.speculation.taps
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, taps)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation

@@ -43,7 +43,8 @@ class Signature:
     results: Python for each value that may be returned, by name, of `model`, the arguments and the results before it.
     returns: the names of the returned results; small_returns: that of a small range, if it differs. ranges: the last
     one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code does, so that a
-    start can load them without a compiler. adapted: with the pass that adds the requests' adapters.
+    start can load them without a compiler. adapted: with the pass that adds the requests' adapters. taps: the layers
+    whose inputs are returned behind the results.
     """
 
     arguments: tuple[str, ...]
@@ -56,6 +57,7 @@ class Signature:
     backend: str = ""
     direct: bool = False
     adapted: bool = False
+    taps: tuple[int, ...] = ()
 
     @property
     def most_tokens(self) -> int:
@@ -136,6 +138,7 @@ def forward_signature(config: EngineConfig) -> Signature:
         small_returns=("logits_TV",) if model.pooling is None else (),
         asked=step_tensors(config.compile.passes),
         backend=config.attention_backend,
+        taps=config.speculation.taps,
     )
 
 
