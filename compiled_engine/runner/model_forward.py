@@ -55,18 +55,28 @@ def compile_in_turn(
 
 
 def load_model(
-    config: EngineConfig, compiled: CompiledModel | None, group: Group, progress: Progress
+    config: EngineConfig,
+    compiled: CompiledModel | None,
+    group: Group,
+    progress: Progress,
+    shared: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model with its weights on the device, and every parameter and buffer by name, packed ones included.
 
     compiled: of this rank's stage; None: the model is to run eagerly. What the compiled model does not take stays on
-    the meta device. Raises what materialize and load_weights raise.
+    the meta device. shared: tensors of another model that are parameters of this one too, by name. Raises what
+    materialize and load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
     shards = {} if compiled else shards_of(config)
+    shared = shared or {}
     parameters = compiled.parameters if compiled else parameters_of(model, shards)
-    weights = materialize(model, parameters, config.device)
+    weights = materialize(model, [each for each in parameters if each.name not in shared], config.device)
+    for name, tensor in shared.items():
+        owner, _, attribute = name.rpartition(".")
+        weights.tensors[name] = tensor
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
     whole = model if num_ranks == 1 else build_tensors(config.model, cache_dir)
     load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
     if not compiled:
@@ -161,10 +171,13 @@ class ModelForward:
         else:
             pooler = getattr(model, "pooler", None)
             ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
+            if (combine := getattr(model, "combine", None)) is not None:
+                ends["combine"] = combine
             whole = Forwards(_EagerTaps(model, taps) if taps else model, **ends)
             parts = whole if on_attention is None else Forwards(_EagerParts(model, on_attention))
             self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
-        self.logits, self.pooler = self._variant.whole.logits, self._variant.whole.pooler
+        whole = self._variant.whole
+        self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
 
     @property
     def has_adapters(self) -> bool:
@@ -222,7 +235,7 @@ class ModelForward:
     def close(self) -> None:
         """Drop the last references to the weights."""
         self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
-        self.logits = self.pooler = nn.Identity()
+        self.logits = self.pooler = self.combine = nn.Identity()
 
 
 class _EagerTaps:

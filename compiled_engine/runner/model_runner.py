@@ -32,6 +32,7 @@ from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.draft_model import DraftModelProposer
 from compiled_engine.runner.drafts import StepRows, make_drafted_batch
+from compiled_engine.runner.eagle import EagleProposer, embedding_of
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
 from compiled_engine.runner.ngram import NgramProposer
@@ -75,6 +76,7 @@ class Runner:
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._samples = self._stage.is_last and config.model.pooling is None
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self._taps: tuple[torch.Tensor, ...] = ()  # of the last step
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -146,12 +148,15 @@ class Runner:
         recurrences = config.model.recurrences
         self._state_rows = None if recurrences is None else StateRows(recurrences, named)
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
-        self._draft: DraftModelProposer | None = None
+        self._draft: DraftModelProposer | EagleProposer | None = None
+        self._head: EagleProposer | None = None
         if (draft := config.draft) is not None:
+            parts = speculation.num_tokens, self.states, self.sampler, self._group, progress, timeline
             with timeline.span("draft model"):
-                self._draft = DraftModelProposer(
-                    draft, speculation.num_tokens, self.states, self.sampler, self._group, progress, timeline
-                )
+                if draft.model.head is None:
+                    self._draft = DraftModelProposer(draft, *parts)
+                else:
+                    self._draft = self._head = EagleProposer(draft, *parts, embedding_of(model, draft))
         from_history = speculation.num_tokens and self._draft is None
         ngrams = NgramProposer(speculation, self.states) if from_history else None
         self._proposer = self._draft or ngrams
@@ -263,6 +268,7 @@ class Runner:
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
                 unsampled.sampled = self._sampling.finish(unsampled, masks)
+            self._follow(unsampled.batch)
         except BaseException:
             self._fail()
             raise
@@ -311,18 +317,29 @@ class Runner:
             logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
         else:
             output = self.captured.forward(batch, hidden_wanted)
+            self._taps = output.taps
             if hidden_wanted:
                 prompt = self._sampling.prompt_logprobs(batch, output.tensor)
             logits_RV = self._sampling.first(output, batch)
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:
+            self._follow(batch)
             return self.pending.step(batch, None, prompt)
         unsampled = UnsampledStep(batch, logits_RV, prompt)
         if awaits_masks:
             self._unsampled = unsampled
             return unsampled
-        return self._sampling.finish(unsampled)
+        pending = self._sampling.finish(unsampled)
+        self._follow(batch)
+        return pending
+
+    def _follow(self, batch: InputBatch) -> None:
+        """Let the head compute a step whose tokens the states have."""
+        if self._head is not None:
+            self.runs_begun += 1
+            self._head.follow(batch, self.buffers, self._taps)
+            self.runs_ended += 1
 
     def _run_without_sampling(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """Run a non-final pipeline stage, or a model that pools; the result's tokens are unused."""

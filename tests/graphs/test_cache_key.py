@@ -154,7 +154,7 @@ PERTURBED: dict[str, Any] = {
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
-APART |= {"model.recurrences", "speculation.draft", "adapters"}
+APART |= {"model.recurrences", "model.head", "speculation.draft", "adapters"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
