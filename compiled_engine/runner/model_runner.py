@@ -32,6 +32,7 @@ from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.drafts import StepRows, make_drafted_batch
+from compiled_engine.runner.eagle import EagleProposer, embedding_of
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import (
     BatchForward,
@@ -87,6 +88,7 @@ class Runner:
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._samples = self._stage.is_last and config.model.pooling is None
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self._taps: tuple[torch.Tensor, ...] = ()  # of the last step
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -134,7 +136,8 @@ class Runner:
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
         most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records)
+        taps = config.speculation.taps
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, taps)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
@@ -158,22 +161,20 @@ class Runner:
         self._state_rows = None if recurrences is None else StateRows(recurrences, named)
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._draft: DraftModelProposer | None = None
+        self._head: EagleProposer | None = None
         if (draft := config.draft) is not None:
+            of_engine = speculation.num_tokens, self.states, self.sampler, self._group
             with timeline.span("draft model"):
-                self._draft = DraftModelProposer(
-                    draft,
-                    speculation.num_tokens,
-                    self.states,
-                    self.sampler,
-                    self._group,
-                    model_to_trace,
-                    on_attention,
-                    progress,
-                    timeline,
-                )
-        from_history = speculation.num_tokens and self._draft is None
+                if draft.model.head is None:
+                    self._draft = DraftModelProposer(
+                        draft, *of_engine, model_to_trace, on_attention, progress, timeline
+                    )
+                else:
+                    self._head = EagleProposer(draft, *of_engine, progress, timeline, embedding_of(model, draft))
+        self._drafter = self._draft or self._head
+        from_history = speculation.num_tokens and self._drafter is None
         ngrams = NgramProposer(speculation, self.states) if from_history else None
-        self._proposer = self._draft or ngrams
+        self._proposer = self._drafter or ngrams
         self.knows_drafts = not on_gpu and not captures
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
@@ -217,6 +218,8 @@ class Runner:
             activation_bytes = warm_up(self._config, self.step, progress)
             if self._draft is not None:
                 activation_bytes = max(activation_bytes, warm_up_draft(self._draft, progress))
+            if self._head is not None:
+                self._head.warm_up()
         # Memory that the first request with penalties allocates is reserved.
         set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._samples
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
@@ -230,8 +233,8 @@ class Runner:
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.least(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
-        if self._draft is not None:
-            self._draft.allocate(self.num_blocks)
+        if self._drafter is not None:
+            self._drafter.allocate(self.num_blocks)
         if graphs:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
@@ -276,14 +279,15 @@ class Runner:
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
                 unsampled.sampled = self._sampling.finish(unsampled, masks)
+            self._follow(unsampled.batch)
         except BaseException:
             self._fail()
             raise
 
     def _fail(self) -> None:
         self.buffers.forget_staged()
-        if self._draft is not None:
-            self._draft.forget_staged()
+        if self._drafter is not None:
+            self._drafter.forget_staged()
         self.pending.lose_count()  # it may have been interrupted just after a launch
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
@@ -338,18 +342,29 @@ class Runner:
             logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
         else:
             output = self.captured.forward(batch, hidden_wanted)
+            self._taps = output.taps
             if hidden_wanted:
                 prompt = self._sampling.prompt_logprobs(batch, output.tensor)
             logits_RV = self._sampling.first(output, batch)
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:
+            self._follow(batch)
             return self.pending.step(batch, None, prompt)
         unsampled = UnsampledStep(batch, logits_RV, prompt)
         if awaits_masks:
             self._unsampled = unsampled
             return unsampled
-        return self._sampling.finish(unsampled)
+        pending = self._sampling.finish(unsampled)
+        self._follow(batch)
+        return pending
+
+    def _follow(self, batch: InputBatch) -> None:
+        """Let the head compute a step whose tokens the states have."""
+        if self._head is not None:
+            self.runs_begun += 1
+            self._head.follow(batch, self.buffers, self._taps)
+            self.runs_ended += 1
 
     def _run_without_sampling(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """Run a non-final pipeline stage, or a model that pools; the result's tokens are unused."""
@@ -388,7 +403,7 @@ class Runner:
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        draft, graphs = self._draft, captured.graphs
+        draft, graphs = self._drafter, captured.graphs
         counts = [each.counts for each in (compiled, draft and draft.compiled) if each]
         recordings = [*self.model.recording_counts(), *(draft.model.recording_counts() if draft else ())]
         return {
@@ -424,8 +439,8 @@ class Runner:
         self._kv_caches.clear()
         self._state_rows = None
         self.model.close()
-        if self._draft is not None:
-            self._draft.close()
+        if self._drafter is not None:
+            self._drafter.close()
         self._compiled = None
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()

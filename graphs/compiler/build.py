@@ -28,6 +28,7 @@ from compiled_engine.passes.framework.graph_text import graph_text
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
+from compiled_engine.passes.layout.taps import Taps
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
@@ -92,7 +93,7 @@ class EntryBuilder:
                 graph, reports = apply_passes(self._config, traced, compile_range, whole)
             with timeline.span(f"split {place}{compile_range.name}"):
                 plan, unique = make_plan(graph.graph, split(graph.graph), signature.arguments)
-                returns = signature.returned(compile_range)
+                returns = (*signature.returned(compile_range), *(f"input of layer {layer}" for layer in signature.taps))
                 compiled = CompiledRange(name, compile_range, plan, returns, reports)
                 write_compiled_range(self._folder, compiled, graph_text(graph.graph))
             self._pieces |= unique
@@ -197,7 +198,7 @@ def apply_passes(
     On a CPU fused ops are decomposed, unless C++ kernels serve the whole range. whole: result of `trace_whole`.
     """
     module, direct = traced.for_range(compile_range), traced.signature.direct
-    structure = structure_passes(config, module.graph, compile_range, whole)
+    structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.taps)
     others, enabled = fusion_passes(config, traced.signature)
     with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
         reports = run_passes(
@@ -238,11 +239,15 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
 
 
 def structure_passes(
-    config: EngineConfig, graph: fx.Graph, compile_range: CompileRange, whole: TracedGraph | None
+    config: EngineConfig,
+    graph: fx.Graph,
+    compile_range: CompileRange,
+    whole: TracedGraph | None,
+    taps: tuple[int, ...] = (),
 ) -> tuple[GraphPass, ...]:
     """Passes that come before all others and cannot be switched off: they say what a graph means to its device.
 
-    graph: of the range, of what `trace_rank` returns.
+    graph: of the range, of what `trace_rank` returns. taps: see Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []
@@ -256,4 +261,6 @@ def structure_passes(
             found.append(QuantiseExperts(config.model.quantisation, config.device))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
+    if taps:
+        found.append(Taps(taps))
     return tuple(found)
