@@ -61,6 +61,8 @@ _POLL_S = 0.01
 CoreKind = Literal["process", "in_process"]
 CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
 _EXIT_S = 30.0
+# How often the core is asked whether an adapter has been read.
+_ADAPTER_POLL_S = 0.02
 Prepared = TypeVar("Prepared")
 
 
@@ -254,6 +256,9 @@ class AsyncLLM:
         if adapter.digest in self._loaded_adapters:
             return
         try:
+            await self._client.call("begin_load_adapter", path=adapter.path, digest=adapter.digest)
+            while not await self._client.call("has_read_adapter", digest=adapter.digest):
+                await asyncio.sleep(_ADAPTER_POLL_S)
             await self._client.call("load_adapter", path=adapter.path, digest=adapter.digest)
         except ControlError as error:
             raise ValueError(f"lora_request {adapter.name!r}: {error}") from error

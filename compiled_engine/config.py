@@ -159,6 +159,22 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class HeadConfig:
+    """A head that drafts from hidden states of another model (EAGLE-3).
+
+    It reads `num_taps` of them at each position, `target_size` elements each. vocab_size: of its logits, at most that
+    of the model. norm_before_residual: its layer adds to the norm of what it reads, instead of to what it reads.
+    norm_before_fc: the hidden states are normalised together first.
+    """
+
+    target_size: int
+    num_taps: int
+    vocab_size: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+
+@dataclass(frozen=True)
 class HeadShape:
     """Query heads and K/V heads of a layer, and the elements of each; all 0 in a layer without attention."""
 
@@ -185,6 +201,7 @@ class ModelConfig:
     `causal`: False for an encoder, whose tokens see later ones too, so that a text is computed in one step and nothing
     is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
     they have none. `merged_adapter`: folder of an adapter that is merged into the weights while they are loaded.
+    `head`: set for a head that drafts, whose `vocab_size` is that of its embedding.
     """
 
     path: Path
@@ -225,6 +242,7 @@ class ModelConfig:
     token_types: int = 0
     recurrences: Recurrences | None = None
     merged_adapter: Path | None = None
+    head: HeadConfig | None = None
 
     @property
     def num_mlps(self) -> int:
@@ -359,7 +377,8 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft model, how it is compiled, and its graphs; all else is the engine's: dtype, cache, ranks, attention."""
+    """A draft model or a head, how it is compiled, and its graphs; all else is the engine's: dtype, cache, ranks,
+    attention."""
 
     model: ModelConfig
     compile: CompileConfig
@@ -371,8 +390,9 @@ class SpeculationConfig:
     """Drafts, up to `num_tokens` a request and step, that are verified together with its newest token; 0: none.
 
     method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before, or
-    draft_model, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is the share
-    of drafts whose first i + 1 tokens are. Empty where drafts are compared.
+    draft_model or eagle3, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is
+    the share of drafts whose first i + 1 tokens are. Empty where drafts are compared. taps: the layers of the model
+    whose inputs a head drafts from, in the order in which it reads them; empty without a head.
     """
 
     method: str = "none"
@@ -381,6 +401,7 @@ class SpeculationConfig:
     lookup_min: int = 0
     draft: DraftConfig | None = None
     acceptance_rates: tuple[float, ...] = ()
+    taps: tuple[int, ...] = ()
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:

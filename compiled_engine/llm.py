@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from compiled_engine.llm_parts import LLMParts
     from compiled_engine.processes.replicas import Replicas
 
+# A bar takes longer than a few texts take.
+POOLING_PATIENCE_S = 0.5
+
 
 class LLM:
     """An engine with a model loaded, compiled and ready.
@@ -302,8 +305,10 @@ class LLM:
             requests = self._prepare(prompts, sampling_params, priority, lora_request)
             return self._finished("generate", requests, use_tqdm)
 
-    def _finished(self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[Any]:
-        """Run requests; their outputs, in their order."""
+    def _finished(
+        self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool, patience_s: float = 0.0
+    ) -> list[Any]:
+        """Run requests; their outputs, in their order. patience_s: see Progress."""
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
         has_drafts, num_drafts, num_accepted = self._config.most_new_tokens > 1, 0, 0
@@ -312,7 +317,9 @@ class LLM:
             return f"mean acceptance length {1 + num_accepted / num_drafts:.2f}" if num_drafts else ""
 
         with (
-            progress.stage(stage, total=len(requests), note=acceptance if has_drafts else None) as advance,
+            progress.stage(
+                stage, total=len(requests), note=acceptance if has_drafts else None, patience_s=patience_s
+            ) as advance,
             closing(self._loop.run(requests)) as outputs,
         ):
             for output in outputs:
@@ -325,7 +332,7 @@ class LLM:
 
     def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[PoolingRequestOutput[PoolingOutput]]:
         with no_full_gc():
-            outputs = self._finished("pool", requests, use_tqdm)
+            outputs = self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
         for output in outputs:
             output.raise_if_failed()
         return outputs

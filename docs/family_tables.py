@@ -22,11 +22,11 @@ SHOWN_PASSES = {
 }
 
 
-def families(result: Result, compiled: Result) -> str:
-    """A row for each family: the largest difference of a log-probability, of the `compiled` engine too, with its output
-    tokens per second, and matches of passes / their contracts."""
-    headings = ["model type", "eager", "after passes", "compiled", "tok/s", *SHOWN_PASSES.values()]
-    elsewhere = {record["family"]: record for record in compiled["results"]}
+def families(result: Result, *compiled: Result) -> str:
+    """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts; if
+    `compiled` is given, the difference and output tokens per second of the compiled engine."""
+    headings = ["model type", "eager", "after passes", *["compiled", "tok/s"] * len(compiled), *SHOWN_PASSES.values()]
+    elsewhere = {record["family"]: record for each in compiled for record in each["results"]}
     rows = []
     for record in result["results"]:
         if "refused" in record:
@@ -36,10 +36,13 @@ def families(result: Result, compiled: Result) -> str:
         counts = [passes[name] for name in SHOWN_PASSES]
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
         every = elsewhere.get(record["family"], {}) | record
-        found = [f"{every[mode]['largest']:.0e}" if mode in every else "" for mode in ("eager", "fused", "compiled")]
-        rate = every.get("compiled", {}).get("tokens_per_s")
-        rows.append([record["family"], *found, "" if rate is None else f"{rate:,.0f}", *matches])
-    return below(markdown(headings, rows), result, compiled)
+        modes = ("eager", "fused", "compiled") if compiled else ("eager", "fused")
+        found = [f"{every[mode]['largest']:.0e}" if mode in every else "" for mode in modes]
+        if compiled:
+            rate = every.get("compiled", {}).get("tokens_per_s")
+            found.append("" if rate is None else f"{rate:,.0f}")
+        rows.append([record["family"], *found, *matches])
+    return below(markdown(headings, rows), result, *compiled)
 
 
 def families_on_a_gpu(result: Result) -> str:

@@ -45,9 +45,10 @@ class Forwards:
     """The forward of each compile range, and logits.
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token, or hidden states where the model pools (`pools`). `logits`: from hidden states [R, D]
-    to logits [R, V]; `pooler`: from pooled ones to results. A stage with others behind it returns what it hands on, and
-    has no logits.
+    logits [T, V] of every token, or hidden states where the model pools or drafts (`pools`). Behind these they return
+    the inputs of tapped layers, if there are any. `logits`: from hidden states [R, D] to logits [R, V]; `pooler`: from
+    pooled ones to results; `combine`: from hidden states of another model to a head's features. A stage with others
+    behind it returns what it hands on, and has no logits.
     """
 
     hidden: Forward
@@ -55,6 +56,7 @@ class Forwards:
     small: tuple[tuple[CompileRange, Forward], ...] = ()
     pooler: Forward = field(default_factory=nn.Identity)
     pools: bool = False
+    combine: Forward = field(default_factory=nn.Identity)
 
     def for_logits(self, num_tokens: int) -> Forward | None:
         """The forward that returns logits for this number of tokens, or None."""
@@ -183,7 +185,8 @@ def compile_model(
         for compiled_range in ranges:
             require_contracts(compiled_range.compile_range, compiled_range.passes)
     counts = CompileCounts(traces=len(compiles), compiles=sum(compiles))
-    return CompiledModel(ranges, pieces, direct, lookup, counts, config.model.pooling is not None)
+    pools = config.model.pooling is not None or config.model.head is not None
+    return CompiledModel(ranges, pieces, direct, lookup, counts, pools)
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:

@@ -22,6 +22,8 @@ from compiled_engine.passes.norm.rms_norm import RMSNorm
 from compiled_engine.passes.parallel.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
+from compiled_engine.passes.quantised.quantise import Quantise
+from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.passes.rope.rope_kv_write import RopeKVWrite
@@ -42,6 +44,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     SiluMul(),
     SmallBatchLinear(),
     GatedLinear(),
+    QuantiseActivations(),
 )
 
 # How the name of a step tensor ends, by its first dimension.
@@ -81,6 +84,11 @@ def check_registered(names: Collection[str]) -> None:
 def passes_of_ranks() -> frozenset[str]:
     """The names of passes that only apply with several ranks."""
     return frozenset(p.name for p in _registered if TensorParallel.name in p.requires)
+
+
+def passes_of_quantised() -> frozenset[str]:
+    """The names of passes that only apply to quantised linears."""
+    return frozenset(p.name for p in _registered if Quantise.name in p.requires)
 
 
 def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:

@@ -30,9 +30,10 @@ PROMPTS_IN_FLIGHT = 4
 STEP_SAMPLES = 4
 
 
-def outputs_needed(num_steps: int) -> int:
-    """Tokens that a request must be able to generate so as not to end while `num_steps` steps are measured."""
-    return num_steps + 4 * SETTLING_STEPS
+def outputs_needed(num_steps: int, most_new_tokens: int = 1) -> int:
+    """Tokens that a request must be able to generate so as not to end while `num_steps` steps are measured, each of
+    which may yield most_new_tokens."""
+    return (num_steps + 4 * SETTLING_STEPS) * most_new_tokens
 
 
 def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_steps: int) -> list[Chunk]:
@@ -152,7 +153,8 @@ def step_split(
 ) -> list[dict[str, Any]]:
     """Return for each batch size: microseconds a step of each lap, `host` (all but wait), `step` (wall), `device`
     (first to last kernel; None without CUDA), and `device_idle`, the share of the wall time in which no step was on the
-    device; each as median and spread of the rounds, which are means over num_steps steps."""
+    device; with drafts `tokens`, how many a step yields for a request, and `token`, microseconds for each; else None.
+    Each is the median and the spread of the rounds, which are means over num_steps steps."""
     found = []
     for batch_size in batch_sizes:
         once = partial(_sample, llm, random.Random(rounds.seed), batch_size, num_steps)
@@ -166,15 +168,21 @@ def step_split(
 
 
 def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int) -> dict[str, float | None]:
-    with decodes(llm, generator, batch_size, CONTEXT, outputs_needed(2 * num_steps)) as core:
+    most = llm.config.most_new_tokens
+    with decodes(llm, generator, batch_size, CONTEXT, outputs_needed(2 * num_steps, most)) as core:
         for _ in range(num_steps):
             core.step()
+        before = llm.metrics()["accepted_tokens"]
         core.clock.start()
         for _ in range(num_steps):
             core.step()
         core.clock.stop()
         device_s = core.clock.device_seconds() if llm.config.device.type == "cuda" else None
-        return split(core.clock.host_seconds(), device_s, num_steps)
+        found = split(core.clock.host_seconds(), device_s, num_steps)
+        tokens = 1 + (llm.metrics()["accepted_tokens"] - before) / (num_steps * batch_size)
+    assert found["step"] is not None
+    by_token = (tokens, found["step"] / tokens) if most > 1 else (None, None)
+    return found | dict(zip(("tokens", "token"), by_token, strict=True))
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:
@@ -195,7 +203,9 @@ def profile(llm: LLM, batch_size: int, num_steps: int, path: str) -> None:
     if llm.config.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with (
-        decodes(llm, random.Random(0), batch_size, CONTEXT, outputs_needed(2 * num_steps)) as core,
+        decodes(
+            llm, random.Random(0), batch_size, CONTEXT, outputs_needed(2 * num_steps, llm.config.most_new_tokens)
+        ) as core,
         torch.profiler.profile(activities=activities) as profiler,
     ):
         for _ in range(num_steps):

@@ -42,6 +42,10 @@ def embed(
         list[str] | None,
         typer.Option(help="OpenAI-compatible server to compare with the engine, as NAME=URL; may be repeated."),
     ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare with a variant of the engine, named as in bench ablation; may be repeated."),
+    ] = None,
     repeats: Repeats = 5,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the JSON.")] = None,
     as_json: AsJson = False,
@@ -49,7 +53,8 @@ def embed(
     """Measure embeddings: the engine, transformers and servers embed the same token ids in turn.
 
     Servers get requests of 32 texts, 16 at a time. Their model must have at least the engine's vocabulary. The ratio is
-    that of the engine's best repeat to the best of all others.
+    that of the engine's best repeat to the best of all others. Variants, such as "eager" or "compiled without
+    layer_norm" (on a GPU "compiled + full without layer_norm"), show the gain of each part, and do not count for it.
 
     JSON: benchmark, results (workload, texts, tokens, ratio, contenders: texts_per_s and tokens_per_s), repeats,
     servers, date, machine, model, options, versions, command.
@@ -73,7 +78,7 @@ def embed(
                 raise ValueError(f"address is {given!r}; allowed: NAME=URL, with a name of its own")
             targets[name] = parse_target(url, None, ())
         workloads = [EmbedWorkload.of(name, ragged=ragged) for name in workload or WORKLOADS]
-        result = measure(options, shape, workloads, beside or (), targets, repeats, RichProgress())
+        result = measure(options, shape, workloads, beside or (), targets, repeats, RichProgress(), variant or ())
         result["command"] = command_line()
     write_json(output, result)
     if as_json:

@@ -41,7 +41,7 @@ def step(
     """Split the time of a decode step, in microseconds: schedule, prepare, launch, wait, output, device.
 
     host is all but waiting. device is from a step's first kernel to its last one, device idle the share of the time in
-    which no step was on the device.
+    which no step was on the device. With drafts: the tokens that a step yields for a request, and the time of one.
 
     JSON: benchmark, results (a list of batch_size and each figure with median and spread), repeats, date, machine,
     model, options, versions, command.
@@ -51,6 +51,8 @@ def step(
       compiled-engine bench step --batch 1 --batch 8
 
       compiled-engine bench step --shape qwen3-0.6b --max-model-len 4096 --batch 256 --profile traces
+
+      compiled-engine bench step --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
     """
     from compiled_engine.bench.engine_steps import CONTEXT, outputs_needed, step_split
     from compiled_engine.bench.engine_steps import profile as write_profile
@@ -62,7 +64,7 @@ def step(
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         config = resolved(options)
         sizes = sorted(batch or [size for size in (1, 8, 64, 256) if size <= config.scheduler.max_num_seqs])
-        require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps))
+        require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps, config.most_new_tokens))
         if profile is not None:
             make_folder("profile", profile)
         with LLM(**options) as llm:
@@ -82,9 +84,12 @@ def _show(results: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     names = ("schedule", "prepare", "launch", "wait", "output", "host", "step", "device")
-    table = Table("batch", *names, "device idle", title="Microseconds a step, medians")
+    drafts = any(record["tokens"] for record in results)
+    headings = ["tokens a step", "a token"] if drafts else []
+    table = Table("batch", *names, "device idle", *headings, title="Microseconds a step, medians")
     for record in results:
         cells = ["" if record[name] is None else f"{record[name]['median']:.0f}" for name in names]
         idle = "" if record["device_idle"] is None else f"{record['device_idle']['median']:.1%}"
-        table.add_row(str(record["batch_size"]), *cells, idle)
+        by_token = [f"{record['tokens']['median']:.2f}", f"{record['token']['median']:.0f}"] if drafts else []
+        table.add_row(str(record["batch_size"]), *cells, idle, *by_token)
     console().print(table)

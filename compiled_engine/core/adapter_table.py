@@ -2,9 +2,9 @@
 
 An adapter is loaded into the ranks' host memory when it is named, and placed in one of their slots when the first of
 its requests is admitted. A slot keeps its adapter after the last request, until another adapter needs it: the one that
-was used least recently goes. Requests are admitted strictly in order, so one whose adapter finds no slot waits for the
-first to be free, and no younger request passes it. Copies in host memory that no request uses are dropped in the order
-of their last use, as far as there are more than `max_cpu_loras`.
+was used least recently goes. A request whose adapter finds no slot waits for the first to be free; which requests may
+overtake it meanwhile, request_table.WaitingQueue says. Copies in host memory that no request uses are dropped in the
+order of their last use, as far as there are more than `max_cpu_loras`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class AdapterTable:
         self._placed: dict[int, str] = {}  # since the last step
         self._names: dict[str, str] = {}  # of loaded ones, as the newest request has it
         self._requests: Counter[str] = Counter()  # by name, since the start
+        self._changed = False  # a slot was given away, or may have become free
         self.loads = self.placements = 0
 
     def is_loaded(self, digest: str) -> bool:
@@ -86,6 +87,7 @@ class AdapterTable:
         """Take all slots for empty: a step that was to place adapters has failed, and its requests have ended."""
         self._slots.clear()
         self._placed.clear()
+        self._changed = True
 
     def metrics(self) -> dict[str, Any]:
         """Now: adapters_loaded, adapters_in_slots, max_adapters, and the requests of each adapter by its name,
@@ -116,10 +118,18 @@ class AdapterTable:
         return most
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        adapter = request.adapter
-        if adapter is None or adapter.digest in self._slots or len(self._slots) < self._num_slots:
+        return request.adapter is None or self.has_slot(request.adapter)
+
+    def has_slot(self, adapter: AdapterRef) -> bool:
+        """Return whether the adapter is in a slot, or could be placed in one now."""
+        if adapter.digest in self._slots or len(self._slots) < self._num_slots:
             return True
         return len(set(self._holders.values())) < self._num_slots
+
+    def takes_changes(self) -> bool:
+        """Return whether `has_slot` may answer otherwise than at the last call."""
+        changed, self._changed = self._changed, False
+        return changed
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
         if request.adapter is None:
@@ -130,6 +140,7 @@ class AdapterTable:
         slot = self._slots.pop(digest, None)
         if slot is None:
             slot = self._placed_slot(digest)
+            self._changed = True
         self._slots[digest] = slot  # used most recently
         self._holders[request] = digest
 
@@ -138,6 +149,7 @@ class AdapterTable:
             return
         if self._holders.pop(request, None) is None:
             raise RuntimeError(f"request {request.request_id!r} gives back a slot, but has none")
+        self._changed = True
 
     def check_all_free(self) -> None:
         if self._holders or any(self._uses.values()):

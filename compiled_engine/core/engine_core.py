@@ -32,7 +32,10 @@ from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 GRAMMAR_PATIENCE_S = 0.005
 
 
-CALLS = ("metrics", "reset_prefix_cache", "check_integrity", "load_adapter", "unload_adapter")
+CALLS = (
+    *("metrics", "reset_prefix_cache", "check_integrity"),
+    *("begin_load_adapter", "has_read_adapter", "load_adapter", "unload_adapter"),
+)
 """Control calls that a core takes: methods of EngineCore."""
 
 
@@ -203,6 +206,17 @@ class EngineCore:
     def call(self, call: ControlCall) -> Any:
         """Apply a call between two steps, one of CALLS; return plain data. Raises ControlError, see control.py."""
         return apply(call, self, CALLS)
+
+    def begin_load_adapter(self, path: str, digest: str) -> None:
+        """Have the ranks read an adapter beside steps, for a `load_adapter` that follows when `has_read_adapter`."""
+        if self.config.adapters is not None and not self._scheduler.adapters.is_loaded(digest):
+            self.executor.call(ControlCall("begin_load_adapter", {"path": path, "digest": digest}))
+
+    def has_read_adapter(self, digest: str) -> bool:
+        """Return whether `load_adapter` would not wait."""
+        if self.config.adapters is None or self._scheduler.adapters.is_loaded(digest):
+            return True
+        return all(self.executor.call(ControlCall("has_read_adapter", {"digest": digest})))
 
     def load_adapter(self, path: str, digest: str) -> None:
         """Have the ranks read an adapter into host memory, unless they have it. Raises ControlError if it does not fit.

@@ -23,7 +23,7 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 
-RANK_CALLS = ("metrics", "load_adapter", "drop_adapter")
+RANK_CALLS = ("metrics", "begin_load_adapter", "has_read_adapter", "load_adapter", "drop_adapter")
 """Control calls that ranks take."""
 
 

@@ -13,35 +13,73 @@ from compiled_engine.core.request import Request, RequestStatus, check_requests
 
 
 class WaitingQueue:
-    """A heap by `Request.order`; a removed request's key stays behind and is skipped when it surfaces."""
+    """A heap by `Request.order`; a removed request's key stays behind and is skipped when it surfaces.
+
+    A request that waits for the slot of its adapter is set aside, so that others need not wait for it. Requests with an
+    adapter overtake it only if they had come when it was set aside first: there are finitely many, so each slot gets
+    free in time.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[tuple[int, int], Request] = {}
         self._heap: list[tuple[int, int]] = []
+        self._aside: list[tuple[int, int]] = []
+        self._first_aside: tuple[int, int] | None = None
+        self._newest = 0  # arrival number
+        self._overtaking: dict[tuple[int, int], int] = {}  # of those set aside once, the last arrival that may overtake
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def push(self, request: Request) -> None:
         self._requests[request.order] = request
+        self._newest = max(self._newest, request.order[1])
         heapq.heappush(self._heap, request.order)
 
-    def peek(self) -> Request:
-        """The next request. Raises IndexError if there is none."""
-        while self._heap[0] not in self._requests:
+    def peek(self) -> Request | None:
+        """The next request that is not set aside."""
+        while self._heap and self._heap[0] not in self._requests:
             heapq.heappop(self._heap)
-        return self._requests[self._heap[0]]
+        return self._requests[self._heap[0]] if self._heap else None
 
     def pop(self) -> Request:
         """Take the next request out. Raises IndexError if there is none."""
-        request = self.peek()
+        if (request := self.peek()) is None:
+            raise IndexError("no request waits that is not set aside")
         heapq.heappop(self._heap)
-        del self._requests[request.order]
+        self._forget(request)
         return request
 
     def remove(self, request: Request) -> None:
         """Take out a request that will not come back."""
+        self._forget(request)
+
+    def may_overtake(self, request: Request) -> bool:
+        """Return whether a request with an adapter need not wait for those that are set aside."""
+        first = self._first_aside
+        return first is None or request.order < first or request.order[1] <= self._overtaking[first]
+
+    def set_aside(self) -> None:
+        """Let the others go before the next request, until `restore`."""
+        order = heapq.heappop(self._heap)
+        self._aside.append(order)
+        self._overtaking.setdefault(order, self._newest)
+        if self._first_aside is None or order < self._first_aside:
+            self._first_aside = order
+
+    def restore(self) -> None:
+        """Put all requests that are set aside back in their places."""
+        for order in self._aside:
+            if order in self._requests:
+                heapq.heappush(self._heap, order)
+        self._aside.clear()
+        self._first_aside = None
+
+    def _forget(self, request: Request) -> None:
         del self._requests[request.order]
+        self._overtaking.pop(request.order, None)
+        if request.order == self._first_aside:
+            self.restore()
 
 
 class RequestTable:

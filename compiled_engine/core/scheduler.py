@@ -2,7 +2,8 @@
 
 Prefill and decode are treated equally: every request has tokens that are known but not computed, and each step divides
 a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests come
-first, then waiting ones are admitted strictly in order. When the blocks run out, the last request in order is
+first, then waiting ones are admitted in order; only one that waits for the slot of its adapter is overtaken. When the
+blocks run out, the last request in order is
 preempted, and computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
@@ -292,11 +293,17 @@ class Scheduler:
     def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
         """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
-        while waiting and budget > 0 and len(draft.new) < room:
-            request = waiting.peek()
-            # A block is reserved for each running request, so that the new one is not preempted at once.
+        if self.adapters.takes_changes():
+            waiting.restore()
+        while budget > 0 and len(draft.new) < room and (request := waiting.peek()) is not None:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
+            if request.adapter is not None and not (
+                waiting.may_overtake(request) and self.adapters.has_slot(request.adapter)
+            ):
+                waiting.set_aside()
+                continue
+            # A block is reserved for each running request, so that the new one is not preempted at once.
             if not self._kv_cache.admit(request, reserve=len(running)):
                 break
             self._requests.start_next()
@@ -428,9 +435,10 @@ class Scheduler:
                 finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        request.set_steady_limits()
         output = tokens_output(request, slice(tokens.start, end), finish, result)
-        if finish is not None:
+        if finish is None:
+            request.set_steady_limits()
+        else:
             self._requests.end(request)
             self._counts.finished += finish.reason != "error"
             self._counts.aborted += finish.reason == "error"

@@ -78,7 +78,7 @@ class EngineLoop:
         self._closed = False
         self._failure = ""  # what the last step that failed raised, as text: the error itself would hold the engine
         self._in_use = threading.Lock()
-        self._abandoned: list[Generator[RequestOutput, None, None]] = []  # ended while another one moved
+        self._abandoned: list[Generator[list[RequestOutput], None, None]] = []  # ended while another one moved
 
     def close(self) -> None:
         """Let no run go on: the core is about to be closed."""
@@ -93,10 +93,10 @@ class EngineLoop:
         try:
             while True:
                 with self._turn():
-                    output = next(outputs, None)
-                if output is None:
+                    of_step = next(outputs, None)
+                if of_step is None:
                     return
-                yield output
+                yield from of_step
         finally:
             if self._in_use.acquire(blocking=False):
                 try:
@@ -122,7 +122,8 @@ class EngineLoop:
         while self._abandoned:
             self._abandoned.pop().close()
 
-    def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[RequestOutput, None, None]:
+    def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[list[RequestOutput], None, None]:
+        """Yield the outputs of each step that has any."""
         running: dict[str, Running] = {}
         added: set[str] = set()
         try:
@@ -138,12 +139,15 @@ class EngineLoop:
                 changed = [request_id for request_id in self._changed if request_id in running]
                 if not changed:
                     self._step()
+                of_step = []
                 for request_id in changed:
                     state = self._changed.pop(request_id)
                     if state.finished:
                         del running[request_id]
                     if state.finished or partial:
-                        yield state.snapshot()
+                        of_step.append(state.snapshot())
+                if of_step:
+                    yield of_step
         finally:
             for request_id, state in running.items():
                 self._changed.pop(request_id, None)

@@ -92,7 +92,7 @@ class PoolingTask:
 
 
 def _normalised(rows_ML: np.ndarray) -> np.ndarray:
-    lengths_M1 = np.sqrt(np.square(rows_ML).sum(axis=1, keepdims=True))
+    lengths_M1 = np.sqrt(np.einsum("ml,ml->m", rows_ML, rows_ML))[:, None]
     return rows_ML / np.maximum(lengths_M1, np.float32(LEAST_LENGTH))
 
 

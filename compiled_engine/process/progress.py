@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichBar
 
 Advance = Callable[[int], None]
 Note = Callable[[], str]
@@ -14,10 +19,17 @@ class Progress(Protocol):
     """The receiver of reports from long work. `stage` yields a function that adds to the count of finished units.
 
     in_bytes: the units are bytes of a download, which has a speed. note: gives a text to show behind the count.
+    patience_s: a stage whose last unit is finished within so many seconds is not shown; 0: every stage is.
     """
 
     def stage(
-        self, name: str, total: int | None = None, *, in_bytes: bool = False, note: Note | None = None
+        self,
+        name: str,
+        total: int | None = None,
+        *,
+        in_bytes: bool = False,
+        note: Note | None = None,
+        patience_s: float = 0.0,
     ) -> AbstractContextManager[Advance]: ...
 
 
@@ -26,7 +38,13 @@ class SilentProgress:
 
     @contextmanager
     def stage(
-        self, name: str, total: int | None = None, *, in_bytes: bool = False, note: Note | None = None
+        self,
+        name: str,
+        total: int | None = None,
+        *,
+        in_bytes: bool = False,
+        note: Note | None = None,
+        patience_s: float = 0.0,
     ) -> Iterator[Advance]:
         yield lambda count: None
 
@@ -36,32 +54,51 @@ class RichProgress:
 
     @contextmanager
     def stage(
-        self, name: str, total: int | None = None, *, in_bytes: bool = False, note: Note | None = None
+        self,
+        name: str,
+        total: int | None = None,
+        *,
+        in_bytes: bool = False,
+        note: Note | None = None,
+        patience_s: float = 0.0,
     ) -> Iterator[Advance]:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            ProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as RichBar
-
-        counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
-        if in_bytes:
-            counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True))
-        if note is not None:
-            counts += (TextColumn("{task.fields[note]}"),)
-        with RichBar(TextColumn("{task.description}"), BarColumn(), *counts, console=Console(stderr=True)) as bar:
-            task = bar.add_task(name, total=total, note="")
+        begun, done = time.perf_counter(), 0
+        update: Callable[..., None] | None = None
+        with ExitStack() as shown:
 
             def advance(count: int) -> None:
-                bar.update(task, advance=count, note="" if note is None else note())
+                nonlocal done, update
+                done += count
+                if update is None and time.perf_counter() - begun >= patience_s:
+                    bar = shown.enter_context(_bar(in_bytes=in_bytes, noted=note is not None))
+                    update = partial(bar.update, bar.add_task(name, total=total, note=""))
+                if update is not None:
+                    update(completed=done, note="" if note is None else note())
 
+            if not patience_s:
+                advance(0)
             yield advance
-            if total is None:
-                bar.update(task, total=1, completed=1)
+            if total is None and update is not None:
+                update(total=1, completed=1)
+
+
+def _bar(*, in_bytes: bool, noted: bool) -> RichBar:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        ProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as RichBar
+
+    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
+    if in_bytes:
+        counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    if noted:
+        counts += (TextColumn("{task.fields[note]}"),)
+    return RichBar(TextColumn("{task.description}"), BarColumn(), *counts, console=Console(stderr=True))

@@ -186,6 +186,14 @@ class Worker:
         """See Runner.load_adapter."""
         self.executor.runner.load_adapter(path, digest)
 
+    def begin_load_adapter(self, path: str, digest: str) -> None:
+        """See Runner.begin_load_adapter."""
+        self.executor.runner.begin_load_adapter(path, digest)
+
+    def has_read_adapter(self, digest: str) -> bool:
+        """See Runner.has_read_adapter."""
+        return self.executor.runner.has_read_adapter(digest)
+
     def drop_adapter(self, digest: str) -> None:
         """See Runner.drop_adapter."""
         self.executor.runner.drop_adapter(digest)

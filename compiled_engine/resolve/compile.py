@@ -12,7 +12,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
-from compiled_engine.passes.registry import load_plugins, passes_of_ranks, registered_passes
+from compiled_engine.passes.registry import load_plugins, passes_of_quantised, passes_of_ranks, registered_passes
 from compiled_engine.resolve.folders import resolve_cache_dir
 
 COMPILE_OPTIONS = (
@@ -73,6 +73,11 @@ def resolve_compile(
         if options.sequence_parallel:
             raise ValueError("sequence_parallel is True, but tensor_parallel_size is 1; allowed: False")
         known = tuple(name for name in known if name not in of_ranks)
+    if model.quantisation is None:
+        of_quantised = passes_of_quantised()
+        if options.passes is not None and (asked := sorted(of_quantised.intersection(options.passes))):
+            raise ValueError(f"passes has {asked[0]!r}, but no linear is quantised; allowed: with a quantised model")
+        known = tuple(name for name in known if name not in of_quantised)
     by_default = tuple(name for name in known if name != SequenceParallel.name)
     wanted = by_default if options.passes is None else options.passes
     if options.sequence_parallel:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 
 from compiled_engine.attention.backend import AttentionChoice, captured_always
-from compiled_engine.attention.case import GraphSupport
+from compiled_engine.attention.case import GraphSupport, no_short_contexts
 from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelConfig, ParallelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.linear import small_batch_linear_cpu
+from compiled_engine.passes.rope.rope_attend import RopeAttend
 
 # Modes whose graphs contain, or may contain, only eager code.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
@@ -58,9 +59,27 @@ def resolve_graphs(
             f"max_num_seqs ({scheduler.max_num_seqs}) decodes or max_num_batched_tokens "
             f"({scheduler.max_num_batched_tokens}) tokens, or graph_mode none"
         )
-    short = [(size, context) for size in decode_sizes for context in short_contexts(size)]
-    short_decodes = tuple(shape for shape in short if shape[1] < scheduler.max_model_len)
-    return GraphConfig(mode, decode_sizes, token_sizes, short_decodes)
+    return GraphConfig(mode, decode_sizes, token_sizes, _short_decodes(decode_sizes, short_contexts, scheduler))
+
+
+def decode_graphs(
+    sizes: tuple[int, ...], compiled: CompileConfig, attention: AttentionChoice, scheduler: SchedulerConfig
+) -> GraphConfig:
+    """Graphs of these numbers of decodes, also with short contexts, for a model that runs beside another."""
+    short_decodes = _short_decodes(sizes, reached_short_contexts(compiled, attention), scheduler)
+    return GraphConfig(GraphMode.FULL_DECODE_ONLY, sizes, short_decodes=short_decodes)
+
+
+def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:
+    """See Support.short_contexts: their kernels are reached through the op that a pass makes."""
+    return attention.support.short_contexts if RopeAttend.name in compiled.passes else no_short_contexts
+
+
+def _short_decodes(
+    sizes: tuple[int, ...], short_contexts: Callable[[int], tuple[int, ...]], scheduler: SchedulerConfig
+) -> tuple[tuple[int, int], ...]:
+    shapes = ((size, context) for size in sizes for context in short_contexts(size))
+    return tuple(shape for shape in shapes if shape[1] < scheduler.max_model_len)
 
 
 def _mode(

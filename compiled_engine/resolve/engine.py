@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from compiled_engine.attention.backend import AttentionChoice, choose_backend
-from compiled_engine.attention.case import cases_of, no_short_contexts
+from compiled_engine.attention.case import cases_of
 from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -28,12 +28,11 @@ from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.pooling import PoolerConfig
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.adapters import resolve_adapters
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
-from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
+from compiled_engine.resolve.cuda_graphs import reached_short_contexts, recording_obstacle, resolve_graphs
 from compiled_engine.resolve.folders import (
     resolve_adapter_folder,
     resolve_cache_dir,
@@ -126,8 +125,6 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
-    # Kernels for short contexts are reached through the op that this pass makes.
-    fused = RopeAttend.name in compile_config.passes
     config = EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
@@ -141,7 +138,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             compiled=compiled,
             graphed=graphed,
             attention=attention,
-            short_contexts=attention.support.short_contexts if fused else no_short_contexts,
+            short_contexts=reached_short_contexts(compile_config, attention),
             recording_obstacle=recording_obstacle(compile_config, parallel, model, attention, device),
             model=model,
             scheduler=scheduler,

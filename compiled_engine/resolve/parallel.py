@@ -18,6 +18,7 @@ DIVISIBLE = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
     "MistralForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from compiled_engine.attention.backend import choose_backend
-from compiled_engine.attention.case import cases_of
+from compiled_engine.attention.backend import AttentionChoice, choose_backend
+from compiled_engine.attention.case import GraphSupport, cases_of
 from compiled_engine.config import (
+    CompileConfig,
     DraftConfig,
     EngineConfig,
     GraphConfig,
@@ -20,22 +21,24 @@ from compiled_engine.config import (
     local_share,
 )
 from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.checkpoint.eagle3_folder import read_head
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.compile import resolve_compile
-from compiled_engine.resolve.cuda_graphs import recording_obstacle
+from compiled_engine.resolve.cuda_graphs import decode_graphs, default_capture_sizes, recording_obstacle
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
 from compiled_engine.resolve.parallel import check_model
 from compiled_engine.schema import Kind, integer, number, one_of, text, unknown_name_message
 
-NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
+WITH_MODEL = (DRAFT_MODEL, EAGLE3)
 STANDARD, SYNTHETIC = "standard", "synthetic"
 LOOKUP = 5
 MOST_DRAFTS = 64
 _LENGTH = integer(1, 1024)
 _SHARE = number("from 0 to 1", lambda share: 0 <= share <= 1)
 KEYS = {
-    "method": one_of(NGRAM, DRAFT_MODEL),
+    "method": one_of(NGRAM, *WITH_MODEL),
     "num_speculative_tokens": integer(1, MOST_DRAFTS),
     "prompt_lookup_max": _LENGTH,
     "prompt_lookup_min": _LENGTH,
@@ -47,15 +50,15 @@ KEYS = {
     "synthetic_acceptance_length": number("at least 1", lambda length: length >= 1),
 }
 REQUIRED = ("method", "num_speculative_tokens")
-# Keys that mean nothing without another value.
+# Keys that mean nothing unless another one has one of these values.
 NEEDED = {
-    "prompt_lookup_max": ("method", NGRAM),
-    "prompt_lookup_min": ("method", NGRAM),
-    "model": ("method", DRAFT_MODEL),
-    "revision": ("method", DRAFT_MODEL),
-    "draft_tensor_parallel_size": ("method", DRAFT_MODEL),
-    "synthetic_acceptance_rates": ("rejection_sample_method", SYNTHETIC),
-    "synthetic_acceptance_length": ("rejection_sample_method", SYNTHETIC),
+    "prompt_lookup_max": ("method", (NGRAM,)),
+    "prompt_lookup_min": ("method", (NGRAM,)),
+    "model": ("method", WITH_MODEL),
+    "revision": ("method", WITH_MODEL),
+    "draft_tensor_parallel_size": ("method", WITH_MODEL),
+    "synthetic_acceptance_rates": ("rejection_sample_method", (SYNTHETIC,)),
+    "synthetic_acceptance_length": ("rejection_sample_method", (SYNTHETIC,)),
 }
 
 
@@ -72,14 +75,14 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             raise ValueError(unknown_name_message("speculative_config has no key", str(name), KEYS))
         KEYS[name].check(f"speculative_config[{name!r}]", value)
     method = given.get("method", "")
-    for name in (*REQUIRED, *(("model",) if method == DRAFT_MODEL else ())):
+    for name in (*REQUIRED, *(("model",) if method in WITH_MODEL else ())):
         if name not in given:
             raise ValueError(f"speculative_config has no {name!r}, which it must have; got {dict(given)!r}")
-    for name, (other, value) in NEEDED.items():
-        if name in given and given.get(other) != value:
+    for name, (other, values) in NEEDED.items():
+        if name in given and given.get(other) not in values:
             raise ValueError(
                 f"speculative_config[{name!r}] is {given[name]!r}, but {other!r} is {given.get(other)!r}; allowed with "
-                f"it: {value!r}"
+                f"it: {' or '.join(map(repr, values))}"
             )
     num_tokens, most = given["num_speculative_tokens"], config.scheduler.max_num_batched_tokens - 1
     if num_tokens > most:
@@ -89,35 +92,83 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
         )
     rates = _acceptance_rates(given, num_tokens)
     _check_together(options, config, method)
-    if method == DRAFT_MODEL:
-        draft = resolve_draft(options, given, config, progress)
-        return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates)
+    if method in WITH_MODEL:
+        draft, taps = resolve_draft(options, given, config, progress)
+        return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates, taps=taps)
     longest, shortest = _lookup(given, config.reasons)
     return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates)
 
 
 def resolve_draft(
     options: EngineOptions, given: Mapping[str, Any], config: EngineConfig, progress: Progress
-) -> DraftConfig:
-    """The draft model, run as the engine's model is. Raises as resolve_speculation does."""
+) -> tuple[DraftConfig, tuple[int, ...]]:
+    """The draft model or the head, run as the engine's model is, and the layers whose inputs a head reads. Raises as
+    resolve_speculation does."""
     reasons: dict[str, str] = {}
     try:
-        draft = _draft_model(options, given, config, reasons, progress)
+        taps: tuple[int, ...] = ()
+        if given["method"] == EAGLE3:
+            draft, taps = _head(options, given, config, reasons, progress)
+        else:
+            draft = _draft_model(options, given, config, reasons, progress)
+        _check_ranks(given, draft, config.parallel.tensor_parallel_size)
         share, device = local_share(draft, config.parallel.tensor_parallel_size), config.device
         cases = cases_of(share, 0, device, config.cache.kv_dtype)
         attention = choose_backend(config.attention_backend, config.cache.block_size, cases)
         compiled = resolve_compile(options, config.compile.enabled, draft, config.scheduler, device, reasons)
     except (TypeError, ValueError) as error:
         raise type(error)(f"speculative_config['model'] is {str(given['model'])!r}: {error}") from error
-    graph = GraphConfig(GraphMode.NONE)
-    if config.graph.mode is GraphMode.RECORDED:
+    graph = _graphs(config, draft, compiled, attention, reasons)
+    config.reasons.update({f"speculation.draft.{name}": reason for name, reason in reasons.items()})
+    return DraftConfig(draft, compiled, graph), taps
+
+
+def _head(
+    options: EngineOptions,
+    given: Mapping[str, Any],
+    config: EngineConfig,
+    reasons: dict[str, str],
+    progress: Progress,
+) -> tuple[ModelConfig, tuple[int, ...]]:
+    """Raises ValueError for a head that cannot draft for the engine's model."""
+    folder = resolve_model_folder(
+        replace(options, model=given["model"], revision=given.get("revision")), reasons, progress
+    )
+    load_format = config.model.load_format
+    if folder.hub_name is not None and load_format != "dummy":
+        from compiled_engine.models.checkpoint.hub import (
+            download_weights,  # imports huggingface_hub, which a folder does without
+        )
+
+        download_weights(folder.hub_name, folder.path, progress)
+    head, layers = read_head(folder.path, config.model, config.scheduler.max_model_len, load_format)
+    config.reasons["speculation.taps"] = (
+        f"the head reads what enters the layers {', '.join(map(str, layers))}, counted from 0"
+    )
+    return replace(head, hub_name=folder.hub_name, revision=folder.revision), tuple(layers)
+
+
+def _graphs(
+    config: EngineConfig,
+    draft: ModelConfig,
+    compiled: CompileConfig,
+    attention: AttentionChoice,
+    reasons: dict[str, str],
+) -> GraphConfig:
+    """The graphs of a draft model: where the engine has any, its passes are captured for decodes, or recorded."""
+    mode, graph, device = config.graph.mode, config.graph, config.device
+    if mode is GraphMode.RECORDED:
         obstacle = recording_obstacle(compiled, config.parallel, draft, attention, device)
         if obstacle is None:
-            graph = GraphConfig(GraphMode.RECORDED)
-        else:
-            reasons["graph.mode"] = f"decodes cannot be recorded: {obstacle}"
-    config.reasons.update({f"speculation.draft.{name}": reason for name, reason in reasons.items()})
-    return DraftConfig(draft, compiled, graph)
+            return GraphConfig(GraphMode.RECORDED)
+        reasons["graph.mode"] = f"decodes cannot be recorded: {obstacle}"
+    elif graph.captures and attention.support.graphs is not GraphSupport.NEVER:
+        reasons["graph.mode"] = "the passes of a draft model are captured for decodes"
+        sizes = graph.decode_sizes or default_capture_sizes(config.scheduler.max_num_seqs)
+        return decode_graphs(sizes, compiled, attention, config.scheduler)
+    elif graph.captures:
+        reasons["graph.mode"] = f"attention backend {attention.backend} cannot be captured"
+    return GraphConfig(GraphMode.NONE)
 
 
 def _draft_model(
@@ -128,7 +179,7 @@ def _draft_model(
     progress: Progress,
 ) -> ModelConfig:
     """Raises ValueError for a model that cannot draft for the engine's."""
-    model, num_ranks = config.model, config.parallel.tensor_parallel_size
+    model = config.model
     asked = replace(options, model=given["model"], revision=given.get("revision"))
     folder = resolve_model_folder(asked, reasons, progress)
     draft, model_reasons = read_model_config(
@@ -150,11 +201,15 @@ def _draft_model(
         raise ValueError(
             f"vocab_size is {draft.vocab_size}; allowed: that of the model it drafts for, {model.vocab_size}"
         )
+    return draft
+
+
+def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -> None:
+    """Raise ValueError for a draft model that the ranks cannot divide."""
     size = given.get("draft_tensor_parallel_size", num_ranks)
     if size != num_ranks:
         raise ValueError(f"draft_tensor_parallel_size is {size}; allowed: tensor_parallel_size, {num_ranks}")
     check_model(draft, num_ranks)
-    return draft
 
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
@@ -214,13 +269,13 @@ def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float,
 
 def _check_together(options: EngineOptions, config: EngineConfig, method: str) -> None:
     """Raise ValueError for options that drafts do not go with."""
-    reason, device = None, config.device
+    reason = None
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"
     elif config.model.recurrences is not None:
         reason = "the model has recurrences, whose states cannot go back to before a draft"
-    elif device.type != "cpu" and method == DRAFT_MODEL:
-        reason = f"the device is {device}, and draft models run on a CPU alone"
+    elif config.device.type != "cpu" and method == EAGLE3:
+        reason = f"the device is {config.device}, and heads run on a CPU alone"
     elif config.parallel.num_stages > 1:
         reason = f"pipeline_parallel_size is {config.parallel.num_stages}: drafts take one stage"
     elif options.logits_processors:

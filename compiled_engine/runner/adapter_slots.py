@@ -1,13 +1,15 @@
 """The adapters of a rank: copies in host memory, and the slots on the device that the compiled forward reads.
 
 A copy is cut to the rank's share when it is read: rows of B as the linear's results are divided, columns of A as its
-input is. Placing a copy in a slot is launched on the stream of the steps, so a step in flight reads what was there
-before, and nothing waits for the device.
+input is. A thread can read it, beside steps. Placing a copy in a slot is launched on the stream of the steps, so a step
+in flight reads what was there before, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,10 @@ from compiled_engine.models.checkpoint.adapter_folder import Adapter, LowRank, m
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, site_of
+
+# Host memory is pinned in parts of so many bytes: a part for each matrix would take most of the time of reading an
+# adapter, and while memory is pinned the driver launches nothing.
+PINNED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,17 @@ class AdapterSlots:
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
         self._copies: dict[str, list[_Copy]] = {}
+        self._reading: dict[str, Future[list[_Copy]]] = {}
+
+    def begin_load(self, path: str, digest: str) -> None:
+        """Have a thread read an adapter that `load` will be called for; nothing if it is there or being read."""
+        if digest not in self._copies and digest not in self._reading:
+            reading = self._reading[digest] = Future()
+            threading.Thread(target=self._read_for, args=(reading, path, digest), daemon=True).start()
+
+    def has_read(self, digest: str) -> bool:
+        """Return whether `load` need not wait for a thread."""
+        return digest not in self._reading or self._reading[digest].done()
 
     def load(self, path: str, digest: str) -> None:
         """Read an adapter into host memory, unless it is there.
@@ -67,10 +84,8 @@ class AdapterSlots:
         """
         if digest in self._copies:
             return
-        adapter = read_adapter(Path(path))
-        if adapter.digest != digest:
-            raise ValueError(f"{path} has changed since its adapter was named; name it again")
-        self._copies[digest] = self._copies_of(adapter)
+        reading = self._reading.pop(digest, None)
+        self._copies[digest] = self._read(path, digest) if reading is None else reading.result()
 
     def drop(self, digest: str) -> None:
         """Forget the copy in host memory; what slots hold stays."""
@@ -78,13 +93,28 @@ class AdapterSlots:
 
     def place(self, slot: int, digest: str) -> None:
         """Write an adapter that is loaded into a slot, for the steps that are launched from now on."""
+        copies = self._copies[digest]
+        adapted = {id(copy.site) for copy in copies}
         for site in self._sites.values():
-            site.ranks_S[slot] = 0
-        for copy in self._copies[digest]:
+            if id(site) not in adapted:
+                site.ranks_S[slot] = 0
+        for copy in copies:
             rank = copy.a_RK.shape[0]
             copy.site.a_SRK[slot, :rank].copy_(copy.a_RK, non_blocking=True)
             copy.site.b_SNR[slot, :, :rank].copy_(copy.b_NR, non_blocking=True)
             copy.site.ranks_S[slot] = rank
+
+    def _read_for(self, reading: Future[list[_Copy]], path: str, digest: str) -> None:
+        try:
+            reading.set_result(self._read(path, digest))
+        except BaseException as error:
+            reading.set_exception(error)
+
+    def _read(self, path: str, digest: str) -> list[_Copy]:
+        adapter = read_adapter(Path(path))
+        if adapter.digest != digest:
+            raise ValueError(f"{path} has changed since its adapter was named; name it again")
+        return self._copies_of(adapter)
 
     def _copies_of(self, adapter: Adapter) -> list[_Copy]:
         if (reason := adapter.merged_only()) is not None:
@@ -99,18 +129,34 @@ class AdapterSlots:
                 raise ValueError(
                     f"{adapter.path}: {module} would change {list(shape)}, but the base model's is {list(expected)}"
                 )
-        return [self._copy_of(self._sites[names[module]], each) for module, each in adapter.linears.items()]
+        memory = _HostMemory(any(site.a_SRK.is_cuda for site in self._sites.values()))
+        return [self._copy_of(self._sites[names[module]], each, memory) for module, each in adapter.linears.items()]
 
-    def _copy_of(self, site: _Site, low_rank: LowRank) -> _Copy:
+    def _copy_of(self, site: _Site, low_rank: LowRank, memory: _HostMemory) -> _Copy:
         a_RK, b_NR = low_rank.a_RK, low_rank.b_NR.float() * low_rank.scale
         if site.shard is not None and site.shard.dim is not None:
             if site.shard.dim == 0:
                 b_NR = site.shard.of(b_NR, self._rank, self._num_ranks)
             else:
                 a_RK = site.shard.of(a_RK, self._rank, self._num_ranks)
-        dtype, pinned = site.a_SRK.dtype, site.a_SRK.is_cuda
-        held = [torch.empty(t.shape, dtype=dtype, device="cpu", pin_memory=pinned).copy_(t) for t in (a_RK, b_NR)]
+        held = [memory.take(matrix.shape, site.a_SRK.dtype).copy_(matrix) for matrix in (a_RK, b_NR)]
         return _Copy(site, *held)
+
+
+class _HostMemory:
+    """Tensors on the host, many in an allocation."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._part = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = shape.numel() * dtype.itemsize
+        if num_bytes > len(self._part):
+            size = max(num_bytes, PINNED_BYTES)
+            self._part = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        taken, self._part = self._part[:num_bytes], self._part[-(-num_bytes // 16) * 16 :]
+        return taken.view(dtype).view(shape)
 
 
 def _sites(

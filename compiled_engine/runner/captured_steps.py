@@ -1,34 +1,27 @@
 """CUDA graphs of steps: what is captured, which graph serves a batch, and its replay.
 
 A graph of decodes holds the whole step, another full graph the forward with its inputs, graphs in parts the forward
-alone.
+alone, and the graph of a draft model all of its passes that make a step's drafts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.attention.backend import get_backend
-from compiled_engine.attention.case import AttentionCase
-from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
+from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import EngineConfig, GraphConfig
 from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
-from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
-from compiled_engine.runner.input_batch import (
-    InputBatch,
-    InputBuffers,
-    empty_batch,
-    prepare,
-    step_of_batch,
-)
-from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
+from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
+from compiled_engine.runner.input_batch import InputBatch, empty_batch, prepare
+from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_sampling import StepSampling
@@ -43,29 +36,23 @@ ADAPTERS = KeyField("adapters", (1,))
 
 
 class PaddedStep:
-    """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be refilled until the first capture.
-
-    attention_case: the case for which attention's work is planned; None if each layer plans its own. samples: whether
-    the result is logits, not the input of the next pipeline stage. proposer: launches drafts; None where there are
-    none, or where the host knows them.
+    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. samples: whether
+    the result is logits, not the input of the next pipeline stage. proposer: launches drafts in the step; None where
+    there are none, or where they are there before.
     """
 
     def __init__(
         self,
-        model: ModelForward,
+        forward: BatchForward,
         sampling: StepSampling,
         states: RequestStates,
-        buffers: InputBuffers,
-        kv_caches: list[torch.Tensor],
-        attention_backend: str,
-        attention_case: AttentionCase | None,
         max_model_len: int,
         samples: bool = True,
         proposer: NgramProposer | None = None,
     ):
-        self.model, self.sampling, self.states = model, sampling, states
-        self.buffers, self.kv_caches = buffers, kv_caches
-        self._backend, self._case, self._max_model_len = attention_backend, attention_case, max_model_len
+        self.forward, self.sampling, self.states = forward, sampling, states
+        self.model, self.buffers, self.kv_caches = forward.model, forward.buffers, forward.kv_caches
+        self._max_model_len = max_model_len
         self.samples, self.proposer = samples, proposer
 
     def fill(self, key: GraphKey) -> None:
@@ -99,28 +86,6 @@ class PaddedStep:
             return output.tensor
         return self.sampling.every_row(output, batch, batch.num_rows)
 
-    def forward(
-        self,
-        batch: InputBatch,
-        *,
-        hidden_wanted: bool = False,
-        around_attention: bool = False,
-        distinct: bool = False,
-    ) -> ForwardOutput:
-        """The model on the batch in the buffers, see `ModelForward.run`. around_attention: which is planned already."""
-        step = step_of_batch(batch, self.buffers)
-        inputs = attention_inputs_of(step, self._backend)
-        if not around_attention:
-            self._plan(inputs)
-        return self.model.run(
-            batch.padded_tokens,
-            arguments_of(step, inputs, self.kv_caches),
-            hidden_wanted=hidden_wanted,
-            around_attention=around_attention,
-            distinct=distinct,
-            adapted=batch.adapted,
-        )
-
     def prepare(self, batch: InputBatch) -> None:
         """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
         if self.proposer is not None:
@@ -130,9 +95,7 @@ class PaddedStep:
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
         """Make the batch's inputs from what was staged, and plan attention's work."""
         self.prepare(batch)
-        inputs = attention_inputs_of(step_of_batch(batch, self.buffers), self._backend)
-        self._plan(inputs)
-        return inputs
+        return self.forward.planned_inputs(batch)
 
     def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
         """Wrap what `run` returned, or a replay left, for a key."""
@@ -146,10 +109,6 @@ class PaddedStep:
         buffers, caches = self.buffers, [cache for cache in self.kv_caches if cache.numel()]
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(tensor.data_ptr() for tensor in (*read, *caches[:1], *caches[-1:]))
-
-    def _plan(self, inputs: AttentionInputs) -> None:
-        if self._case is not None:
-            get_backend(self._backend).plan(inputs, self._case)
 
     def _empty(self, key: GraphKey) -> InputBatch:
         if key.kind is GraphKind.FULL:
@@ -182,11 +141,41 @@ def affordable(
     return replace(config.graph, token_sizes=kept)
 
 
-class CapturedSteps:
-    """`graphs` is None where nothing is captured."""
+@dataclass(frozen=True)
+class _EitherStep:
+    """Implements `GraphStep` for the keys of the engine's model and of its draft model."""
 
-    def __init__(self, config: EngineConfig, graph: GraphConfig, step: PaddedStep, capture: Capture | None):
-        self._step = step
+    own: PaddedStep
+    draft: DraftModelProposer
+
+    def _of(self, key: GraphKey) -> GraphStep:
+        return self.draft if key.drafts else self.own
+
+    def fill(self, key: GraphKey) -> None:
+        self._of(key).fill(key)
+
+    def warm_up(self, key: GraphKey) -> None:
+        self._of(key).warm_up(key)
+
+    def run(self, key: GraphKey) -> torch.Tensor:
+        return self._of(key).run(key)
+
+    def addresses(self) -> tuple[int, ...]:
+        return self.own.addresses() + self.draft.addresses()
+
+
+class CapturedSteps:
+    """`graphs` is None where nothing is captured. draft: its passes are captured beside the steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        graph: GraphConfig,
+        step: PaddedStep,
+        capture: Capture | None,
+        draft: DraftModelProposer | None = None,
+    ):
+        self._step, self._draft = step, draft
         fields = () if config.adapters is None else (ADAPTERS,)
         self.dispatcher = Dispatcher(graph, config.scheduler, fields, config.most_new_tokens)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
@@ -199,7 +188,8 @@ class CapturedSteps:
         self.counters = GraphCounters(self.dispatcher)
         self.graphs = None
         if capture is not None:
-            self.graphs = CudaGraphManager(self.dispatcher.keys, capture, step)
+            keys, both = self.dispatcher.keys, step if draft is None else _EitherStep(step, draft)
+            self.graphs = CudaGraphManager(keys if draft is None else keys + draft.keys, capture, both)
 
     def graph_for(
         self,
@@ -226,6 +216,18 @@ class CapturedSteps:
         else:
             return key
         return None
+
+    def draft(self, drafting: Drafting) -> None:
+        """Let the draft model make a step's drafts: by one launch, but for prompts."""
+        assert self._draft is not None
+        key = drafting.key
+        if key is None:
+            self._draft.draft(drafting)
+        else:
+            assert self.graphs is not None
+            self.graphs.replay(key, None)
+            self.counters.replay(key, drafting.num_tokens)
+        self._draft.read_prompts(drafting)
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
         """Replay the graph if the batch has a key; otherwise run the forward. hidden_wanted: return no logits."""

@@ -1,4 +1,5 @@
-"""Triton kernels of drafts: find them in a request's own tokens, and take the right ones into the request states."""
+"""Triton kernels of drafts: find them in a request's own tokens, keep those of a draft model, and take the right ones
+into the request states."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.gumbel_triton import splitmix64
 
 SEARCHED = 4096
+# Rows of a program that keeps drafts.
+KEPT = 32
 
 
 @quick_launches
@@ -156,3 +159,31 @@ def ngram_kernel(
     found_K = k_K < tl.where(best >= 0, NUM_DRAFTS, 0)
     draft_K = tl.load(tokens_ptr + start + k_K % period, mask=found_K, other=-1)
     tl.store(drafts_ptr + row * NUM_DRAFTS + k_K, draft_K, mask=k_K < NUM_DRAFTS)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_rows", "draft"], do_not_specialize_on_alignment=["token_ids_ptr"])
+def keep_drafts_kernel(
+    rows_ptr: tl.tensor,
+    room_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    drafts_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    draft: tl.tensor,
+    NUM_DRAFTS: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (TILE rows). See drafts.keep_drafts."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    place_R = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside_R = place_R < num_rows
+    row_R = tl.load(rows_ptr + place_R, mask=inside_R, other=-1)
+    room_R = tl.load(room_ptr + place_R, mask=inside_R, other=0)
+    token_R = tl.load(token_ids_ptr + place_R, mask=inside_R, other=0).to(tl.int32)
+    kept_R = tl.where(draft < room_R, tl.maximum(token_R, 0), -1)
+    tl.store(drafts_ptr + row_R.to(tl.int64) * NUM_DRAFTS + draft, kept_R, mask=row_R >= 0)
+    tl.store(numbers_ptr + place_R, tl.zeros([TILE], tl.int32) + (draft + 1), mask=inside_R)

@@ -2,32 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
+from torch import nn
 
-from compiled_engine.attention.inputs import arguments_of, attention_inputs_of
-from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.attention.backend import get_backend
+from compiled_engine.attention.case import cases_of, planned_together
+from compiled_engine.attention.op import OnAttention
+from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.messages import SchedulerOutput
-from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.drafts import stage_numbered
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers, empty_batch, prepare, step_of_batch
+from compiled_engine.runner.drafts import keep_drafts
+from compiled_engine.runner.input_batch import (
+    NO_GENERATION,
+    InputBatch,
+    InputBuffers,
+    StagedDecodes,
+    empty_batch,
+    make_batch,
+    prepare,
+)
 from compiled_engine.runner.model_forward import (
+    BatchForward,
     ForwardOutput,
     ModelForward,
     compile_in_turn,
     load_model,
     threads_for_step,
 )
-from compiled_engine.runner.ngram import wanted_drafts
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.warm_up import start_up_batches
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
+
+# Tokens of a request in the first pass.
+FIRST = 2
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The work of a draft model in a step.
+
+    rows: int32 [R], of the requests that have sampled, those with most room for drafts first. num_drafting: for each
+    draft, how many requests have room for it. longest: bound of the contexts. key: of the graph, None without one.
+    prompts: what is computed of prompts, None if nothing is.
+    """
+
+    rows: np.ndarray
+    num_drafting: Sequence[int]
+    longest: int
+    key: GraphKey | None
+    prompts: InputBatch | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the first pass."""
+        return FIRST * len(self.rows)
+
+
+def _single_tokens(num_rows: int, queries: int, longest: int) -> InputBatch:
+    """Return a batch of num_rows rows of a token each, of which `queries` in turn share a request."""
+    nothing = np.empty(0, np.int32)
+    host = num_rows, queries, longest
+    return InputBatch([], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host)
+
+
+def pass_keys(dispatcher: Dispatcher, num_drafts: int) -> tuple[GraphKey, ...]:
+    """Return the keys of the graphs that hold all passes. dispatcher: for rows of the first pass."""
+    keys = (key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode)
+    return tuple(replace(key, drafts=num_drafts) for key in keys)
 
 
 class DraftModelProposer:
@@ -38,11 +89,15 @@ class DraftModelProposer:
     Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024), and two equal models
     always.
 
-    The model has a KV cache of its own under the block tables of the requests. It computes what the engine's model
-    does, in the same step: a first pass takes the tokens of the step that are known, prompts included, and each
-    further pass the drafts of the pass before. K and V of a step's last draft are missing if the draft was right: the
-    next first pass computes that token too. If the request ends or is preempted before that, a block in the prefix
-    cache may lack them, which makes later drafts worse, but no token wrong.
+    The model has a KV cache of its own under the block tables of the requests. In each step it computes what the
+    engine's model does, before it: a first pass takes the newest token of each request that has sampled, and the token
+    before that, since no pass has computed a step's last draft, which may have been right. Each further pass takes the
+    drafts of the pass before. Prompts are read after these passes. If a request ends or is preempted, a block in the
+    prefix cache may lack K and V of a last draft, which makes later drafts worse, but no token wrong.
+
+    Implements `GraphStep`: a graph holds all passes over a number of requests. A pass depends on the device alone: a
+    request without room for a draft is padding in the passes behind it. Drafts in a graph are sampled by temperature
+    alone; elsewhere the request's filters count too.
     """
 
     def __init__(
@@ -52,99 +107,227 @@ class DraftModelProposer:
         states: RequestStates,
         sampler: Sampler,
         group: Group,
+        model_to_trace: Callable[[ModelConfig], nn.Module],
+        on_attention: OnAttention | None,
         progress: Progress,
         timeline: Timeline,
     ) -> None:
         """config: of the draft model. Raises what the compiler and the loader raise."""
-        self._config, self._states, self._sampler = config, states, sampler
+        self.config, self._states, self._sampler = config, states, sampler
+        self._num_drafts = num_drafts
         self.compiled: CompiledModel | None = None
         if config.compile.enabled:
-            self.compiled = compile_in_turn(config, group, build_model, progress, timeline)
+            self.compiled = compile_in_turn(config, group, model_to_trace, progress, timeline)
         with timeline.span("load weights"):
             model, named = load_model(config, self.compiled, group, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         scheduler, recorded = config.scheduler, config.graph.mode is GraphMode.RECORDED
-        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + num_drafts) + 1
-        self.model = ModelForward(model, self.compiled, named, None, most_tokens, recorded)
-        self._buffers = InputBuffers(
-            most_tokens,
-            most_rows,
-            states.block_table_SB.shape[1],
-            states.writes,
-            config.device,
-            asked=tensors_beside_steps(config),
-            has_drafts=True,
-        )
+        most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        self.model = ModelForward(model, self.compiled, named, on_attention, most_tokens, recorded)
         self.kv_caches = kv_cache.allocate(config, 1)
-        self._num_cached = np.zeros(states.num_computed_S.shape[0], np.int64)
+        cases = cases_of(config.local_model, config.cache.block_size, config.device, config.cache.kv_dtype)
+        backend, case = config.attention_backend, planned_together(cases)
+
+        def forward_of(num_tokens: int, num_rows: int, *, has_drafts: bool) -> BatchForward:
+            length = get_backend(backend).work_length(num_tokens, num_rows, case) if case else 0
+            table_length, asked = states.block_table_SB.shape[1], tensors_beside_steps(config)
+            writes, device = states.writes, config.device
+            buffers = InputBuffers(
+                num_tokens, num_rows, table_length, writes, device, length, asked, has_drafts=has_drafts
+            )
+            return BatchForward(self.model, buffers, self.kv_caches, backend, case)
+
+        self.prompts = forward_of(most_tokens, most_requests + 1, has_drafts=False)
+        self.first = forward_of(FIRST * most_requests, FIRST * most_requests, has_drafts=True)
+        self.further = forward_of(most_requests, most_requests, has_drafts=True)
+        self._room = states.writes.field(most_requests)
+        self._staged_room = np.empty(0, np.int32)
+        self._dispatcher = Dispatcher(config.graph, scheduler, queries=FIRST)
+        self.keys = pass_keys(self._dispatcher, num_drafts)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
-        self.kv_caches[:] = kv_cache.allocate(self._config, num_blocks)
+        self.kv_caches[:] = kv_cache.allocate(self.config, num_blocks)
 
     def close(self) -> None:
         """Drop the last references to the weights and the cache."""
         self.kv_caches.clear()
         self.model.close()
 
-    def warm_up(self) -> None:
-        """Run every kind of batch once, without a trace."""
-        for shape in start_up_batches(self._config):
-            batch = empty_batch(self._buffers, shape.num_tokens, shape.num_requests, shape.host_3)
-            self._states.writes.apply()
-            self._forward(batch)
-
     def propose(self, step: SchedulerOutput) -> None:
         """See NgramProposer.propose."""
+        drafting = self.stage(step)
+        self._states.writes.apply()
+        self.draft(drafting)
+        self.read_prompts(drafting)
+
+    def stage(self, step: SchedulerOutput) -> Drafting:
+        """Stage what the passes of a step are over. The requests have their rows and blocks."""
         states = self._states
-        rows_R = states.rows(step.request_ids)
-        wanted_R = wanted_drafts(step, states, rows_R)
-        computed_R, starts_R = states.num_computed_S.numpy()[rows_R], np.array(step.starts)
-        counts_R = np.where(starts_R >= states.num_known[rows_R] - 1, 1, step.counts)
-        new = {request.request_id for request in step.new}
-        lacks_R = ~np.array([each in new for each in step.request_ids]) & (self._num_cached[rows_R] < computed_R)
-        # Of each row [row, number, tokens, wanted drafts]: what is missing comes before the newest tokens and prompts.
-        missing = np.stack((rows_R, np.full_like(rows_R, -1), np.ones_like(rows_R), np.zeros_like(rows_R)), 1)[lacks_R]
-        missing = missing[: self._config.scheduler.max_num_batched_tokens - counts_R.sum()]
-        known = np.stack((rows_R, np.zeros_like(rows_R), counts_R, wanted_R), 1)
-        known = known[np.argsort(counts_R > 1, kind="stable")]
-        self._pass(np.concatenate((missing, known)), draft=0)
-        self._num_cached[rows_R] = computed_R + counts_R + np.maximum(wanted_R - 1, 0)
-        for draft in range(1, int(wanted_R.max(initial=0))):
-            rows = rows_R[wanted_R > draft]
-            ones = np.ones_like(rows)
-            self._pass(np.stack((rows, draft * ones, ones, ones), 1), draft)
+        rows_R, starts_R = states.rows(step.request_ids), np.array(step.starts, np.int32)
+        counts_R = np.array(step.counts, np.int32)
+        has_sampled_R = starts_R >= states.num_known[rows_R]
+        indices = np.flatnonzero(has_sampled_R)
+        room_R = counts_R[indices] - 1
+        order = np.lexsort((-starts_R[indices], -room_R))
+        indices, room_R = indices[order], room_R[order]
+        longest = int((starts_R + counts_R)[indices].max(initial=1))
+        key = self._key(len(indices), longest)
+        padded = len(indices) if key is None else key.num_requests // FIRST
+        self._stage_rows(rows_R[indices], room_R, padded)
+        num_drafting = [int((room_R > draft).sum()) for draft in range(self._num_drafts)]
+        of_prompts = np.flatnonzero(~has_sampled_R)
+        of_prompts = of_prompts[np.argsort(counts_R[of_prompts] > 1, kind="stable")].tolist()
+        prompts = None
+        if of_prompts:
+            chunks = replace(
+                step,
+                request_ids=[step.request_ids[index] for index in of_prompts],
+                starts=[step.starts[index] for index in of_prompts],
+                counts=[step.counts[index] for index in of_prompts],
+                samples=[False] * len(of_prompts),
+            )
+            prompts = make_batch(chunks, states, self.prompts.buffers, None)
+        return Drafting(rows_R[indices], num_drafting, longest, key, prompts)
 
-    def _pass(self, rows_A4: np.ndarray, draft: int) -> None:
-        """Run the model on rows of [row, number, tokens, drafts wanted], and sample draft `draft` where one is."""
-        states, buffers = self._states, self._buffers
-        assert states.drafts_SK is not None
-        rows_A, number_A, lens_A, wanted_A = rows_A4.astype(np.int32).T
-        starts_A = states.num_computed_S.numpy()[rows_A]
-        batch = stage_numbered(buffers, [""] * len(rows_A), rows_A, number_A, lens_A, starts_A, wanted_A > 0)
-        states.writes.apply()
-        with threads_for_step(batch.num_tokens, self._num_parameters, self._config.device):
-            output = self._forward(batch)
-            drafting = np.flatnonzero(batch.samples)
-            if len(drafting) == 0:
+    def _key(self, num_requests: int, longest: int) -> GraphKey | None:
+        key = self._dispatcher.dispatch(FIRST * num_requests, num_requests, FIRST, longest)
+        return None if key is None or not key.is_decode else replace(key, drafts=self._num_drafts)
+
+    def _stage_rows(self, rows_R: np.ndarray, room_R: np.ndarray, padded: int) -> None:
+        """Stage requests for the passes. room_R: most drafts of each."""
+        if padded == 0:
+            return
+        padded_rows_R = np.full(padded, -1, np.int32)
+        padded_rows_R[: len(rows_R)] = rows_R
+        numbers = np.tile(np.arange(1 - FIRST, 1, dtype=np.int32), padded)
+        starts = np.arange(FIRST * padded + 1, dtype=np.int32)
+        self.first.buffers.stage_batch(np.repeat(padded_rows_R, FIRST), starts, numbers)
+        self.further.buffers.stage_decodes(StagedDecodes([], NO_GENERATION, padded, [], rows_R, None))
+        room = np.zeros(padded, np.int32)
+        room[: len(room_R)] = room_R
+        if not np.array_equal(room, self._staged_room):
+            self._staged_room = room
+            self._room.stage(0, room)
+
+    def forget_staged(self) -> None:
+        """Forget what was staged: it did not reach the device."""
+        for each in (self.prompts, self.first, self.further):
+            each.buffers.forget_staged()
+        self._staged_room = np.empty(0, np.int32)
+
+    def draft(self, drafting: Drafting) -> None:
+        """Launch the passes that make the drafts, without a graph."""
+        rows, longest = drafting.rows, drafting.longest
+        for draft, count in enumerate(drafting.num_drafting):
+            if draft > 0 and not count:
                 return
-            ends = torch.from_numpy(drafting)
-            tensor = output.tensor[buffers.logits_index_R[ends]]
-            logits_AV = tensor if output.is_logits else self.model.logits(tensor)
-            tokens_A = self._sample(logits_AV.float(), rows_A[drafting], buffers.sample_positions_R[ends])
-        states.drafts_SK.numpy()[rows_A[drafting], draft] = tokens_A.clamp(min=0).numpy()
+            num_rows = drafting.num_tokens if draft == 0 else count
+            if num_rows:
+                with threads_for_step(num_rows, self._num_parameters, self.config.device):
+                    self._pass(draft, num_rows, count, longest, rows[:count])
 
-    def _forward(self, batch: InputBatch) -> ForwardOutput:
-        prepare(batch, self._states, self._buffers)
-        step = step_of_batch(batch, self._buffers)
-        inputs = attention_inputs_of(step, self._config.attention_backend)
-        return self.model.run(batch.padded_tokens, arguments_of(step, inputs, self.kv_caches))
+    def read_prompts(self, drafting: Drafting) -> None:
+        """Launch the pass over prompts, if the step computes any."""
+        if (batch := drafting.prompts) is not None:
+            prepare(batch, self._states, self.prompts.buffers)
+            with threads_for_step(batch.num_tokens, self._num_parameters, self.config.device):
+                self.prompts(batch, hidden_wanted=True)
 
-    def _sample(self, logits_AV: torch.Tensor, rows_A: np.ndarray, positions_A: torch.Tensor) -> torch.Tensor:
+    def _pass(
+        self,
+        draft: int,
+        num_rows: int,
+        count: int,
+        longest: int,
+        rows: np.ndarray | None = None,
+        *,
+        distinct: bool = False,
+    ) -> torch.Tensor | None:
+        """Run the model on num_rows rows, and sample a draft of each of the first `count` requests; returns the logits,
+        None for no requests. rows: of these in the states, for the filters; None: by temperature alone."""
+        forward, queries = (self.further, 1) if draft else (self.first, FIRST)
+        batch = _single_tokens(num_rows, queries, longest)
+        prepare(batch, self._states, forward.buffers)
+        output = forward(batch, hidden_wanted=not count, distinct=distinct)
+        if not count:
+            return None
+        last = slice(queries - 1, queries * count, queries)
+        logits_RV = self._logits(output, last)
+        positions_R = forward.buffers.sample_positions_R[last].contiguous()
+        tokens_R = self._sample(logits_RV, count, positions_R, rows)
+        keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, draft)
+        return logits_RV
+
+    def _logits(self, output: ForwardOutput, last: slice) -> torch.Tensor:
+        logits_RV = output.tensor[last] if output.is_logits else self.model.logits(output.tensor[last].contiguous())
+        return logits_RV.float() if logits_RV.device.type == "cpu" else logits_RV
+
+    def _sample(
+        self, logits_RV: torch.Tensor, count: int, positions_R: torch.Tensor, rows: np.ndarray | None
+    ) -> torch.Tensor:
         """As step_sampling.py does for the engine's model, so that filters hold for drafts too."""
-        index_A = torch.from_numpy(rows_A)
-        if self._sampler.sampler_class(rows_A) is SamplerClass.GENERAL:
-            return self._sampler.sample(logits_AV, rows_A, index_A, positions_A)
-        tokens_A = torch.empty(len(rows_A), dtype=torch.int64)
-        self._sampler.sample_by_temperature(logits_AV, index_A, positions_A, tokens_A)
-        return tokens_A
+        index_R = self.further.buffers.rows_R[:count]
+        if rows is not None and self._sampler.sampler_class(rows) is SamplerClass.GENERAL:
+            return self._sampler.sample(logits_RV.contiguous(), rows, index_R, positions_R)
+        tokens_R = torch.empty(count, dtype=torch.int64, device=logits_RV.device)
+        self._sampler.sample_by_temperature(logits_RV, index_R, positions_R, tokens_R)
+        return tokens_R
+
+    def fill(self, key: GraphKey) -> None:
+        """See GraphStep."""
+        self._fill(key.num_requests // FIRST, key.max_seq_len)
+
+    def _fill(self, count: int, longest: int) -> None:
+        """Fill the buffers of the passes with padding for `count` requests."""
+        self._stage_rows(np.empty(0, np.int32), np.empty(0, np.int32), count)
+        self._states.writes.apply()
+        prepare(_single_tokens(FIRST * count, FIRST, longest), self._states, self.first.buffers)
+        prepare(_single_tokens(count, 1, longest), self._states, self.further.buffers)
+
+    def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
+        """Run a pass over padding alone, without a trace. host_3: see AttentionInputs; its queries tell the pass, if
+        every row has one token. distinct: see ModelForward.run."""
+        if num_tokens == num_requests:
+            _, queries, longest = host_3
+            count, draft = num_requests // queries, 0 if queries == FIRST else 1
+            if draft < self._num_drafts:
+                self._fill(count, longest)
+                self._pass(draft, num_requests, count, longest, distinct=distinct)
+            return
+        batch = empty_batch(self.prompts.buffers, num_tokens, num_requests, host_3)
+        self._states.writes.apply()
+        prepare(batch, self._states, self.prompts.buffers)
+        self.prompts(batch, hidden_wanted=True, distinct=distinct)
+
+    def launch_inputs(self) -> None:
+        """Launch the kernels of the passes beside the model, over padding."""
+        self._fill(1, 1)
+        for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
+            batch = empty_batch(self.prompts.buffers, num_tokens, 1, host_3)
+            self._states.writes.apply()
+            prepare(batch, self._states, self.prompts.buffers)
+        tokens_R = torch.zeros(1, dtype=torch.int64, device=self.config.device)
+        keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, 0)
+        self.forget_staged()  # what was not launched has not arrived
+
+    def run(self, key: GraphKey) -> torch.Tensor:
+        """See GraphStep."""
+        return self._run(key, distinct=False)
+
+    def warm_up(self, key: GraphKey) -> None:
+        """See GraphStep."""
+        self._run(key, distinct=True)
+
+    def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
+        count, logits_RV = key.num_requests // FIRST, None
+        for draft in range(self._num_drafts):
+            num_rows = count if draft else key.num_requests
+            logits_RV = self._pass(draft, num_rows, count, key.max_seq_len, distinct=distinct)
+        assert logits_RV is not None
+        return logits_RV
+
+    def addresses(self) -> tuple[int, ...]:
+        """See GraphStep."""
+        inputs = (each.buffers.input_ids_T for each in (self.first, self.further))
+        return tuple(tensor.data_ptr() for tensor in (*inputs, *self.kv_caches[:1], *self.kv_caches[-1:]))

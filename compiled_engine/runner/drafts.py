@@ -230,7 +230,8 @@ def verify_reference(
     assert states.drafts_SK is not None
     assert buffers.draft_numbers_R is not None
     rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.draft_numbers_R.numpy()[:num_rows]
-    ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], token_ids_R.numpy()[:num_rows].astype(np.int32)
+    ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], np.zeros(num_rows, np.int32)
+    tokens_R[: len(token_ids_R)] = token_ids_R.numpy()[:num_rows]  # rows of padding may have none
     computed_S = states.num_computed_S.numpy()
     known_row_S, known_ids_KL = states.known_row_S.numpy(), states.known_ids_KL.numpy()
     if states.history_SL is not None:
@@ -277,3 +278,47 @@ def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tupl
     keys_R = splitmix64(seeds_R.view(np.uint64), positions_R.astype(np.uint64))
     uniform_R = splitmix64(keys_R, np.array([NO_TOKEN], np.uint64)).astype(np.float64) * 2.0**-64
     return (uniform_R[:, None] < np.array(rates)).sum(1)
+
+
+def keep_drafts(
+    states: RequestStates, buffers: InputBuffers, room_R: torch.Tensor, token_ids_R: torch.Tensor, draft: int
+) -> None:
+    """Store the tokens that a pass of a draft model sampled, int64 [R], as draft `draft` of the first R rows of the
+    batch in `buffers`; where a row has room for no more drafts than that (room_R, int32) there is no such draft.
+
+    The rows' numbers are then those of these drafts, for the next pass. May be captured.
+    """
+    assert states.drafts_SK is not None
+    assert buffers.draft_numbers_R is not None
+    if buffers.rows_R.device.type != "cpu":
+        launch_keep_drafts(states, buffers, room_R, token_ids_R, draft)
+        return
+    count = len(token_ids_R)
+    rows_R, kept_R = buffers.rows_R.numpy()[:count], token_ids_R.clamp(min=0).numpy()
+    real_R = rows_R >= 0
+    kept_R = np.where(draft < room_R.numpy()[:count], kept_R, -1)
+    states.drafts_SK.numpy()[rows_R[real_R], draft] = kept_R[real_R]
+    buffers.draft_numbers_R[:count] = draft + 1
+
+
+def launch_keep_drafts(
+    states: RequestStates, buffers: InputBuffers, room_R: torch.Tensor, token_ids_R: torch.Tensor, draft: int
+) -> None:
+    """Launch the kernel of keep_drafts."""
+    from compiled_engine.runner.draft_kernels import KEPT, keep_drafts_kernel  # Triton is not installed everywhere
+
+    assert states.drafts_SK is not None
+    count = len(token_ids_R)
+    keep_drafts_kernel[(-(-count // KEPT),)](
+        buffers.rows_R,
+        room_R,
+        token_ids_R,
+        states.drafts_SK,
+        buffers.draft_numbers_R,
+        count,
+        draft,
+        NUM_DRAFTS=states.drafts_SK.shape[1],
+        TILE=KEPT,
+        num_warps=1,
+        **dependent_launch(buffers.rows_R.device),
+    )

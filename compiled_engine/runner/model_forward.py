@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.attention.inputs import ForwardArguments
+from compiled_engine.attention.backend import get_backend
+from compiled_engine.attention.case import AttentionCase
+from compiled_engine.attention.inputs import AttentionInputs, ForwardArguments, arguments_of, attention_inputs_of
 from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards, compile_model
@@ -24,9 +26,11 @@ from compiled_engine.models.checkpoint.parameters import materialize, parameters
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.passes.framework.parameter import KEPT
+from compiled_engine.passes.layout.taps import layer_stack
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers, step_of_batch
 
 # Multiply-adds that are worth a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
 # parallel regions of a few microseconds; every one of them waits for all threads, and on a busy machine for the
@@ -54,18 +58,28 @@ def compile_in_turn(
 
 
 def load_model(
-    config: EngineConfig, compiled: CompiledModel | None, group: Group, progress: Progress
+    config: EngineConfig,
+    compiled: CompiledModel | None,
+    group: Group,
+    progress: Progress,
+    shared: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model with its weights on the device, and every parameter and buffer by name, packed ones included.
 
     compiled: of this rank's stage; None: the model is to run eagerly. What the compiled model does not take stays on
-    the meta device. Raises what materialize and load_weights raise.
+    the meta device. shared: tensors of another model that are parameters of this one too, by name. Raises what
+    materialize and load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
     shards = {} if compiled else shards_of(config)
+    shared = shared or {}
     parameters = compiled.parameters if compiled else parameters_of(model, shards)
-    weights = materialize(model, parameters, config.device)
+    weights = materialize(model, [each for each in parameters if each.name not in shared], config.device)
+    for name, tensor in shared.items():
+        owner, _, attribute = name.rpartition(".")
+        weights.tensors[name] = tensor
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
     whole = model if num_ranks == 1 else build_tensors(config.model, cache_dir)
     load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
     if not compiled:
@@ -94,10 +108,18 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank."""
+    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. taps: the inputs of the
+    tapped layers, [T, D] each, valid until the next call."""
 
     tensor: torch.Tensor
     is_logits: bool
+    taps: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, result: torch.Tensor | tuple[torch.Tensor, ...], *, is_logits: bool) -> ForwardOutput:
+        """Wrap what a forward returns."""
+        tensor, *taps = result if isinstance(result, tuple) else (result,)
+        return cls(tensor, is_logits, tuple(taps))
 
 
 @dataclass(frozen=True)
@@ -126,8 +148,9 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if never called.
-    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. A stage with others
-    behind it returns what it sends on for hidden states and logits alike.
+    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. taps: the layers whose
+    inputs are returned too; compiled forwards return them already. A stage with others behind it returns what it sends
+    on for hidden states and logits alike.
     """
 
     def __init__(
@@ -138,6 +161,7 @@ class ModelForward:
         on_attention: OnAttention | None,
         most_tokens: int = 0,
         records: bool = False,
+        taps: Sequence[int] = (),
     ):
         self._received: torch.Tensor | None = None
         if compiled:
@@ -150,10 +174,13 @@ class ModelForward:
         else:
             pooler = getattr(model, "pooler", None)
             ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
-            whole = Forwards(model, **ends)
+            if (combine := getattr(model, "combine", None)) is not None:
+                ends["combine"] = combine
+            whole = Forwards(_EagerTaps(model, taps) if taps else model, **ends)
             parts = whole if on_attention is None else Forwards(_EagerParts(model, on_attention))
             self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
-        self.logits, self.pooler = self._variant.whole.logits, self._variant.whole.pooler
+        whole = self._variant.whole
+        self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
 
     @property
     def has_adapters(self) -> bool:
@@ -201,8 +228,8 @@ class ModelForward:
             forwards = variant.parts if around_attention else variant.whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
-            return ForwardOutput(small(*arguments), is_logits=True)
-        return ForwardOutput(forwards.for_hidden(num_tokens)(*arguments), is_logits=False)
+            return ForwardOutput.of(small(*arguments), is_logits=True)
+        return ForwardOutput.of(forwards.for_hidden(num_tokens)(*arguments), is_logits=False)
 
     def recording_counts(self) -> list[RecordingCounts]:
         """Return the counts of each forward whose calls are recorded."""
@@ -211,7 +238,73 @@ class ModelForward:
     def close(self) -> None:
         """Drop the last references to the weights."""
         self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
-        self.logits = self.pooler = nn.Identity()
+        self.logits = self.pooler = self.combine = nn.Identity()
+
+
+class _EagerTaps:
+    """The eager model, which returns the inputs of these layers behind its hidden states."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[int]):
+        self._model = model
+        path = layer_stack(name for name, _ in model.named_parameters())
+        self._inputs: list[torch.Tensor | None] = [None] * len(layers)
+        for index, layer in enumerate(layers):
+            model.get_submodule(f"{path}.{layer}").register_forward_pre_hook(partial(self._keep, index))
+
+    def _keep(self, index: int, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._inputs[index] = arguments[0]
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        hidden_TD = self._model(*arguments)
+        inputs, self._inputs = self._inputs, [None] * len(self._inputs)
+        return hidden_TD, *(tensor.reshape(hidden_TD.shape) for tensor in inputs if tensor is not None)
+
+
+@dataclass(frozen=True)
+class BatchForward:
+    """The model on batches that were prepared in `buffers`.
+
+    kv_caches: one tensor a layer. backend: of attention. case: the case for which attention's work is planned; None if
+    each layer plans its own.
+    """
+
+    model: ModelForward
+    buffers: InputBuffers
+    kv_caches: list[torch.Tensor]
+    backend: str
+    case: AttentionCase | None
+
+    def __call__(
+        self,
+        batch: InputBatch,
+        *,
+        hidden_wanted: bool = False,
+        around_attention: bool = False,
+        distinct: bool = False,
+    ) -> ForwardOutput:
+        """See ModelForward.run. around_attention: which is planned already."""
+        step = step_of_batch(batch, self.buffers)
+        inputs = attention_inputs_of(step, self.backend)
+        if not around_attention:
+            self._plan(inputs)
+        return self.model.run(
+            batch.padded_tokens,
+            arguments_of(step, inputs, self.kv_caches),
+            hidden_wanted=hidden_wanted,
+            around_attention=around_attention,
+            distinct=distinct,
+            adapted=batch.adapted,
+        )
+
+    def planned_inputs(self, batch: InputBatch) -> AttentionInputs:
+        """Plan attention's work for the batch; return its inputs."""
+        inputs = attention_inputs_of(step_of_batch(batch, self.buffers), self.backend)
+        self._plan(inputs)
+        return inputs
+
+    def _plan(self, inputs: AttentionInputs) -> None:
+        if self.case is not None:
+            get_backend(self.backend).plan(inputs, self.case)
 
 
 class _EagerParts:

@@ -30,10 +30,17 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
-from compiled_engine.runner.draft_model import DraftModelProposer
+from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.drafts import StepRows, make_drafted_batch
+from compiled_engine.runner.eagle import EagleProposer, embedding_of
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
-from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
+from compiled_engine.runner.model_forward import (
+    BatchForward,
+    ModelForward,
+    compile_in_turn,
+    load_model,
+    threads_for_step,
+)
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates, update_rows
@@ -41,7 +48,12 @@ from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.state_rows import StateRows
 from compiled_engine.runner.step_pooling import StepPooling
 from compiled_engine.runner.step_sampling import StepSampling, owes_prompt_logprobs
-from compiled_engine.runner.warm_up import compile_kernels, compile_kernels_ahead, warm_up
+from compiled_engine.runner.warm_up import (
+    compile_kernels,
+    compile_kernels_ahead,
+    warm_up,
+    warm_up_draft,
+)
 from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.sampler import Sampler
@@ -51,6 +63,7 @@ class Runner:
     """The state and steps of the device. After construction use only `submit` and `sample`; not thread-safe.
 
     runs_begun, runs_ended: runs of the model with its collectives that were started, and completely launched.
+    knows_drafts: whether drafts are made before a step's batch is; otherwise the device makes them.
     """
 
     def __init__(
@@ -75,6 +88,7 @@ class Runner:
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._samples = self._stage.is_last and config.model.pooling is None
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self._taps: tuple[torch.Tensor, ...] = ()  # of the last step
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -122,7 +136,8 @@ class Runner:
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
         most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records)
+        taps = config.speculation.taps
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, taps)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
@@ -146,14 +161,21 @@ class Runner:
         self._state_rows = None if recurrences is None else StateRows(recurrences, named)
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._draft: DraftModelProposer | None = None
+        self._head: EagleProposer | None = None
         if (draft := config.draft) is not None:
+            of_engine = speculation.num_tokens, self.states, self.sampler, self._group
             with timeline.span("draft model"):
-                self._draft = DraftModelProposer(
-                    draft, speculation.num_tokens, self.states, self.sampler, self._group, progress, timeline
-                )
-        from_history = speculation.num_tokens and self._draft is None
+                if draft.model.head is None:
+                    self._draft = DraftModelProposer(
+                        draft, *of_engine, model_to_trace, on_attention, progress, timeline
+                    )
+                else:
+                    self._head = EagleProposer(draft, *of_engine, progress, timeline, embedding_of(model, draft))
+        self._drafter = self._draft or self._head
+        from_history = speculation.num_tokens and self._drafter is None
         ngrams = NgramProposer(speculation, self.states) if from_history else None
-        self._proposer = self._draft or ngrams
+        self._proposer = self._drafter or ngrams
+        self.knows_drafts = not on_gpu and not captures
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
@@ -175,20 +197,12 @@ class Runner:
         )
         self._pooling = None
         if (pooling := config.model.pooling) is not None:
-            hidden_size = config.model.hidden_size
-            self._pooling = StepPooling(pooling, hidden_size, self.states, self.buffers, self.model.pooler)
+            size, whole = config.model.hidden_size, not config.model.causal
+            self._pooling = StepPooling(pooling, size, self.states, self.buffers, self.model.pooler, whole=whole)
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
+        forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
         self.step = PaddedStep(
-            self.model,
-            self._sampling,
-            self.states,
-            self.buffers,
-            self._kv_caches,
-            config.attention_backend,
-            planned,
-            length,
-            self._samples,
-            ngrams if on_gpu else None,
+            forward, self._sampling, self.states, length, self._samples, None if self.knows_drafts else ngrams
         )
 
     @torch.inference_mode()
@@ -197,15 +211,19 @@ class Runner:
             with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
                 if self._ahead is not None:
                     self._ahead.result()
-                compile_kernels(self._config, self.step, workers, progress)
+                compile_kernels(self._config, self.step, workers, progress, self._draft)
         workers.close()
         self._group.least(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
+            if self._draft is not None:
+                activation_bytes = max(activation_bytes, warm_up_draft(self._draft, progress))
+            if self._head is not None:
+                self._head.warm_up()
         # Memory that the first request with penalties allocates is reserved.
         set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._samples
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
-        self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
+        self.captured = CapturedSteps(self._config, graph, self.step, self._capture, self._draft)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
@@ -215,9 +233,8 @@ class Runner:
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.least(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
-        if self._draft is not None:
-            self._draft.warm_up()
-            self._draft.allocate(self.num_blocks)
+        if self._drafter is not None:
+            self._drafter.allocate(self.num_blocks)
         if graphs:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
@@ -239,7 +256,7 @@ class Runner:
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
-            if self._proposer is not None and self.step.proposer is None:
+            if self._proposer is not None and self.knows_drafts:
                 self.runs_begun += 1
                 self._proposer.propose(step)
                 self.runs_ended += 1
@@ -262,12 +279,15 @@ class Runner:
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
                 unsampled.sampled = self._sampling.finish(unsampled, masks)
+            self._follow(unsampled.batch)
         except BaseException:
             self._fail()
             raise
 
     def _fail(self) -> None:
         self.buffers.forget_staged()
+        if self._drafter is not None:
+            self._drafter.forget_staged()
         self.pending.lose_count()  # it may have been interrupted just after a launch
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
@@ -275,11 +295,14 @@ class Runner:
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
         adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
+        drafting: Drafting | None = None
         if self._proposer is None:
             key = graph_for(step.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
-            rows = StepRows.of(step, self.states, known=self.step.proposer is None)
+            if self._draft is not None and not self.knows_drafts:
+                drafting = self._draft.stage(step)
+            rows = StepRows.of(step, self.states, known=self.knows_drafts)
             longest = max(map(add, step.starts, step.counts), default=0)
             key = graph_for(
                 rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, queries=rows.queries
@@ -289,18 +312,27 @@ class Runner:
             batch = replace(batch, adapted=True)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks)
+        pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks, drafting=drafting)
         self._clock.device_ends()
         return pending
 
-    def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
-        """Launch all of a step that the device does, in its order; `submit` has prepared it.
+    def run(
+        self,
+        batch: InputBatch,
+        hidden_wanted: bool,
+        *,
+        awaits_masks: bool = False,
+        drafting: Drafting | None = None,
+    ) -> PendingStep | UnsampledStep:
+        """Launch all of a step that the device does, in its order; `submit` has prepared it. drafting: comes first.
 
         Every row is sampled by temperature and seed; rows with further parameters are sampled again (step_sampling.py).
         So one set of decode graphs serves all.
         """
         self.runs_begun += 1
         self.states.writes.apply()
+        if drafting is not None:
+            self.captured.draft(drafting)
         if self._traffic:
             self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
         if not self._samples:
@@ -310,18 +342,29 @@ class Runner:
             logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
         else:
             output = self.captured.forward(batch, hidden_wanted)
+            self._taps = output.taps
             if hidden_wanted:
                 prompt = self._sampling.prompt_logprobs(batch, output.tensor)
             logits_RV = self._sampling.first(output, batch)
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:
+            self._follow(batch)
             return self.pending.step(batch, None, prompt)
         unsampled = UnsampledStep(batch, logits_RV, prompt)
         if awaits_masks:
             self._unsampled = unsampled
             return unsampled
-        return self._sampling.finish(unsampled)
+        pending = self._sampling.finish(unsampled)
+        self._follow(batch)
+        return pending
+
+    def _follow(self, batch: InputBatch) -> None:
+        """Let the head compute a step whose tokens the states have."""
+        if self._head is not None:
+            self.runs_begun += 1
+            self._head.follow(batch, self.buffers, self._taps)
+            self.runs_ended += 1
 
     def _run_without_sampling(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """Run a non-final pipeline stage, or a model that pools; the result's tokens are unused."""
@@ -339,6 +382,14 @@ class Runner:
         """Read an adapter into host memory. Raises ValueError, see AdapterSlots.load."""
         self._own_adapters.load(path, digest)
 
+    def begin_load_adapter(self, path: str, digest: str) -> None:
+        """Have a thread read an adapter that `load_adapter` will be called for."""
+        self._own_adapters.begin_load(path, digest)
+
+    def has_read_adapter(self, digest: str) -> bool:
+        """Return whether `load_adapter` need not wait for a thread."""
+        return self._own_adapters.has_read(digest)
+
     def drop_adapter(self, digest: str) -> None:
         """Forget an adapter that no request uses."""
         self._own_adapters.drop(digest)
@@ -352,7 +403,7 @@ class Runner:
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        draft, graphs = self._draft, captured.graphs
+        draft, graphs = self._drafter, captured.graphs
         counts = [each.counts for each in (compiled, draft and draft.compiled) if each]
         recordings = [*self.model.recording_counts(), *(draft.model.recording_counts() if draft else ())]
         return {
@@ -388,8 +439,8 @@ class Runner:
         self._kv_caches.clear()
         self._state_rows = None
         self.model.close()
-        if self._draft is not None:
-            self._draft.close()
+        if self._drafter is not None:
+            self._drafter.close()
         self._compiled = None
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()

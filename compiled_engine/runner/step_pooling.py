@@ -56,7 +56,10 @@ class PooledRows:
 
 
 class StepPooling:
-    """pooler: the model's head. Declares the fields of its kinds in `states`, none for the last token alone."""
+    """Declares the fields of its kinds in `states`; none for the last token alone, or if requests are whole.
+
+    pooler: the model's head. whole: each step computes all tokens of its requests, as an encoder's does.
+    """
 
     def __init__(
         self,
@@ -65,9 +68,12 @@ class StepPooling:
         states: RequestStates,
         buffers: InputBuffers,
         pooler: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        whole: bool,
     ) -> None:
         self._kinds, self._states, self._buffers, self._pooler = pooling.kinds, states, buffers, pooler
-        if pooling.every_token:
+        self._whole = whole
+        if pooling.every_token and not whole:
             fields = (RowField(f"pooled_{kind}", torch.float32, shape=(hidden_size,)) for kind in pooling.kinds)
             states.fields.declare(*fields)
 
@@ -75,7 +81,7 @@ class StepPooling:
         """Launch the pooling of a step; None if no request gets a result."""
         count, by_token = batch.num_requests, self._states.by_token
         done = [i for i in np.flatnonzero(batch.samples).tolist() if int(batch.rows[i]) not in by_token]
-        pooled_RW = self._grown(batch, hidden_TD) if self._kinds != LAST else None
+        pooled_RW = self._pooled(batch, hidden_TD) if self._kinds != LAST else None
         parts, firsts, counts = [], [0] * len(done), [1] * len(done)
         if done:
             index_M = None if len(done) == count else upload(np.array(done, np.int64), hidden_TD.device)
@@ -84,7 +90,7 @@ class StepPooling:
                 parts.append(hidden_TD[last_R if index_M is None else last_R[index_M]].float())
             else:
                 parts.append(pooled_RW if index_M is None else pooled_RW[index_M])
-        each = [i for i in range(count) if int(batch.rows[i]) in by_token]
+        each = [i for i in range(count) if int(batch.rows[i]) in by_token] if by_token else []
         for i in each:
             start, end = int(batch.query_starts[i]), int(batch.query_starts[i + 1])
             parts.append(hidden_TD[start:end].float())
@@ -96,8 +102,8 @@ class StepPooling:
         request_ids = [batch.request_ids[i] for i in (*done, *each)]
         return PooledRows(request_ids, firsts, counts, download(result_ML))
 
-    def _grown(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Take the step's tokens into the row fields; the fields of the batch's requests, fp32 [R, W]."""
+    def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Pool the tokens of the batch's requests up to the end of this step, fp32 [R, W]; the row fields keep it."""
         count, num_tokens = batch.num_requests, batch.num_tokens
         starts_R1 = step_of_batch(batch, self._buffers)["attention_inputs.query_start_loc_R1"][: count + 1].long()
         rows_R = self._buffers.rows_R[:count].long()
@@ -105,18 +111,20 @@ class StepPooling:
         request_T = torch.repeat_interleave(tokens_R, output_size=num_tokens)
         position_T = self._buffers.positions_T[:num_tokens].float()
         length_T = self._states.num_known_S[rows_R].float()[request_T]
-        begins_R1 = (self._buffers.seq_lens_R[:count] == tokens_R).unsqueeze(1)  # what the fields hold is another's
         hidden_TD = hidden_TD[:num_tokens].float()
         pooled = []
         for kind in self._kinds:
-            field_SD = self._states.fields[f"pooled_{kind}"]
             if kind == MAXIMUM:
                 new_RD = torch.segment_reduce(hidden_TD, "max", offsets=starts_R1, axis=0, unsafe=True)
-                new_RD = torch.where(begins_R1, new_RD, torch.maximum(field_SD[rows_R], new_RD))
             else:
                 weighted_TD = WEIGHTS[kind](position_T, length_T).unsqueeze(1) * hidden_TD
                 new_RD = torch.segment_reduce(weighted_TD, "sum", offsets=starts_R1, axis=0, unsafe=True)
-                new_RD = torch.where(begins_R1, new_RD, field_SD[rows_R] + new_RD)
-            field_SD[rows_R] = new_RD
+            if not self._whole:
+                field_SD = self._states.fields[f"pooled_{kind}"]
+                both = torch.maximum if kind == MAXIMUM else torch.add
+                # Where a request begins, its row holds values of an earlier one.
+                begins_R1 = (self._buffers.seq_lens_R[:count] == tokens_R).unsqueeze(1)
+                new_RD = torch.where(begins_R1, new_RD, both(field_SD[rows_R], new_RD))
+                field_SD[rows_R] = new_RD
             pooled.append(new_RD)
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)

@@ -39,8 +39,9 @@ from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner.captured_steps import PaddedStep
+from compiled_engine.runner.draft_model import FIRST, DraftModelProposer
 from compiled_engine.runner.input_batch import empty_batch, padding_starts
-from compiled_engine.runner.model_forward import ForwardOutput
+from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
@@ -81,14 +82,14 @@ class BatchShape(NamedTuple):
         return 0, max(2, self.num_tokens // self.num_requests), self.max_seq_len
 
 
-def start_up_batches(config: EngineConfig) -> list[BatchShape]:
+def start_up_batches(config: EngineConfig, queries: int | None = None) -> list[BatchShape]:
     """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    With drafts a request has several rows. Attention's kernels differ by the number of decodes, in steps wider than a
-    factor of two, by the bound of the contexts, and between few and many tokens of prompts; those of passes where the
-    passes say so.
+    With drafts a request has several rows, `queries` of them: by default as many as a step may yield tokens.
+    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
+    contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
-    scheduler, graph = config.scheduler, config.graph
+    scheduler, graph, queries = config.scheduler, config.graph, queries or config.most_new_tokens
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = scheduler.max_model_len
     num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
@@ -114,7 +115,7 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     shapes = [*product(few, bounds), *product(sizes, bounds[:1])]
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     verified: list[BatchShape] = []
-    if (queries := config.most_new_tokens) > 1:
+    if queries > 1:
         kinds = [*((size, longest) for size in sizes), *graph.short_decodes, *shapes]
         verified = [BatchShape(size * queries, size * queries, bound, queries) for size, bound in kinds]
         verified = [shape for shape in verified if shape.num_tokens <= max_tokens]
@@ -143,6 +144,34 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     if step.samples:
         for sample in ways_of_sampling(step.sampling.sampler.vocabulary, config.model.dtype, config.device):
             sample()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def draft_batches(draft: DraftModelProposer) -> list[BatchShape]:
+    """Those of a draft model, by itself: rows of its first pass, rows of its further passes, and prompts."""
+    config = draft.config
+    most = config.scheduler.max_num_seqs
+    shapes = start_up_batches(config, FIRST)
+    return [
+        shape if shape.queries > 1 else shape._replace(num_requests=min(shape.num_requests, most)) for shape in shapes
+    ]
+
+
+def warm_up_draft(draft: DraftModelProposer, progress: Progress) -> int:
+    """Run the start-up batches of a draft model; returns the peak bytes of a pass beyond what was there before."""
+    device, shapes = draft.config.device, draft_batches(draft)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    with progress.stage("warm up draft model", total=len(shapes)) as progressed:
+        for shape in shapes:
+            draft.run_empty(shape.num_tokens, shape.num_requests, shape.host_3, distinct=shape != shapes[0])
+            progressed(1)
+    if not on_gpu:
+        return 0
+    peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak
 
@@ -230,15 +259,25 @@ def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWor
             job.result()
 
 
-def compile_kernels(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, progress: Progress) -> None:
+def compile_kernels(
+    config: EngineConfig,
+    step: PaddedStep,
+    workers: KernelWorkers,
+    progress: Progress,
+    draft: DraftModelProposer | None = None,
+) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     with _asked(config, workers) as kernels:
         sampling = _sampling(config, step.sampling.sampler.vocabulary, kernels) if step.samples else []
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # no other kernel differs for it
         for shape in others:
-            _forward(config, step, shape)
+            _forward(config, step.forward, shape)
         _inputs(config, step)
+        if draft is not None:
+            for shape in draft_batches(draft)[1:]:
+                _forward(draft.config, draft.prompts, shape)
+            draft.launch_inputs()
         jobs = [*sampling, *kernels.load()]
         with progress.stage("compile kernels", total=len(jobs)) as progressed:
             for job in as_completed(jobs):
@@ -288,13 +327,13 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 
 @torch.inference_mode()
-def _forward(config: EngineConfig, step: PaddedStep, shape: BatchShape) -> None:
+def _forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
     """Go through the forward of requests without slots and with empty contexts, on tensors of its own."""
-    for adapted in (False, True) if step.model.has_adapters else (False,):
-        asked = [tensor for tensor in step.buffers.asked if adapted or not tensor.of_adapters]
-        empty = _empty_step(config, shape, step.buffers.block_table_RB.shape[1], asked)
+    for adapted in (False, True) if forward.model.has_adapters else (False,):
+        asked = [tensor for tensor in forward.buffers.asked if adapted or not tensor.of_adapters]
+        empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
-        step.model.run(shape.num_tokens, arguments_of(empty, inputs, step.kv_caches), adapted=adapted)
+        forward.model.run(shape.num_tokens, arguments_of(empty, inputs, forward.kv_caches), adapted=adapted)
 
 
 def _empty_step(

@@ -28,6 +28,7 @@ from compiled_engine.passes.framework.graph_text import graph_text
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
+from compiled_engine.passes.layout.taps import Taps
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
@@ -35,6 +36,8 @@ from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
+from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
+from compiled_engine.passes.quantised.quantise_experts import QuantiseExperts
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
@@ -90,7 +93,7 @@ class EntryBuilder:
                 graph, reports = apply_passes(self._config, traced, compile_range, whole)
             with timeline.span(f"split {place}{compile_range.name}"):
                 plan, unique = make_plan(graph.graph, split(graph.graph), signature.arguments)
-                returns = signature.returned(compile_range)
+                returns = (*signature.returned(compile_range), *(f"input of layer {layer}" for layer in signature.taps))
                 compiled = CompiledRange(name, compile_range, plan, returns, reports)
                 write_compiled_range(self._folder, compiled, graph_text(graph.graph))
             self._pieces |= unique
@@ -195,7 +198,7 @@ def apply_passes(
     On a CPU fused ops are decomposed, unless C++ kernels serve the whole range. whole: result of `trace_whole`.
     """
     module, direct = traced.for_range(compile_range), traced.signature.direct
-    structure = structure_passes(config, module.graph, compile_range, whole)
+    structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.taps)
     others, enabled = fusion_passes(config, traced.signature)
     with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
         reports = run_passes(
@@ -219,12 +222,14 @@ def apply_passes(
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
     """The passes after those that structure_passes returns, in their order, and the names of the enabled ones.
 
-    With adapters, theirs is right behind merge_linears and always enabled. A linear and its activation then have the
-    adapters between them, so no pass puts both into one op.
+    quantise_activations has the rules of the model. With adapters, theirs is right behind merge_linears and always
+    enabled. A linear and its activation then have the adapters between them, so no pass puts both into one op.
     """
     if signature.direct:
         return (), config.compile.passes
-    passes, enabled = registered_passes(), config.compile.passes
+    enabled = config.compile.passes
+    rounding = QuantiseActivations(config.model.quantisation)
+    passes = tuple(rounding if each.name == rounding.name else each for each in registered_passes())
     if not signature.adapted or config.adapters is None:
         return passes, enabled
     adapters = Adapters(config.adapters)
@@ -234,11 +239,15 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
 
 
 def structure_passes(
-    config: EngineConfig, graph: fx.Graph, compile_range: CompileRange, whole: TracedGraph | None
+    config: EngineConfig,
+    graph: fx.Graph,
+    compile_range: CompileRange,
+    whole: TracedGraph | None,
+    taps: tuple[int, ...] = (),
 ) -> tuple[GraphPass, ...]:
     """Passes that come before all others and cannot be switched off: they say what a graph means to its device.
 
-    graph: of the range, of what `trace_rank` returns.
+    graph: of the range, of what `trace_rank` returns. taps: see Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []
@@ -248,6 +257,10 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
+        if config.model.experts.count and config.model.transformers is None and num_ranks == 1:
+            found.append(QuantiseExperts(config.model.quantisation, config.device))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
+    if taps:
+        found.append(Taps(taps))
     return tuple(found)

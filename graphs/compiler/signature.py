@@ -22,14 +22,15 @@ from compiled_engine.attention.inputs import (
     padding_of,
     tensors_of_model,
 )
-from compiled_engine.config import AdapterConfig, EngineConfig
+from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig
+from compiled_engine.models.textbook.eagle3 import head_step_tensors
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.pooling import Pooling
 from compiled_engine.recurrence.sequences import model_step_tensors
 
-FORWARD, LOGITS, POOLER, ADAPTED = "forward", "logits", "pooler", "adapted"
+FORWARD, LOGITS, POOLER, ADAPTED, COMBINE = "forward", "logits", "pooler", "adapted", "combine"
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 
@@ -43,7 +44,8 @@ class Signature:
     results: Python for each value that may be returned, by name, of `model`, the arguments and the results before it.
     returns: the names of the returned results; small_returns: that of a small range, if it differs. ranges: the last
     one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code does, so that a
-    start can load them without a compiler. adapted: with the pass that adds the requests' adapters.
+    start can load them without a compiler. adapted: with the pass that adds the requests' adapters. taps: the layers
+    whose inputs are returned behind the results.
     """
 
     arguments: tuple[str, ...]
@@ -56,6 +58,7 @@ class Signature:
     backend: str = ""
     direct: bool = False
     adapted: bool = False
+    taps: tuple[int, ...] = ()
 
     @property
     def most_tokens(self) -> int:
@@ -103,7 +106,8 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
     pooling = config.model.pooling
     if pooling is None:
         adapted = {} if config.adapters is None else {ADAPTED: adapted_signature(config, config.adapters)}
-        return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)} | adapted
+        combine = {} if config.model.head is None else {COMBINE: combine_signature(config, config.model.head)}
+        return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)} | adapted | combine
     return {FORWARD: forward_signature(config)} | ({POOLER: pooler_signature(config, pooling)} if pooling.head else {})
 
 
@@ -114,11 +118,14 @@ def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:
 
 
 def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
-    return (*tensors_of_model(config.model.token_types), *model_step_tensors(config.model))
+    model = config.model
+    return (*tensors_of_model(model.token_types), *model_step_tensors(model), *head_step_tensors(model))
 
 
 def forward_signature(config: EngineConfig) -> Signature:
-    """A step: hidden states of every token, and in ranges for small batches their logits if the model has them."""
+    """A step: hidden states of every token, and in ranges for small batches their logits if the model has them. What
+    drafts needs both, and returns hidden states.
+    """
     model = config.local_model
     own = _of_model(config)
     arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
@@ -133,9 +140,10 @@ def forward_signature(config: EngineConfig) -> Signature:
         results,
         returns=("hidden_TD",),
         ranges=compile_ranges(config),
-        small_returns=("logits_TV",) if model.pooling is None else (),
+        small_returns=("logits_TV",) if model.pooling is None and model.head is None else (),
         asked=step_tensors(config.compile.passes),
         backend=config.attention_backend,
+        taps=config.speculation.taps,
     )
 
 
@@ -157,6 +165,18 @@ def logits_signature(config: EngineConfig) -> Signature:
         (StepTensor("hidden_RD", ("tokens", model.hidden_size), model.dtype),),
         {"logits_RV": "model.logits(hidden_RD)"},
         returns=("logits_RV",),
+        ranges=compile_ranges(config)[-1:],
+        direct=True,
+    )
+
+
+def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
+    """The features that a head makes of the model's hidden states."""
+    return Signature(
+        ("taps_TE",),
+        (StepTensor("taps_TE", ("tokens", head.num_taps * head.target_size), config.model.dtype),),
+        {"features_TD": "model.combine(taps_TE)"},
+        returns=("features_TD",),
         ranges=compile_ranges(config)[-1:],
         direct=True,
     )

@@ -18,8 +18,8 @@ from compiled_engine.passes.framework.graph_pass import SplittingOp
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.registry import splitting_ops
 
-# Takes the arguments of its plan; of a step these are ForwardArguments.
-Forward = Callable[..., torch.Tensor]
+# Takes the arguments of its plan; of a step these are ForwardArguments. Returns its one output or a tuple of several.
+Forward = Callable[..., Any]
 
 
 def stitch(

@@ -21,6 +21,7 @@ log = logging.getLogger("compiled_engine")
 
 # The size of a batch, the number of threads, and where its inputs are.
 Kind = tuple[int, ...]
+Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass
@@ -41,11 +42,11 @@ class RecordedForward:
 
     def __init__(self, forward: Forward, arena: Arena) -> None:
         self._forward, self._arena = forward, arena
-        self._recorded: dict[Kind, tuple[CallList, torch.Tensor] | None] = {}
+        self._recorded: dict[Kind, tuple[CallList, Result] | None] = {}
         self._unrecordable = False
         self.counts = RecordingCounts()
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(self, *arguments: Any) -> Result:
         """arguments: ForwardArguments."""
         inputs = _attention_inputs(arguments)
         # Attention of prompts reads values on the host.
@@ -63,7 +64,7 @@ class RecordedForward:
         self.counts.replays += 1
         return result
 
-    def _record(self, kind: Kind, arguments: ForwardArguments) -> torch.Tensor:
+    def _record(self, kind: Kind, arguments: ForwardArguments) -> Result:
         try:
             num_decodes = _attention_inputs(arguments).host_3[0]
             with recording(self._arena, [num_decodes]) as calls:
@@ -72,7 +73,10 @@ class RecordedForward:
             log.warning("decodes run without recorded calls: %s", error)
             self._unrecordable = True
             return self._forward(*arguments)  # which writes what the first attempt wrote
-        self._recorded[kind] = calls, self._arena.alias(result)
+        if isinstance(result, tuple):
+            self._recorded[kind] = calls, tuple(map(self._arena.alias, result))
+        else:
+            self._recorded[kind] = calls, self._arena.alias(result)
         self.counts.recordings += 1
         self.counts.kernels = max(self.counts.kernels, calls.num_kernels)
         return result

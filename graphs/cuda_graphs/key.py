@@ -24,8 +24,8 @@ class GraphKey:
     depend on the others, which are 0 if attention is not captured: num_requests rows, of which the first num_decodes
     have one query token each, none more than max_query_len, and contexts of at most max_seq_len, which is less than the
     engine's limit in graphs for short contexts. Where all rows are decodes, max_query_len is the number of rows that
-    share a request: its newest token and drafts. extra: the sizes of further fields, by name, for batches that use
-    them.
+    share a request: its newest token and drafts. drafts: of each request, where the graph holds the passes of a draft
+    model; 0 otherwise. extra: the sizes of further fields, by name, for batches that use them.
     """
 
     kind: GraphKind
@@ -35,6 +35,7 @@ class GraphKey:
     max_query_len: int = 0
     max_seq_len: int = 0
     short: bool = False
+    drafts: int = 0
     extra: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -44,11 +45,12 @@ class GraphKey:
 
     @property
     def name(self) -> str:
-        """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `full 512`, `piecewise 512`,
+        """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `full 512`, `piecewise 512`,
         `decode 8 rank 16`: unique within an engine."""
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
         if self.is_decode and self.max_query_len > 1:
-            kind = f"verify-{self.max_query_len}-{kind}" if self.short else f"verify-{self.max_query_len}"
+            purpose = f"draft-{self.drafts}" if self.drafts else f"verify-{self.max_query_len}"
+            kind = f"{purpose}-{kind}" if self.short else purpose
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 

@@ -34,7 +34,8 @@ class GraphStep(Protocol):
         ...
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...].
+        """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...], or
+        for a draft model the logits of its last pass.
 
         For a key that is not FULL it calls the capture's `on_attention` in place of the attention ops.
         """

@@ -66,10 +66,10 @@ def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
 
 def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     """Families of keys that differ only in size, the largest first, in the order of capture."""
-    found: dict[tuple[GraphKind, int, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
+    found: dict[tuple[GraphKind, int, int, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         queries = key.max_query_len if key.is_decode else 0
-        found.setdefault((key.kind, queries, key.extra), []).append(key)
+        found.setdefault((key.kind, queries, key.drafts, key.extra), []).append(key)
     return list(found.values())
 
 
@@ -81,7 +81,8 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
 # Packages besides those in the entry's key whose code is captured or captures.
 CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
 # Fields that say where something is, or why: not what is captured.
-OF_NO_EFFECT = ("model.path", "model.hub_name", "model.revision", "tokenizer", "compile.cache_dir", "reasons")
+_WHERE = ("model.path", "model.hub_name", "model.revision", "compile.cache_dir")
+OF_NO_EFFECT = (*_WHERE, *(f"speculation.draft.{name}" for name in _WHERE), "tokenizer", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
 VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
 MAPPED_FILES = Path("/proc/self/maps")

@@ -235,7 +235,13 @@ def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dic
     sizes = [(kind or "decode", size) for kind, size in decodes]
     if (queries := 1 + config.get("speculation", {}).get("num_tokens", 0)) > 1:
         verified = [(f"verify-{queries}-{kind}".rstrip("-"), size * queries) for kind, size in decodes]
-        sizes += [(kind, size) for kind, size in verified if size <= config["scheduler"]["max_num_batched_tokens"]]
+        most_tokens = config["scheduler"]["max_num_batched_tokens"]
+        sizes += [(kind, size) for kind, size in verified if size <= most_tokens]
+        if draft := config["speculation"].get("draft"):
+            drafted = [("", size) for size in draft["graph"]["decode_sizes"]]
+            drafted += [(f"short-{context}", size) for size, context in draft["graph"]["short_decodes"]]
+            drafted = [(f"draft-{queries - 1}-{kind}".rstrip("-"), size * 2) for kind, size in drafted]
+            sizes += [(kind, size) for kind, size in drafted if size <= most_tokens]
     sizes += [(mixed, size) for size in config["graph"]["token_sizes"]]
     return [{"kind": kind, "size": size, "bytes": used.get(f"{kind} {size}")} for kind, size in sizes]
 

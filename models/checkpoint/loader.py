@@ -13,6 +13,7 @@ from torch import nn
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.adapter_folder import read_adapter
+from compiled_engine.models.checkpoint.eagle3_folder import head_tensors
 from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scales_of
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.merged_adapter import merge
@@ -88,6 +89,8 @@ def load_weights(
         tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
         tensors = pooling_tensors(tensors, dict(model.named_parameters(remove_duplicate=False)), config)
+    if config.head is not None:
+        tensors = head_tensors(tensors, config)
     matched = match_tensors(tensors, model, config, cache_dir)
     parts: dict[str, list[Placement]] = {}
     for leaf in weights.leaves():

@@ -41,7 +41,7 @@ from compiled_engine.passes.framework.rounding import codes_of, scales_of
 from compiled_engine.process.progress import Advance, Progress
 from compiled_engine.quantisation import LinearScheme, Quantisation, matches
 
-# Matrices of experts are kept as they are: the engine has no kernels for their codes.
+# Matrices of experts are kept as they are: they are no modules of their own in the model.
 EXPERTS = r"re:.*\.experts\..*"
 _WEIGHT, _SCALES = ".weight", ".weight_scale"
 _MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers

@@ -105,8 +105,9 @@ def place_quantised(
 
 
 def _in_tiles(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> tuple[Span, ...]:
-    found = []
-    for (start, end), size in zip(spans, (tile.rows, tile.columns), strict=True):
+    *leading, rows, columns = spans
+    found = list(leading)
+    for (start, end), size in ((rows, tile.rows), (columns, tile.columns)):
         if placement.transposed or start % (size or 1):
             raise ValueError(f"the scales of {placement.source} are of {tile}, which its place in {spans} divides")
         found.append((start // size, -(-end // size)) if size else (0, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.textbook.eagle3 import Eagle3Head
 from compiled_engine.models.textbook.gemma2 import Gemma2ForCausalLM
 from compiled_engine.models.textbook.gemma3 import Gemma3ForCausalLM
 from compiled_engine.models.textbook.llama import LlamaForCausalLM
@@ -24,12 +25,13 @@ ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
 }
 
 
-def build_model(config: ModelConfig) -> LlamaForCausalLM:
+def build_model(config: ModelConfig) -> LlamaForCausalLM | Eagle3Head:
     """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
 
     It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and
-    `logits(hidden_RD) -> logits_RV`. Buffers (rotary frequencies) are fp32 on the CPU.
+    `logits(hidden_RD) -> logits_RV`. A head that drafts takes features too, and has `combine(taps_TE) -> features_TD`.
+    Buffers (rotary frequencies) are fp32 on the CPU.
     """
     with torch.device("meta"):
-        model = ARCHITECTURES[config.architecture](config)
+        model = ARCHITECTURES[config.architecture](config) if config.head is None else Eagle3Head(config, config.head)
     return model.eval().requires_grad_(False)

@@ -24,11 +24,13 @@ from compiled_engine.passes.framework.matching import (
     emit_named,
     factors,
     is_call,
+    named,
     only_user,
     rewrite_calls,
     through_cast,
     user_through_cast,
 )
+from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.passes.linear.linears import ExpertsLinear, experts_linear_of
 
 
@@ -80,10 +82,20 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
             **{"top_k": routing.top_k, "renormalise": routing.renormalise, "chosen_TX": routing.chosen},
             **{"activation": gate.activation, "alpha": gate.alpha, "limit": gate.limit},
             "interleaved": gate.interleaved,
+            **_codes_of(gate_up.weight, "gate_up_END", "gate_up_scales_ERC", "gate_up_scheme"),
+            **_codes_of(down.weight, "down_EDI", "down_scales_ERC", "down_scheme"),
         }
         fused = emit_named(graph, experts, arguments)
     total.replace_all_uses_with(fused)
     return [Replacement(total.name, fused)]
+
+
+def _codes_of(weight: fx.Node, codes: str, scales: str, scheme: str) -> dict[str, Any]:
+    """The op's arguments, by these names, for a weight that is decoded."""
+    if not is_call(weight, experts_weight):
+        return {}
+    arguments = named(weight)
+    return {codes: arguments["codes_ENK"], scales: arguments["scales_ERC"], scheme: arguments["scheme"]}
 
 
 def _known_routing(weights: Any, chosen: Any) -> _Routing | None:

@@ -19,6 +19,7 @@ from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
 def grouped_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sorted_ptr: tl.tensor,
@@ -37,12 +38,15 @@ def grouped_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program (rows, block): the tokens of a block times ROWS rows of its expert's weight.
 
     GATED: x are the tokens, out is what the gate makes, in the order of experts. Else x is in that order, and out in
-    that of the pairs, each times its weight. w: [E, NUM_ROWS, K]; bias: [E, NUM_ROWS] or None.
+    that of the pairs, each times its weight. w: [E, NUM_ROWS, K]; bias: [E, NUM_ROWS] or None. scales: of codes, of
+    tiles of TILE_ROWS rows and TILE_COLUMNS columns, a multiple of BLOCK_K, or 0 for whole rows; None for values.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -67,6 +71,12 @@ def grouped_kernel(
     else:
         row_N = weight_rows(tl.program_id(0) * OUTPUTS, NUM_OUTPUTS, ROWS, GATED)
     w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
+    CODED: tl.constexpr = scales_ptr is not None
+    BY_STEP: tl.constexpr = CODED and TILE_COLUMNS > 0
+    if CODED:
+        BLOCKS: tl.constexpr = (K + TILE_COLUMNS - 1) // TILE_COLUMNS if TILE_COLUMNS > 0 else 1
+        scale_row_N = expert * ((NUM_ROWS + TILE_ROWS - 1) // TILE_ROWS) + row_N // TILE_ROWS
+        scale_ptr_N = scales_ptr + scale_row_N * BLOCKS
     k_K = tl.arange(0, BLOCK_K)
     acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
@@ -77,11 +87,18 @@ def grouped_kernel(
         else:
             w_NK = tl.load(w_row_ptr_N[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
             x_TK = tl.load(x_row_ptr_T[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
-        if ROWS_FIRST:
-            acc = tl.dot(w_NK, tl.trans(x_TK), acc, input_precision="ieee")
+        if CODED:
+            w_NK = w_NK.to(x_TK.dtype)
+        left, right = (w_NK, x_TK) if ROWS_FIRST else (x_TK, w_NK)
+        if BY_STEP:
+            scale_N = tl.load(scale_ptr_N + k // TILE_COLUMNS)
+            product = tl.dot(left, tl.trans(right), input_precision="ieee")
+            acc += product * (scale_N[:, None] if ROWS_FIRST else scale_N[None, :])
         else:
-            acc = tl.dot(x_TK, tl.trans(w_NK), acc, input_precision="ieee")
+            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
     y_TN = tl.trans(acc) if ROWS_FIRST else acc
+    if CODED and not BY_STEP:
+        y_TN *= tl.load(scale_ptr_N)[None, :]
     if bias_ptr is not None:
         y_TN += tl.load(bias_ptr + expert * NUM_ROWS + row_N).to(tl.float32)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty

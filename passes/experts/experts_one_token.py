@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.experts.experts_gate import gate_of_experts
 from compiled_engine.passes.experts.experts_routing import chosen_experts
+from compiled_engine.passes.linear.experts_codes import scaled
 from compiled_engine.passes.linear.small_batch_linear_gemv import rows_of
 from compiled_engine.passes.linear.small_batch_linear_tiles import _ask_into_l2 as ask_into_l2
 
@@ -41,6 +42,7 @@ def one_token_route_kernel(
 def one_token_gate_up_kernel(
     x_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
     hidden_ptr: tl.tensor,
@@ -56,9 +58,12 @@ def one_token_gate_up_kernel(
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH]."""
+    """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH]. scales: of
+    codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS."""
     if DEPENDENT_LAUNCH:
         gdc_wait()
         # Not earlier: the next kernel reads the chosen experts before it waits for this one.
@@ -85,8 +90,16 @@ def one_token_gate_up_kernel(
             if OFFSET != 0:
                 norm_weight_K += OFFSET
             x_K *= norm_weight_K
-        gate_acc_NK += gate_NK.to(tl.float32) * x_K[None, :]
-        up_acc_NK += up_NK.to(tl.float32) * x_K[None, :]
+        gate_NK = gate_NK.to(tl.float32)
+        up_NK = up_NK.to(tl.float32)
+        if scales_ptr is not None:
+            inside_N = row_N < WIDTH
+            first_row = expert * ((2 * WIDTH + TILE_ROWS - 1) // TILE_ROWS)
+            gate_NK = scaled(gate_NK, scales_ptr, first_row + STEP * row_N // TILE_ROWS, inside_N, k, K, TILE_COLUMNS)
+            up_row_N = first_row + (STEP * row_N + APART) // TILE_ROWS
+            up_NK = scaled(up_NK, scales_ptr, up_row_N, inside_N, k, K, TILE_COLUMNS)
+        gate_acc_NK += gate_NK * x_K[None, :]
+        up_acc_NK += up_NK * x_K[None, :]
     gate_N = tl.sum(gate_acc_NK, 1)
     up_N = tl.sum(up_acc_NK, 1)
     if NORM:
@@ -110,6 +123,7 @@ def one_token_gate_up_kernel(
 def one_token_down_kernel(
     hidden_ptr: tl.tensor,
     down_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -120,6 +134,8 @@ def one_token_down_kernel(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program: ROWS outputs, of all the token's experts, weighted and summed; plus the residual, if there is one."""
@@ -147,7 +163,11 @@ def one_token_down_kernel(
             down_NK = rows_of(expert_ptr, row_N, k, HIDDEN_SIZE, WIDTH, BLOCK_K)
             column_K = k + tl.arange(0, BLOCK_K)
             hidden_K = tl.load(hidden_ptr + slot * WIDTH + column_K, mask=column_K < WIDTH, other=0.0)
-            acc_NK += down_NK.to(tl.float32) * (hidden_K.to(tl.float32) * weight)[None, :]
+            down_NK = down_NK.to(tl.float32)
+            if scales_ptr is not None:
+                scale_row_N = expert * ((HIDDEN_SIZE + TILE_ROWS - 1) // TILE_ROWS) + row_N // TILE_ROWS
+                down_NK = scaled(down_NK, scales_ptr, scale_row_N, mask_N, k, WIDTH, TILE_COLUMNS)
+            acc_NK += down_NK * (hidden_K.to(tl.float32) * weight)[None, :]
     y_N = tl.sum(acc_NK, 1) + bias_N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if residual_ptr is not None:

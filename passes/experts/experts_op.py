@@ -23,7 +23,10 @@ from compiled_engine.passes.experts.experts_one_token import (
 )
 from compiled_engine.passes.experts.experts_routing import place_kernel, route_kernel
 from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.framework.rounding import decode
+from compiled_engine.passes.linear.experts_codes import constants_of
 from compiled_engine.passes.norm import rms_norm
+from compiled_engine.quantisation import Rounding
 
 # Tiles of the experts' kernels, chosen only by shapes and dtype.
 
@@ -100,13 +103,18 @@ def reference(
     norm_wide: bool = False,
     residual_TD: torch.Tensor | None = None,
     chosen_TX: torch.Tensor | None = None,
+    gate_up_scales_ERC: torch.Tensor | None = None,
+    down_scales_ERC: torch.Tensor | None = None,
+    gate_up_scheme: str = "",
+    down_scheme: str = "",
 ) -> torch.Tensor:
     """[T, D]: for each token the sum of its top_k experts' outputs times their probabilities, plus the residual.
 
     logits_TE: of the router, before the softmax. renormalise: the probabilities of the chosen ones add up to 1.
     gate_up_END: for each expert the rows of gate and up, in the order of `interleaved`; activation, alpha, limit:
     see `Gate`. norm_weight_D: x is normed first, see rms_norm. Steps whose argument is None are left out. chosen_TX:
-    the experts of each token, whose weights [T, top_k] then replace logits. It reads the chosen experts on the host.
+    the experts of each token, whose weights [T, top_k] then replace logits. Scales, and how they are shared: of weights
+    that are codes, see experts_codes. It reads the chosen experts on the host.
     """
     if norm_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
@@ -121,23 +129,52 @@ def reference(
     for expert in chosen_TX.unique().tolist():
         token_P, slot_P = torch.where(chosen_TX == expert)
         bias_N, bias_D = (None if bias is None else bias[expert] for bias in (gate_up_bias_EN, down_bias_ED))
-        hidden_PI = gate(torch.nn.functional.linear(x_TD[token_P], gate_up_END[expert], bias_N))
-        y_PD = torch.nn.functional.linear(hidden_PI, down_EDI[expert], bias_D)
+        hidden_PI = gate(_linear(x_TD[token_P], expert, gate_up_END, gate_up_scales_ERC, gate_up_scheme, bias_N))
+        y_PD = _linear(hidden_PI, expert, down_EDI, down_scales_ERC, down_scheme, bias_D)
         out_TD.index_add_(0, token_P, (y_PD * weights_TX[token_P, slot_P, None]).float())
     out = out_TD.to(x_TD.dtype)
     return out if residual_TD is None else residual_TD + out
 
 
+def _linear(
+    x_PK: torch.Tensor,
+    expert: int,
+    weight_ENK: torch.Tensor,
+    scales_ERC: torch.Tensor | None,
+    scheme: str,
+    bias_N: torch.Tensor | None,
+) -> torch.Tensor:
+    """Of one expert; with codes in fp32, rounded once."""
+    if scales_ERC is None:
+        return torch.nn.functional.linear(x_PK, weight_ENK[expert], bias_N)
+    weight_NK = decode(weight_ENK[expert], scales_ERC[expert], Rounding.parse(scheme))
+    bias = None if bias_N is None else bias_N.float()
+    return torch.nn.functional.linear(x_PK.float(), weight_NK, bias).to(x_PK.dtype)
+
+
 @dataclass(frozen=True)
 class _Weights:
-    """The experts' weights and biases, and what kernels know of routing and gate when they are compiled."""
+    """The experts' weights, scales of codes and biases, and what kernels know of tiles of codes, of routing and of the
+    gate when they are compiled."""
 
     gate_up_END: torch.Tensor
     down_EDI: torch.Tensor
+    gate_up_scales_ERC: torch.Tensor | None
+    down_scales_ERC: torch.Tensor | None
+    gate_up_tiles: dict[str, Any]
+    down_tiles: dict[str, Any]
     gate_up_bias_EN: torch.Tensor | None
     down_bias_ED: torch.Tensor | None
     route: dict[str, Any]
     gate: dict[str, Any]
+
+    @property
+    def gate_up(self) -> tuple[Any, ...]:
+        return self.gate_up_END, self.gate_up_scales_ERC, self.gate_up_bias_EN, self.gate_up_tiles
+
+    @property
+    def down(self) -> tuple[Any, ...]:
+        return self.down_EDI, self.down_scales_ERC, self.down_bias_ED, self.down_tiles
 
 
 def launch(
@@ -159,6 +196,10 @@ def launch(
     norm_wide: bool = False,
     residual_TD: torch.Tensor | None = None,
     chosen_TX: torch.Tensor | None = None,
+    gate_up_scales_ERC: torch.Tensor | None = None,
+    down_scales_ERC: torch.Tensor | None = None,
+    gate_up_scheme: str = "",
+    down_scheme: str = "",
 ) -> torch.Tensor:
     """The kernels behind `reference`; weights and biases contiguous."""
     x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
@@ -167,7 +208,9 @@ def launch(
     num_experts = gate_up_END.shape[0]
     route = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "BLOCK_E": next_power_of_2(num_experts)}
     gate = {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "INTERLEAVED": interleaved}
-    weights = _Weights(gate_up_END, down_EDI, gate_up_bias_EN, down_bias_ED, route | {"RENORMALISE": renormalise}, gate)
+    codes = gate_up_scales_ERC, down_scales_ERC, constants_of(gate_up_scheme), constants_of(down_scheme)
+    biases = gate_up_bias_EN, down_bias_ED
+    weights = _Weights(gate_up_END, down_EDI, *codes, *biases, route | {"RENORMALISE": renormalise}, gate)
     if x_TD.shape[0] == 1:
         return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
     if norm_weight_D is not None:
@@ -196,6 +239,7 @@ def _one_token(
     one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
         x_1D,
         weights.gate_up_END,
+        weights.gate_up_scales_ERC,
         weights.gate_up_bias_EN,
         norm_weight_D,
         hidden_XI,
@@ -206,8 +250,9 @@ def _one_token(
         NORM=norm_weight_D is not None,
         OFFSET=norm_offset,
         ROWS=tiles.rows,
-        BLOCK_K=tiles.block_k,
+        BLOCK_K=max(tiles.block_k, weights.gate_up_tiles["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
+        **weights.gate_up_tiles,
         **weights.gate,
         **options,
     )
@@ -216,6 +261,7 @@ def _one_token(
     one_token_down_kernel[(cdiv(hidden_size, tiles.rows),)](
         hidden_XI,
         weights.down_EDI,
+        weights.down_scales_ERC,
         weights.down_bias_ED,
         chosen_X,
         weights_X,
@@ -225,8 +271,9 @@ def _one_token(
         WIDTH=width,
         TOP_K=top_k,
         ROWS=tiles.rows,
-        BLOCK_K=tiles.block_k,
+        BLOCK_K=max(tiles.block_k, weights.down_tiles["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
+        **weights.down_tiles,
         **options,
     )
     return out_1D
@@ -286,7 +333,6 @@ def _grouped(
         "TOP_K": top_k,
         "TOKENS": tiles.tokens,
         "ROWS": tiles.rows,
-        "BLOCK_K": tiles.block_k,
         "NUM_STAGES": tiles.num_stages,
         "num_warps": tiles.num_warps,
         "enable_fp_fusion": True,
@@ -294,13 +340,14 @@ def _grouped(
         **options,
     }
     products = (
-        (x_TD, weights.gate_up_END, weights.gate_up_bias_EN, hidden_SI, hidden_size, 2 * width, True),
-        (hidden_SI, weights.down_EDI, weights.down_bias_ED, y_SD, width, hidden_size, False),
+        (x_TD, *weights.gate_up, hidden_SI, hidden_size, 2 * width, True),
+        (hidden_SI, *weights.down, y_SD, width, hidden_size, False),
     )
-    for left, right, bias, out, k, num_rows, gated in products:
+    for left, right, scales, bias, of_codes, out, k, num_rows, gated in products:
         grouped_kernel[(cdiv(num_rows, tiles.rows), num_blocks)](
             left,
             right,
+            scales,
             bias,
             out,
             sorted_S,
@@ -310,6 +357,8 @@ def _grouped(
             K=k,
             NUM_ROWS=num_rows,
             GATED=gated,
+            BLOCK_K=min(tiles.block_k, of_codes["TILE_COLUMNS"] or tiles.block_k),
+            **of_codes,
             **shared,
         )
     block_d = min(next_power_of_2(hidden_size), 1024)
@@ -342,7 +391,8 @@ experts = define_op(
     "experts(Tensor x_TD, Tensor logits_TE, Tensor gate_up_END, Tensor down_EDI, Tensor? gate_up_bias_EN, "
     'Tensor? down_bias_ED, int top_k, bool renormalise, str activation="silu", float alpha=0.0, float limit=0.0, '
     "bool interleaved=False, Tensor? norm_weight_D=None, float eps=0.0, float norm_offset=0.0, bool norm_wide=False, "
-    "Tensor? residual_TD=None, Tensor? chosen_TX=None) -> Tensor",
+    "Tensor? residual_TD=None, Tensor? chosen_TX=None, Tensor? gate_up_scales_ERC=None, "
+    'Tensor? down_scales_ERC=None, str gate_up_scheme="", str down_scheme="") -> Tensor',
     cpu=reference,
     cuda=launch,
     fake=_fake,

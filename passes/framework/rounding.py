@@ -62,15 +62,16 @@ def round_inputs(
     return codes_of(x_TK, scales, rounding), scales
 
 
-def weight_codes(weight_NK: torch.Tensor, scheme: str) -> torch.Tensor:
-    """The codes of a weight that is quantised while it is loaded."""
-    rounding = LinearScheme.parse(scheme).weight
-    return codes_of(weight_NK, scales_of(weight_NK, rounding), rounding)
+def weight_codes(weight: torch.Tensor, scheme: str) -> torch.Tensor:
+    """The codes of a weight [N, K], or one [E, N, K] of whole tiles, that is quantised while it is loaded."""
+    rounding, weight_NK = LinearScheme.parse(scheme).weight, weight.flatten(0, -2)
+    return codes_of(weight_NK, scales_of(weight_NK, rounding), rounding).view(weight.shape)
 
 
-def weight_scales(weight_NK: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return the scales."""
-    return scales_of(weight_NK, LinearScheme.parse(scheme).weight)
+def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:
+    """Return the scales, [R, C] or [E, R, C]."""
+    scales_RC = scales_of(weight.flatten(0, -2), LinearScheme.parse(scheme).weight)
+    return scales_RC.unflatten(0, (*weight.shape[:-2], -1))
 
 
 def the_same(values_S: torch.Tensor, names: str) -> torch.Tensor:

@@ -10,8 +10,10 @@ them. There are two pairs:
 
 - For few tokens a program has one token, so that all it reads follows from the token's slot and is asked for at once:
   time is latency there, and A and B come from the L2 cache when tokens share a slot.
-- For more a program has a tile of tokens and tensor cores: one of shrink also has a slot, and ends at once if none of
-  the tokens has it; one of expand goes through the slots that its tokens have.
+- For more a program has a tile of tokens, and the slots lie beside each other in one product on tensor cores: A of all
+  slots has slots * rank rows, and z has as many columns, of which a token keeps those of its slot. Only matrices that a
+  token of the tile needs are read, and tiles of slots that none needs are skipped, so the cost of a tile does not grow
+  with the number of slots.
 
 The grouping by tiles follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al.,
 arXiv:2311.03285).
@@ -34,8 +36,11 @@ from compiled_engine.passes.framework.op_library import define_op
 FEW_TOKENS = 64
 # The tiles of such a program: columns of x (shrink), results (expand), and the ranks that are read together (both).
 TOKEN_COLUMNS, TOKEN_RESULTS, TOKEN_RANKS = 512, 256, 16
-# Columns of x that a program with a tile of tokens reads at least, and the programs that are worth splitting for.
-LEAST_COLUMNS, ENOUGH_PROGRAMS = 256, 512
+# The tiles of more tokens: tokens, columns of x, results, and most rows of A or ranks of all slots that are multiplied
+# together.
+BLOCK_TOKENS, BLOCK_COLUMNS, BLOCK_RESULTS, MOST_RANKS = 64, 64, 128, 128
+# Shrink splits K until there are so many programs.
+MOST_SPLITS, ENOUGH_PROGRAMS = 16, 256
 
 
 @quick_launches
@@ -125,23 +130,25 @@ def expand_token_kernel(
                         used_R = r_R < rank
                         split_S = tl.arange(0, BLOCK_S)
                         place_S = (split_S * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+                        # Masks that do not depend on the rank leave loads of several elements whole.
                         z_SR = tl.load(
                             z_ptr + place_S[:, None] + r_R[None, :],
-                            mask=(split_S < NUM_SPLITS)[:, None] & used_R[None, :],
+                            mask=(split_S < NUM_SPLITS)[:, None] & (r_R < RANK)[None, :],
                             other=0.0,
                         )
-                        z_R = tl.sum(z_SR, 0)
+                        z_R = tl.where(used_R, tl.sum(z_SR, 0), 0.0)
                         b_NR = tl.load(
                             b_ptr + (slot * N + result_N[:, None]).to(tl.int64) * RANK + r_R[None, :],
-                            mask=of_member_N[:, None] & used_R[None, :],
+                            mask=of_member_N[:, None] & (r_R < RANK)[None, :],
                             other=0.0,
                         )
+                        b_NR = tl.where(used_R[None, :], b_NR, 0.0)
                         sum_N += tl.sum(b_NR.to(tl.float32) * z_R.to(b_NR.dtype).to(tl.float32)[None, :], 1)
     tl.store(out_ptr + place_N, sum_N.to(y_N.dtype), mask=result_N < N)
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["num_tokens", "split_columns"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def shrink_kernel(
     x_ptr: tl.tensor,
     a_ptr: tl.tensor,
@@ -149,53 +156,51 @@ def shrink_kernel(
     slots_ptr: tl.tensor,
     z_ptr: tl.tensor,
     num_tokens: tl.tensor,
-    split_columns: tl.tensor,
     K: tl.constexpr,
     RANK: tl.constexpr,
     MEMBERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    SPLIT_COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, slot, split of K): z[split, token, member * RANK + r] of its tokens with the slot."""
+    """Program (tile of tokens, tile of the rows of all slots' A, split of K): z[split, token, member * RANK + r]."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
-    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = tl.program_id(1)
-    split = tl.program_id(2)
-    mine_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-1) == slot
-    if tl.max(mine_T.to(tl.int32), 0) == 0:
-        return
     ROWS: tl.constexpr = RANK * MEMBERS
-    start = split * split_columns
-    for first in tl.static_range(0, ROWS, BLOCK_R):
-        row_R = first + tl.arange(0, BLOCK_R)
-        rank_R = tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=row_R < ROWS, other=0)
-        used_R = (row_R < ROWS) & (row_R % RANK < rank_R)
-        if tl.max(used_R.to(tl.int32), 0) > 0:
-            z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-            for k in range(0, split_columns, BLOCK_K):
-                column_K = start + k + tl.arange(0, BLOCK_K)
-                inside_K = column_K < K
-                x_TK = tl.load(
-                    x_ptr + token_T[:, None].to(tl.int64) * K + column_K[None, :],
-                    mask=mine_T[:, None] & inside_K[None, :],
-                    other=0.0,
-                )
-                a_KR = tl.load(
-                    a_ptr + (slot * ROWS + row_R[None, :]).to(tl.int64) * K + column_K[:, None],
-                    mask=used_R[None, :] & inside_K[:, None],
-                    other=0.0,
-                )
-                z_TR = tl.dot(x_TK, a_KR, z_TR, input_precision="ieee")
-            place_T = (split * num_tokens + token_T).to(tl.int64) * ROWS
-            tl.store(z_ptr + place_T[:, None] + row_R[None, :], z_TR, mask=mine_T[:, None] & used_R[None, :])
+    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    split = tl.program_id(2)
+    slot_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-1)
+    own_TR = slot_T[:, None] == (row_R // ROWS)[None, :]
+    wanted_R = (tl.max(own_TR.to(tl.int32), 0) > 0) & (row_R < NUM_SLOTS * ROWS)
+    if tl.max(wanted_R.to(tl.int32), 0) == 0:
+        return
+    used_R = wanted_R & (row_R % RANK < tl.load(ranks_ptr + row_R // RANK, mask=wanted_R, other=0))
+    z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    for k in range(0, SPLIT_COLUMNS, BLOCK_K):
+        column_K = split * SPLIT_COLUMNS + k + tl.arange(0, BLOCK_K)
+        inside_K = column_K < K
+        x_TK = tl.load(
+            x_ptr + token_T[:, None].to(tl.int64) * K + column_K[None, :],
+            mask=(slot_T >= 0)[:, None] & inside_K[None, :],
+            other=0.0,
+        )
+        a_KR = tl.load(
+            a_ptr + row_R[None, :].to(tl.int64) * K + column_K[:, None],
+            mask=used_R[None, :] & inside_K[:, None],
+            other=0.0,
+        )
+        z_TR = tl.dot(x_TK, a_KR, z_TR, input_precision="ieee")
+    place_T = (split * num_tokens + token_T).to(tl.int64) * ROWS
+    tl.store(z_ptr + place_T[:, None] + (row_R % ROWS)[None, :], z_TR, mask=own_TR & used_R[None, :])
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
     y_ptr: tl.tensor,
     z_ptr: tl.tensor,
@@ -204,53 +209,72 @@ def expand_kernel(
     slots_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_tokens: tl.tensor,
-    num_splits: tl.tensor,
     N: tl.constexpr,
     RANK: tl.constexpr,
     BEGINS: tl.constexpr,
     ENDS: tl.constexpr,
+    FIRST_TILES: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, tile of results): y + B z. BEGINS, ENDS: of each member's results."""
+    """Program (tile of tokens, tile of a member's results): y + B z.
+
+    BEGINS, ENDS: of each member's results. FIRST_TILES: the first tile of each member. BLOCK_S: slots whose ranks are
+    multiplied together. BLOCK_R: RANK or a power of two beyond.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
     MEMBERS: tl.constexpr = len(ENDS)
+    tile = tl.program_id(1)
+    member, begin, end = tile * 0, tile * BLOCK_N, tile * 0 + ENDS[0]
+    for each in tl.static_range(1, MEMBERS):
+        of_later = tile >= FIRST_TILES[each]
+        member = tl.where(of_later, each, member)
+        begin = tl.where(of_later, BEGINS[each] + (tile - FIRST_TILES[each]) * BLOCK_N, begin)
+        end = tl.where(of_later, ENDS[each], end)
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    result = tl.program_id(1) * BLOCK_N
-    result_N = result + tl.arange(0, BLOCK_N)
     inside_T = token_T < num_tokens
     slot_T = tl.load(slots_ptr + token_T, mask=inside_T, other=-1)
+    adapted_T = slot_T >= 0
+    result_N = begin + tl.arange(0, BLOCK_N)
+    inside_N = result_N < end
     place_TN = token_T[:, None].to(tl.int64) * N + result_N[None, :]
-    mask_TN = inside_T[:, None] & (result_N < N)[None, :]
+    mask_TN = inside_T[:, None] & inside_N[None, :]
     y_TN = tl.load(y_ptr + place_TN, mask=mask_TN, other=0.0)
     sum_TN = y_TN.to(tl.float32)
-    for member in tl.static_range(MEMBERS):
-        if (result < ENDS[member]) & (result + BLOCK_N > BEGINS[member]):
-            of_member_N = (result_N >= BEGINS[member]) & (result_N < ENDS[member])
-            rank_T = tl.load(ranks_ptr + slot_T * MEMBERS + member, mask=slot_T >= 0, other=0)
-            for first in tl.static_range(0, RANK, BLOCK_R):
-                r_R = first + tl.arange(0, BLOCK_R)
-                used_TR = r_R[None, :] < rank_T[:, None]
-                z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-                for split in range(0, num_splits):
-                    place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS)
-                    z_TR += tl.load(z_ptr + place_T[:, None] + (member * RANK + r_R)[None, :], mask=used_TR, other=0.0)
-                for slot in range(NUM_SLOTS):
-                    mine_T = (slot_T == slot) & (rank_T > first)
-                    if tl.max(mine_T.to(tl.int32), 0) > 0:
-                        used_R = r_R < tl.load(ranks_ptr + slot * MEMBERS + member)
-                        b_RN = tl.load(
-                            b_ptr + (slot * N + result_N[None, :]).to(tl.int64) * RANK + r_R[:, None],
-                            mask=used_R[:, None] & of_member_N[None, :],
-                            other=0.0,
-                        )
-                        own_TR = tl.where(mine_T[:, None], z_TR, 0.0).to(b_RN.dtype)
-                        sum_TN = tl.dot(own_TR, b_RN, sum_TN, input_precision="ieee")
+    rank_T = tl.load(ranks_ptr + slot_T * MEMBERS + member, mask=adapted_T, other=0)
+    r_R = tl.arange(0, BLOCK_R)
+    z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    # Masks that do not depend on the rank leave loads of several elements whole.
+    for split in tl.static_range(NUM_SPLITS):
+        place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+        z_TR += tl.load(
+            z_ptr + place_T[:, None] + r_R[None, :], mask=adapted_T[:, None] & (r_R < RANK)[None, :], other=0.0
+        )
+    z_TR = tl.where(r_R[None, :] < rank_T[:, None], z_TR, 0.0)
+    for first in range(0, NUM_SLOTS, BLOCK_S):
+        slot_S = first + tl.arange(0, BLOCK_S)
+        own_TS = slot_T[:, None] == slot_S[None, :]
+        wanted_S = tl.max(own_TS.to(tl.int32), 0) > 0
+        if tl.max(wanted_S.to(tl.int32), 0) > 0:
+            # The ranks of these slots are the columns of one product, in which a token has those of its own slot.
+            z_TSR = tl.where(own_TS[:, :, None], z_TR[:, None, :], 0.0)
+            rank_S = tl.load(ranks_ptr + slot_S * MEMBERS + member, mask=wanted_S, other=0)
+            b_SRN = tl.load(
+                b_ptr + (slot_S[:, None, None] * N + result_N[None, None, :]).to(tl.int64) * RANK + r_R[None, :, None],
+                mask=wanted_S[:, None, None] & (r_R < RANK)[None, :, None] & inside_N[None, None, :],
+                other=0.0,
+            )
+            b_SRN = tl.where(r_R[None, :, None] < rank_S[:, None, None], b_SRN, 0.0)
+            z_TC = tl.reshape(z_TSR, [BLOCK_T, BLOCK_S * BLOCK_R]).to(b_SRN.dtype)
+            b_CN = tl.reshape(b_SRN, [BLOCK_S * BLOCK_R, BLOCK_N])
+            sum_TN = tl.dot(z_TC, b_CN, sum_TN, input_precision="ieee")
     tl.store(out_ptr + place_TN, sum_TN.to(y_TN.dtype), mask=mask_TN)
 
 
@@ -297,23 +321,17 @@ def launch(
     num_tokens, num_results = y_TN.shape
     rank, ends = b_SNR.shape[2], tuple(accumulate(sizes))
     begins = (0, *ends[:-1])
-    few, block_t, block_k, block_n = num_tokens <= FEW_TOKENS, 64, 64, 128
-    tiles = cdiv(num_tokens, block_t)
-    most_splits = max(1, min(k // LEAST_COLUMNS, ENOUGH_PROGRAMS // tiles))
-    split_columns = TOKEN_COLUMNS if few else cdiv(cdiv(k, most_splits), block_k) * block_k
-    num_splits = cdiv(k, split_columns)
-    z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
-    out_TN = torch.empty_like(y_TN)
-    shrunk = x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens
     of_shrink = {"K": k, "RANK": rank, "MEMBERS": len(sizes), **dependent_launch(x_TK.device)}
-    expanded = y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens
     of_expand = {"N": num_results, "RANK": rank, "BEGINS": begins, "ENDS": ends, **dependent_launch(x_TK.device)}
-    if few:
+    if num_tokens <= FEW_TOKENS:
+        num_splits = cdiv(k, TOKEN_COLUMNS)
+        z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
         shrink_token_kernel[(num_tokens, num_splits, len(sizes))](
-            *shrunk, BLOCK_R=TOKEN_RANKS, BLOCK_K=TOKEN_COLUMNS, **of_shrink
+            x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens, BLOCK_R=TOKEN_RANKS, BLOCK_K=TOKEN_COLUMNS, **of_shrink
         )
+        out_TN = torch.empty_like(y_TN)
         expand_token_kernel[(num_tokens, cdiv(num_results, TOKEN_RESULTS))](
-            *expanded,
+            *(y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens),
             NUM_SPLITS=num_splits,
             BLOCK_S=next_power_of_2(num_splits),
             BLOCK_N=TOKEN_RESULTS,
@@ -321,21 +339,34 @@ def launch(
             **of_expand,
         )
         return out_TN
-    shrink_kernel[(tiles, num_slots, num_splits)](
-        *shrunk,
-        split_columns,
-        BLOCK_T=block_t,
-        BLOCK_R=min(64, max(16, next_power_of_2(rows))),
-        BLOCK_K=block_k,
+    most_ranks = MOST_RANKS if x_TK.dtype != torch.float32 else MOST_RANKS // 4  # no tensor cores, and longer programs
+    block_r = min(most_ranks, max(16, next_power_of_2(num_slots * rows)))
+    block_rank = next_power_of_2(rank)
+    tiles, row_tiles = cdiv(num_tokens, BLOCK_TOKENS), cdiv(num_slots * rows, block_r)
+    num_splits = min(MOST_SPLITS, k // BLOCK_COLUMNS, next_power_of_2(cdiv(ENOUGH_PROGRAMS, tiles * row_tiles)))
+    split_columns = cdiv(cdiv(k, max(1, num_splits)), BLOCK_COLUMNS) * BLOCK_COLUMNS
+    num_splits = cdiv(k, split_columns)
+    z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
+    shrink_kernel[(tiles, row_tiles, num_splits)](
+        *(x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens),
+        NUM_SLOTS=num_slots,
+        SPLIT_COLUMNS=split_columns,
+        BLOCK_T=BLOCK_TOKENS,
+        BLOCK_R=block_r,
+        BLOCK_K=BLOCK_COLUMNS,
         **of_shrink,
     )
-    expand_kernel[(tiles, cdiv(num_results, block_n))](
-        *expanded,
-        num_splits,
+    last_tiles = tuple(accumulate(cdiv(size, BLOCK_RESULTS) for size in sizes))
+    out_TN = torch.empty_like(y_TN)
+    expand_kernel[(tiles, last_tiles[-1])](
+        *(y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens),
+        FIRST_TILES=(0, *last_tiles[:-1]),
         NUM_SLOTS=num_slots,
-        BLOCK_T=block_t,
-        BLOCK_N=block_n,
-        BLOCK_R=min(64, max(16, next_power_of_2(rank))),
+        NUM_SPLITS=num_splits,
+        BLOCK_T=BLOCK_TOKENS,
+        BLOCK_N=BLOCK_RESULTS,
+        BLOCK_S=max(1, min(most_ranks, max(16, next_power_of_2(num_slots) * block_rank)) // block_rank),
+        BLOCK_R=block_rank,
         **of_expand,
     )
     return out_TN

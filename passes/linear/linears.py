@@ -17,6 +17,7 @@ from torch import fx
 from compiled_engine.passes.framework.graph_inputs import is_parameter
 from compiled_engine.passes.framework.matching import arg, aten, emit, emit_named, is_call, named
 from compiled_engine.passes.framework.op_library import PLAIN, QUANTISED, declaration_of
+from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.quantisation import LinearScheme
 
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
@@ -131,8 +132,8 @@ def emit_linear(
 
 @dataclass(frozen=True)
 class ExpertsLinear:
-    """x @ weight^T + bias for each expert. weight: a parameter [E, N, K], or [E, K, N] if `transposed`; bias: a
-    parameter [E, N], or None. operand: the weight as the batched product has it."""
+    """x @ weight^T + bias for each expert. weight: a parameter [E, N, K], or [E, K, N] if `transposed`, or a call of
+    experts_weight, [E, N, K]; bias: a parameter [E, N], or None. operand: the weight as the batched product has it."""
 
     x: fx.Node
     weight: fx.Node
@@ -155,7 +156,8 @@ def experts_linear_of(value: Any) -> ExpertsLinear | None:
     if is_parameter(matrix):
         return ExpertsLinear(x, matrix, True, bias, matrix)
     weight = _transposed(matrix)
-    return ExpertsLinear(x, weight, False, bias, matrix) if weight is not None and is_parameter(weight) else None
+    is_weight = is_parameter(weight) or is_call(weight, experts_weight)
+    return ExpertsLinear(x, weight, False, bias, matrix) if weight is not None and is_weight else None
 
 
 def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
@@ -163,7 +165,7 @@ def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
     if not is_call(node, aten.bmm.default):
         return linear_of(node)
     found = experts_linear_of(node)
-    return None if found is None or found.transposed else found
+    return found if found is not None and is_parameter(found.weight) and not found.transposed else None
 
 
 def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_parameter) -> Counter[fx.Node]:

@@ -1,8 +1,8 @@
 """The kernels of quantised linears: which one computes what, and why not a faster one.
 
-A Hopper has kernels of its own, for up to MOST_FEW tokens at memory bandwidth, and beyond for scales of blocks; the
-library multiplies many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch
-what no kernel takes. Inputs are rounded by a kernel before, which computes the norm as well.
+A Hopper has kernels of its own, for few tokens at memory bandwidth, and for many. On other GPUs the library multiplies
+many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch
+what no kernel takes. Inputs are rounded by a kernel before, which computes the norm as well, or they come as codes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from compiled_engine.passes.framework.rounding import decode
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
 from compiled_engine.passes.linear import quantised_product, round_inputs
+from compiled_engine.passes.linear.hopper_codes import hopper_codes, why_not_on_the_left
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
 from compiled_engine.passes.linear.hopper_product import hopper_product
 from compiled_engine.passes.linear.hopper_quantised import (
@@ -23,16 +24,20 @@ from compiled_engine.passes.linear.hopper_quantised import (
     why_not_on_hopper,
 )
 from compiled_engine.passes.linear.quantised_product import Scaling
+from compiled_engine.passes.linear.round_inputs import CAPABILITY, capability_of
 from compiled_engine.passes.linear.silu_mul import launch as silu_mul_launch
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
 
 MOST_FEW = TOKEN_BUCKETS[-1]
-# The first compute capability with products of e4m3.
-CAPABILITY = (8, 9)
+# With more tokens than this, Hopper's product of codes is the fastest.
+FEWEST_OF_CODES = 64
 
-HOPPER_LINEAR, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product"
+HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
 LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
+
+
+_END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
 
 
 class Choice(NamedTuple):
@@ -43,10 +48,6 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         return self.kernel if self.reason is None else f"{self.kernel}: {self.reason}"
-
-
-# The same device always has the same answer, which takes the host longer to ask for than to look up.
-capability_of = cache(torch.cuda.get_device_capability)
 
 
 @cache
@@ -66,17 +67,21 @@ def choose(
     reason = why_not_by_kernels(k, scheme)
     if reason is not None:
         return Choice(TORCH, reason)
-    by_library = library_obstacle(k, num_rows, scheme, dtype)
-    if num_tokens > MOST_FEW and by_library is None:
+    is_hopper, many = capability[0] == 9, num_tokens > MOST_FEW
+    by_hopper = why_not_on_hopper(num_rows, k, silu_mul, scheme, dtype) if is_hopper else "it is no Hopper"
+    if by_hopper is None and not bias and num_tokens > FEWEST_OF_CODES:
+        by_codes = why_not_on_the_left(num_rows, silu_mul, scheme)
+        if by_codes is None:
+            return Choice(HOPPER_CODES)
+        if many and library_obstacle(k, num_rows, scheme, dtype) is not None:
+            return Choice(HOPPER_PRODUCT, by_codes)
+    if many and library_obstacle(k, num_rows, scheme, dtype) is None:
         return Choice(LIBRARY)
-    if capability[0] != 9:
+    if not is_hopper:
         return Choice(TRITON)
-    by_hopper = why_not_on_hopper(num_rows, k, silu_mul, scheme, dtype)
-    if by_hopper is None and num_tokens > MOST_FEW and bias:
+    if by_hopper is None and many and bias:
         by_hopper = "it has a bias"
-    if by_hopper is not None:
-        return Choice(TRITON, by_hopper)
-    return Choice(HOPPER_LINEAR if num_tokens <= MOST_FEW else HOPPER_PRODUCT)
+    return Choice(HOPPER_LINEAR) if by_hopper is None else Choice(TRITON, by_hopper)
 
 
 def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:
@@ -113,15 +118,38 @@ def launch(
     norm_wide: bool,
 ) -> torch.Tensor:
     """[T, N] or [T, N / 2] in the dtype of x; see quantised_linear_op.reference."""
-    dtype, (num_rows, k) = x_TK.dtype, codes_NK.shape
-    capability, has_bias = capability_of(x_TK.device), bias_N is not None
-    kernel = choose(capability, x_TK.shape[0], num_rows, k, silu_mul, has_bias, scheme, dtype).kernel
+    dtype, k = x_TK.dtype, codes_NK.shape[1]
     norm = norm_weight_K, eps, norm_offset, norm_wide
     inputs_CT = None
-    if scheme.inputs is not None and kernel != TORCH:
+    if scheme.inputs is not None and round_inputs.why_not_by_kernel(k, scheme.inputs, x_TK.device) is None:
         x_TK, inputs_CT = round_inputs.launch(x_TK, scheme.inputs, input_scale_1, *norm)
-    elif norm_weight_K is not None:
-        x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+    else:
+        if norm_weight_K is not None:
+            x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+        if scheme.inputs is not None:
+            x_TK, inputs_CT = round_inputs.by_formula(x_TK, scheme.inputs, input_scale_1)
+    after = bias_N, residual_TM, silu_mul, activation
+    return multiply(x_TK, inputs_CT, codes_NK, scales_RC, scheme, *after, dtype)
+
+
+def multiply(
+    x_TK: torch.Tensor,
+    inputs_CT: torch.Tensor | None,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    scheme: LinearScheme,
+    bias_N: torch.Tensor | None,
+    residual_TM: torch.Tensor | None,
+    silu_mul: bool,
+    activation: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`launch` for inputs that are codes with scales [C, T]; without scales they are values that are not rounded."""
+    kernel = _kernel_for(x_TK, codes_NK, silu_mul, bias_N, scheme, dtype)
+    if kernel == HOPPER_CODES:
+        scaling = scaling_of(scales_RC, inputs_CT, scheme)
+        y_TM = hopper_codes(x_TK, codes_NK, silu_mul, activation, scaling, dtype)
+        return y_TM if residual_TM is None else residual_TM + y_TM
     if kernel in (HOPPER_LINEAR, HOPPER_PRODUCT):
         scaling = scaling_of(scales_RC, inputs_CT, scheme)
         return _on_hopper(x_TK, codes_NK, scaling, bias_N, residual_TM, silu_mul, activation, dtype)
@@ -133,10 +161,29 @@ def launch(
         assert inputs_CT is not None
         y_TN = _library_product(x_TK, codes_NK, scales_RC, inputs_CT, bias_N, dtype)
     else:
-        y_TN = product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, scheme)
+        y_TN = product(x_TK, codes_NK, scales_RC, None, bias_N, scheme, inputs_CT, dtype)
     if silu_mul:
         y_TN = silu_mul_launch(y_TN, activation)
     return y_TN if residual_TM is None else residual_TM + y_TN
+
+
+def ends_in_activation(
+    x_TK: torch.Tensor, codes_NK: torch.Tensor, scheme: LinearScheme, bias_N: torch.Tensor | None, dtype: torch.dtype
+) -> bool:
+    """Return whether the kernel of the product computes silu * up too, not a kernel after it."""
+    return _kernel_for(x_TK, codes_NK, True, bias_N, scheme, dtype) in _END_IN_ACTIVATION
+
+
+def _kernel_for(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    silu_mul: bool,
+    bias_N: torch.Tensor | None,
+    scheme: LinearScheme,
+    dtype: torch.dtype,
+) -> str:
+    capability = capability_of(x_TK.device)
+    return choose(capability, x_TK.shape[0], *codes_NK.shape, silu_mul, bias_N is not None, scheme, dtype).kernel
 
 
 def _on_hopper(
@@ -174,14 +221,20 @@ def product(
     input_scale_1: torch.Tensor | None,
     bias_N: torch.Tensor | None,
     scheme: LinearScheme,
+    inputs_CT: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[T, N]: rounded(x) @ decoded weight^T + bias in plain torch, in fp32, rounded once to the dtype of x."""
+    """[T, N]: rounded(x) @ decoded weight^T + bias in plain torch, in fp32, rounded once to `dtype`.
+
+    inputs_CT: x are codes with these scales.
+    """
     assert codes_NK.dtype == scheme.weight.dtype, codes_NK.dtype
     rounded_TK = x_TK.float()
     if scheme.inputs is not None:
-        rounded_TK = decode(*rounded_by_torch(x_TK, scheme.inputs, input_scale_1), scheme.inputs)
+        codes = rounded_by_torch(x_TK, scheme.inputs, input_scale_1) if inputs_CT is None else (x_TK, inputs_CT.t())
+        rounded_TK = decode(*codes, scheme.inputs)
     bias = None if bias_N is None else bias_N.float()
-    return torch.nn.functional.linear(rounded_TK, decode(codes_NK, scales_RC, scheme.weight), bias).to(x_TK.dtype)
+    return torch.nn.functional.linear(rounded_TK, decode(codes_NK, scales_RC, scheme.weight), bias).to(dtype)
 
 
 def _library_product(

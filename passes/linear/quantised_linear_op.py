@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from compiled_engine.passes.framework.op_library import QUANTISED, LinearArguments, define_op
-from compiled_engine.passes.linear import quantised_kernels
+from compiled_engine.passes.linear import quantised_kernels, round_inputs
 from compiled_engine.passes.linear.silu_mul import reference as silu_mul_reference
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
@@ -34,15 +34,21 @@ def reference(
     activation: str = "silu",
     norm_offset: float = 0.0,
     norm_wide: bool = False,
+    input_scales_CT: torch.Tensor | None = None,
+    dtype: str = "",
 ) -> torch.Tensor:
     """[T, M]: rounded(x) @ decoded weight^T + bias, the product in fp32, rounded once to the dtype of x.
 
     scheme: as text, see LinearScheme. input_scale_1: for static inputs. zeros_RC: None for symmetric codes, the only
-    ones today. The others: see small_batch_linear, whose order of steps is the same.
+    ones today. input_scales_CT: x are codes with these scales, of round_inputs, for results of `dtype`; then there is
+    no norm. The others: see small_batch_linear, whose order of steps is the same.
     """
+    out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
-    y_TN = quantised_kernels.product(x_TK, codes_NK, scales_RC, input_scale_1, bias_N, LinearScheme.parse(scheme))
+    y_TN = quantised_kernels.product(
+        x_TK, codes_NK, scales_RC, input_scale_1, bias_N, LinearScheme.parse(scheme), input_scales_CT, out
+    )
     if silu_mul:
         y_TN = silu_mul_reference(y_TN, activation)
     return y_TN if residual_TM is None else residual_TM + y_TN
@@ -63,11 +69,17 @@ def launch(
     activation: str = "silu",
     norm_offset: float = 0.0,
     norm_wide: bool = False,
+    input_scales_CT: torch.Tensor | None = None,
+    dtype: str = "",
 ) -> torch.Tensor:
     """The kernels behind `reference`: see quantised_kernels."""
     after = bias_N, residual_TM, silu_mul, activation
+    parsed = _parsed(scheme)
+    if input_scales_CT is not None:
+        out = getattr(torch, dtype)
+        return quantised_kernels.multiply(x_TK, input_scales_CT, codes_NK, scales_RC, parsed, *after, out)
     norm = norm_weight_K, eps, norm_offset, norm_wide
-    return quantised_kernels.launch(x_TK, codes_NK, scales_RC, input_scale_1, _parsed(scheme), *after, *norm)
+    return quantised_kernels.launch(x_TK, codes_NK, scales_RC, input_scale_1, parsed, *after, *norm)
 
 
 def _fake(
@@ -82,15 +94,21 @@ def _fake(
     eps: float = 0.0,
     residual_TM: torch.Tensor | None = None,
     silu_mul: bool = False,
-    *others: object,
+    activation: str = "silu",
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+    input_scales_CT: torch.Tensor | None = None,
+    dtype: str = "",
 ) -> torch.Tensor:
-    return x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // (2 if silu_mul else 1)))
+    shape = x_TK.shape[0], codes_NK.shape[0] // (2 if silu_mul else 1)
+    return x_TK.new_empty(shape, dtype=x_TK.dtype if input_scales_CT is None else getattr(torch, dtype))
 
 
 quantised_linear = define_op(
     "quantised_linear(Tensor x_TK, Tensor codes_NK, Tensor scales_RC, Tensor? zeros_RC, Tensor? input_scale_1, "
     "Tensor? bias_N, str scheme, Tensor? norm_weight_K=None, float eps=0.0, Tensor? residual_TM=None, "
-    'bool silu_mul=False, str activation="silu", float norm_offset=0.0, bool norm_wide=False) -> Tensor',
+    'bool silu_mul=False, str activation="silu", float norm_offset=0.0, bool norm_wide=False, '
+    'Tensor? input_scales_CT=None, str dtype="") -> Tensor',
     cpu=reference,
     cuda=launch,
     fake=_fake,
@@ -99,6 +117,75 @@ quantised_linear = define_op(
         "codes_NK",
         "bias_N",
         QUANTISED,
-        alone=(("norm_weight_K", None), ("residual_TM", None), ("silu_mul", False)),
+        alone=(("norm_weight_K", None), ("residual_TM", None), ("silu_mul", False), ("input_scales_CT", None)),
     ),
+)
+
+
+def gated_reference(
+    x_TK: torch.Tensor,
+    input_scales_CT: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    activation: str,
+    dtype: str,
+    static_1: torch.Tensor | None,
+    rounding: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes [T, M] and scales [C, T] of activation(gate) * up, the halves of a quantised linear of codes.
+
+    dtype: in which the linear's results, and what is rounded, would be stored. static_1, rounding: see round_inputs.
+    """
+    of_linear = x_TK, codes_NK, scales_RC, None, None, bias_N, scheme
+    gated = {"silu_mul": True, "activation": activation, "input_scales_CT": input_scales_CT, "dtype": dtype}
+    return round_inputs.by_formula(reference(*of_linear, **gated), round_inputs.rounding_of(rounding), static_1)
+
+
+def gated_launch(
+    x_TK: torch.Tensor,
+    input_scales_CT: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    activation: str,
+    dtype: str,
+    static_1: torch.Tensor | None,
+    rounding: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels behind `gated_reference`: the kernel that rounds computes the activation unless the product does."""
+    parsed, out, columns = round_inputs.rounding_of(rounding), getattr(torch, dtype), codes_NK.shape[0] // 2
+    by_kernel = round_inputs.why_not_by_kernel(columns, parsed, x_TK.device) is None
+    weight = codes_NK, scales_RC, _parsed(scheme), bias_N, None
+    product_ends = quantised_kernels.ends_in_activation(x_TK, codes_NK, weight[2], bias_N, out)
+    y_TM = quantised_kernels.multiply(x_TK, input_scales_CT, *weight, product_ends or not by_kernel, activation, out)
+    if not by_kernel:
+        return round_inputs.by_formula(y_TM, parsed, static_1)
+    return round_inputs.launch(y_TM, parsed, static_1, activation="" if product_ends else activation)
+
+
+def _fake_gated(
+    x_TK: torch.Tensor,
+    input_scales_CT: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    activation: str,
+    dtype: str,
+    static_1: torch.Tensor | None,
+    rounding: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y_TM = x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // 2))
+    return round_inputs.fake_codes(y_TM, rounding)
+
+
+quantised_gated_rounded = define_op(
+    "quantised_gated_rounded(Tensor x_TK, Tensor input_scales_CT, Tensor codes_NK, Tensor scales_RC, Tensor? bias_N, "
+    "str scheme, str activation, str dtype, Tensor? static_1, str rounding) -> (Tensor, Tensor)",
+    cpu=gated_reference,
+    cuda=gated_launch,
+    fake=_fake_gated,
 )

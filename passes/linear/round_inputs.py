@@ -1,10 +1,16 @@
-"""Kernel that rounds the inputs of quantised linears, a row a program, with the RMSNorm before it where there is one.
+"""Rounding of the inputs of quantised linears, a row a program, by the kernel that computes them: an RMSNorm, a
+residual sum and its norm, or silu(gate) * up. What comes from elsewhere is rounded alone.
 
-Why: in plain torch the formula of rounding.py is five kernels and as many passes over the inputs. The norm has its row
-in registers, so codes cost nothing there but their scale.
+Why: in plain torch the formula of rounding.py is five kernels and as many passes over the inputs. A kernel that has a
+row in registers computes the codes for the price of their scales, and neither writes 16 bits nor reads them again.
+
+Scales are transposed, [C, T], and their rows have room for whole tiles of tokens, whose loads need no mask.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,14 +19,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.framework.op_library import define_op
 from compiled_engine.passes.framework.rounding import SMALLEST_MAXIMUM
-from compiled_engine.passes.norm.rms_norm import normed
+from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
+from compiled_engine.passes.linear import silu_mul
+from compiled_engine.passes.norm import residual_rms_norm, rms_norm
 from compiled_engine.quantisation import Rounding
 
 # Columns of a row that a program holds, at most.
 MOST_COLUMNS = 1 << 16
-# Tokens of the products' tiles: the fewest and the most, powers of two.
-LEAST_TILE, MOST_TILE = 8, 128
+# With more tokens, several smaller programs of a wide row are on a multiprocessor at once.
+FEW_TOKENS = 1024
+# Tokens of the products' largest tiles.
+MOST_TILE = 128
+# The first compute capability with e4m3.
+CAPABILITY = (8, 9)
+
+# The same device always has the same answer, which takes the host longer to ask for than to look up.
+capability_of = cache(torch.cuda.get_device_capability)
+rounding_of = cache(Rounding.parse)
 
 
 @triton.jit
@@ -30,15 +47,50 @@ def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.con
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
-@quick_launches
-@triton.jit(do_not_specialize=["x_stride", "eps", "scale_stride"])
-def round_inputs_kernel(
-    x_ptr: tl.tensor,
-    norm_weight_ptr: tl.tensor,
+@triton.jit
+def store_rounded(
+    x_K: tl.tensor,
     static_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    token: tl.tensor,
+    scale_stride: tl.tensor,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+) -> None:
+    """Write the codes of a row in fp32, and the scale of each COLUMNS of its columns, or the static one.
+
+    GROUPS * COLUMNS: a power of two, at least K. codes: [T, K]; scales: float32 [groups, scale_stride].
+    """
+    column_K = tl.arange(0, GROUPS * COLUMNS)
+    x_GC = tl.reshape(x_K, [GROUPS, COLUMNS])
+    group_G = tl.arange(0, GROUPS)
+    if static_ptr is not None:
+        scale_G = tl.load(static_ptr + tl.zeros_like(group_G))
+    else:
+        largest_G = tl.maximum(tl.max(tl.abs(x_GC), 1), SMALLEST)
+        scale_G = tl.div_rn(largest_G, tl.full([GROUPS], LARGEST, tl.float32))
+    codes_GC = rounded(x_GC, scale_G[:, None], LARGEST, codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + token * K + column_K, tl.reshape(codes_GC, [GROUPS * COLUMNS]), mask=column_K < K)
+    tl.store(scales_ptr + group_G.to(tl.int64) * scale_stride + token, scale_G, mask=group_G * COLUMNS < K)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["x_stride", "residual_stride", "eps", "scale_stride"])
+def round_inputs_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    inner_weight_ptr: tl.tensor,
+    static_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
     x_stride: tl.tensor,
+    residual_stride: tl.tensor,
     eps: tl.tensor,
     scale_stride: tl.tensor,
     K: tl.constexpr,
@@ -48,34 +100,39 @@ def round_inputs_kernel(
     SMALLEST: tl.constexpr,
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): the codes of a row, and the scale of each COLUMNS of its columns, or the static one.
+    """Program (token): what the arguments name, rounded between two steps as the kernels for each are; see
+    store_rounded.
 
-    GROUPS * COLUMNS: a power of two, at least K. codes: [T, K]; scales: float32 [groups, scale_stride].
+    ACTIVATION: x is [T, 2 K], gate and up of each row; "": it is the row. inner_weight: of the norm of what is added.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     column_K = tl.arange(0, GROUPS * COLUMNS)
     mask_K = column_K < K
     if norm_weight_ptr is not None:
         norm_weight_K = tl.load(norm_weight_ptr + column_K, mask=mask_K, other=0.0).to(tl.float32)
+    if inner_weight_ptr is not None:
+        inner_weight_K = tl.load(inner_weight_ptr + column_K, mask=mask_K, other=0.0).to(tl.float32)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     x_K = tl.load(x_ptr + token * x_stride + column_K, mask=mask_K, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        up_K = tl.load(x_ptr + token * x_stride + K + column_K, mask=mask_K, other=0.0).to(tl.float32)
+        x_K = silu_mul.gated(x_K, up_K, ACTIVATION, dtype).to(dtype).to(tl.float32)
+    if inner_weight_ptr is not None:
+        x_K = rms_norm.normed(x_K, inner_weight_K, eps, K, OFFSET, WIDE, dtype).to(tl.float32)
+    if residual_ptr is not None:
+        residual_K = tl.load(residual_ptr + token * residual_stride + column_K, mask=mask_K, other=0.0).to(tl.float32)
+        total_K = (x_K + residual_K).to(dtype)
+        tl.store(sum_ptr + token * K + column_K, total_K, mask=mask_K)
+        x_K = total_K.to(tl.float32)
     if norm_weight_ptr is not None:
-        x_K = normed(x_K, norm_weight_K, eps, K, OFFSET, WIDE, dtype).to(tl.float32)
-    x_GC = tl.reshape(x_K, [GROUPS, COLUMNS])
-    group_G = tl.arange(0, GROUPS)
-    if static_ptr is not None:
-        scale_G = tl.load(static_ptr + tl.zeros_like(group_G))
-    else:
-        largest_G = tl.maximum(tl.max(tl.abs(x_GC), 1), SMALLEST)
-        scale_G = tl.div_rn(largest_G, tl.full([GROUPS], LARGEST, tl.float32))
-    codes_GC = rounded(x_GC, scale_G[:, None], LARGEST, codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + token * K + column_K, tl.reshape(codes_GC, [GROUPS * COLUMNS]), mask=mask_K)
-    tl.store(scales_ptr + group_G.to(tl.int64) * scale_stride + token, scale_G, mask=group_G * COLUMNS < K)
+        x_K = rms_norm.normed(x_K, norm_weight_K, eps, K, OFFSET, WIDE, dtype).to(tl.float32)
+    store_rounded(x_K, static_ptr, codes_ptr, scales_ptr, token, scale_stride, K, COLUMNS, GROUPS, LARGEST, SMALLEST)
 
 
 def columns_obstacle(k: int, rounding: Rounding) -> str | None:
@@ -86,6 +143,47 @@ def columns_obstacle(k: int, rounding: Rounding) -> str | None:
     return f"{k} columns are more than {MOST_COLUMNS}" if k > MOST_COLUMNS else None
 
 
+class Results(NamedTuple):
+    """The codes [T, K] and scales [C, T] of rows, and the constants with which kernels fill them."""
+
+    codes_TK: torch.Tensor
+    scales_CT: torch.Tensor
+    constants: dict[str, Any]
+
+
+def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device) -> Results:
+    """Memory for the codes of T rows of K columns and their scales."""
+    block = next_power_of_2(k)
+    columns = block if rounding.static else min(rounding.columns or block, block)
+    constants = {
+        "K": k,
+        "COLUMNS": columns,
+        "GROUPS": block // columns,
+        "LARGEST": rounding.largest,
+        "SMALLEST": SMALLEST_MAXIMUM,
+        "num_warps": max(1, min(16, block // 256)),
+    }
+    codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
+    return Results(codes_TK, empty_scales(codes_TK, rounding), constants)
+
+
+def empty_scales(codes_TK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Memory [C, T] for the scales of codes, with C 1 for a scale of whole rows or a static one."""
+    num_tokens, k = codes_TK.shape
+    columns = 0 if rounding.static else rounding.columns
+    room = (num_tokens + MOST_TILE - 1) // MOST_TILE * MOST_TILE
+    shape = (cdiv(k, columns) if columns else 1, num_tokens)
+    return torch.empty_strided(shape, (room, 1), dtype=torch.float32, device=codes_TK.device)
+
+
+def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
+    """Why plain torch rounds rows of k columns on a device; None where the kernel does, as Triton's interpreter can."""
+    capability = capability_of(device) if device.type == "cuda" else CAPABILITY
+    if capability < CAPABILITY:
+        return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8"
+    return columns_obstacle(k, rounding)
+
+
 def launch(
     x_TK: torch.Tensor,
     rounding: Rounding,
@@ -94,38 +192,187 @@ def launch(
     eps: float = 0.0,
     norm_offset: float = 0.0,
     norm_wide: bool = False,
+    activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes [T, K] of RMSNorm(x) * norm_weight, or of x without a norm, and their scales, transposed: [C, T].
+    """The codes [T, K] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x, and their scales [C, T].
 
-    They are those of rounding.round_inputs; a static scale is repeated for each token. Rows of scales have room for
-    whole tiles of tokens, whose loads need no mask.
+    They are those of rounding.round_inputs; a static scale is repeated for each token.
     """
+    codes_TK, scales_CT, _ = _launch(
+        x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation
+    )
+    return codes_TK, scales_CT
+
+
+def _launch(
+    x_TK: torch.Tensor,
+    residual_TK: torch.Tensor | None,
+    norm_weight_K: torch.Tensor | None,
+    inner_weight_K: torch.Tensor | None,
+    static_1: torch.Tensor | None,
+    rounding: Rounding,
+    eps: float,
+    offset: float,
+    wide: bool,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     if x_TK.stride(1) != 1:
         x_TK = x_TK.contiguous()
+    if residual_TK is not None and residual_TK.stride(1) != 1:
+        residual_TK = residual_TK.contiguous()
     num_tokens, k = x_TK.shape
-    block = next_power_of_2(k)
-    columns = block if rounding.static else min(rounding.columns or block, block)
-    codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=x_TK.device)
-    tile = min(MOST_TILE, max(LEAST_TILE, next_power_of_2(num_tokens)))
-    room = cdiv(num_tokens, tile) * tile
-    scales_CT = torch.empty((cdiv(k, columns), room), dtype=torch.float32, device=x_TK.device)
+    codes_TK, scales_CT, constants = results_for(num_tokens, k // 2 if activation else k, rounding, x_TK.device)
+    if activation and num_tokens > FEW_TOKENS:
+        constants = constants | {"num_warps": min(8, constants["num_warps"])}
+    total_TK = None if residual_TK is None else torch.empty_like(x_TK, memory_format=torch.contiguous_format)
     round_inputs_kernel[(num_tokens,)](
         x_TK,
+        residual_TK,
         norm_weight_K,
+        inner_weight_K,
         static_1,
         codes_TK,
         scales_CT,
+        total_TK,
         x_TK.stride(0),
+        0 if residual_TK is None else residual_TK.stride(0),
         eps,
-        room,
-        K=k,
-        COLUMNS=columns,
-        GROUPS=block // columns,
-        LARGEST=rounding.largest,
-        SMALLEST=SMALLEST_MAXIMUM,
-        OFFSET=norm_offset,
-        WIDE=norm_wide,
-        num_warps=max(1, min(16, block // 512)),
+        scales_CT.stride(0),
+        **constants,
+        OFFSET=offset,
+        WIDE=wide,
+        ACTIVATION=activation,
         **dependent_launch(x_TK.device),
     )
-    return codes_TK, scales_CT[:, :num_tokens]
+    return codes_TK, scales_CT, total_TK
+
+
+def by_formula(
+    x_TK: torch.Tensor, rounding: Rounding, static_1: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes [T, K] and scales [C, T] in plain torch."""
+    codes_TK, scales_TC = rounded_by_torch(x_TK, rounding, static_1)
+    return codes_TK, empty_scales(codes_TK, rounding).copy_(scales_TC.t())
+
+
+def reference(
+    x_TK: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    norm_weight_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes [T, K] and scales [C, T] of what `launch` computes. rounding: what Rounding.parse reads."""
+    if activation:
+        x_TK = silu_mul.reference(x_TK, activation)
+    if norm_weight_K is not None:
+        x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+    return by_formula(x_TK, rounding_of(rounding), static_1)
+
+
+def _round_inputs(
+    x_TK: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    norm_weight_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    parsed, norm = rounding_of(rounding), (norm_weight_K, eps, norm_offset, norm_wide)
+    if why_not_by_kernel(x_TK.shape[1], parsed, x_TK.device) is not None:
+        return reference(x_TK, static_1, rounding, *norm, activation)
+    return launch(x_TK, parsed, static_1, *norm, activation)
+
+
+def fake_codes(x_TK: torch.Tensor, rounding: str, halves: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of x and scales without values; `halves`: of half as many columns."""
+    num_tokens, k = x_TK.shape
+    parsed = rounding_of(rounding)
+    codes_TK = x_TK.new_empty((num_tokens, k // 2 if halves else k), dtype=parsed.dtype)
+    return codes_TK, empty_scales(codes_TK, parsed)
+
+
+def _fake(
+    x_TK: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    norm_weight_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return fake_codes(x_TK, rounding, bool(activation))
+
+
+round_inputs = define_op(
+    "round_inputs(Tensor x_TK, Tensor? static_1, str rounding, Tensor? norm_weight_K=None, float eps=0.0, "
+    'float norm_offset=0.0, bool norm_wide=False, str activation="") -> (Tensor, Tensor)',
+    cpu=reference,
+    cuda=_round_inputs,
+    fake=_fake,
+)
+
+
+def sum_reference(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+    inner_weight_D: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The codes [T, D] and scales [C, T] of residual_rms_norm's first result, and its second, the sum."""
+    how = eps, offset, wide, inner_weight_D
+    normed_TD, total_TD = residual_rms_norm.reference(x_TD, residual_TD, weight_D, *how)
+    return *by_formula(normed_TD, rounding_of(rounding), static_1), total_TD
+
+
+def sum_launch(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+    inner_weight_D: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernel behind `sum_reference`."""
+    parsed, how = rounding_of(rounding), (eps, offset, wide)
+    if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
+        normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)
+        return *by_formula(normed_TD, parsed, static_1), total_TD
+    codes_TD, scales_CT, sum_TD = _launch(x_TD, residual_TD, weight_D, inner_weight_D, static_1, parsed, *how)
+    assert sum_TD is not None
+    return codes_TD, scales_CT, sum_TD
+
+
+def fake_sum(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    *others: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of `sum_reference` without values."""
+    return *fake_codes(x_TD, rounding), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+
+
+residual_rms_norm_rounded = define_op(
+    "residual_rms_norm_rounded(Tensor x_TD, Tensor residual_TD, Tensor weight_D, Tensor? static_1, str rounding, "
+    "float eps, float offset=0.0, bool wide=False, Tensor? inner_weight_D=None) -> (Tensor, Tensor, Tensor)",
+    cpu=sum_reference,
+    cuda=sum_launch,
+    fake=fake_sum,
+)

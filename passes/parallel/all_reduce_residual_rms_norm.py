@@ -23,6 +23,8 @@ from compiled_engine.parallel.push_kernels import exchange_flags, tagged_sum
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import arg, emit_named, is_call, named, only_user, rewrite_calls
 from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.linear import round_inputs
+from compiled_engine.passes.linear.round_inputs import store_rounded
 from compiled_engine.passes.norm import residual_rms_norm
 from compiled_engine.passes.norm.norms import has_normed_addend, is_sum, scaled_by_roots
 from compiled_engine.passes.parallel.tensor_parallel import all_reduce
@@ -46,8 +48,15 @@ def all_reduce_residual_rms_norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
+    static_ptr: tl.tensor = None,
+    scales_ptr: tl.tensor = None,
+    scale_stride: tl.tensor = 0,
+    COLUMNS: tl.constexpr = 0,
+    GROUPS: tl.constexpr = 0,
+    LARGEST: tl.constexpr = 0.0,
+    SMALLEST: tl.constexpr = 0.0,
 ) -> None:
-    """Program (token), which is the slot of a PushBuffer."""
+    """Program (token), which is the slot of a PushBuffer. scales: normed are codes, see store_rounded."""
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D
     column_D = tl.arange(0, BLOCK_D)
@@ -77,8 +86,15 @@ def all_reduce_residual_rms_norm_kernel(
     tl.store(sum_ptr + start + column_D, total_D, inside_D)
     total_D = total_D.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total_D * total_D, 0) / D + eps)
-    normed_D = (total_D * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(normed_ptr + start + column_D, (normed_D * weight_D).to(normed_ptr.dtype.element_ty), inside_D)
+    dtype: tl.constexpr = sum_ptr.dtype.element_ty
+    normed_D = ((total_D * scale).to(dtype).to(tl.float32) * weight_D).to(dtype)
+    if scales_ptr is not None:
+        row, token = normed_D.to(tl.float32), slot.to(tl.int64)
+        store_rounded(
+            row, static_ptr, normed_ptr, scales_ptr, token, scale_stride, D, COLUMNS, GROUPS, LARGEST, SMALLEST
+        )
+    else:
+        tl.store(normed_ptr + start + column_D, normed_D, inside_D)
     tl.store(epochs_ptr + slot, epoch)
 
 
@@ -107,6 +123,21 @@ def push(
     if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
         return tagged_sum(pushed, x_TD, residual_TD, weight_D, eps)
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    _launch(pushed, x_TD, residual_TD, weight_D, eps, normed_TD, total_TD)
+    return normed_TD, total_TD
+
+
+def _launch(
+    pushed: PushBuffer,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    normed_TD: torch.Tensor,
+    total_TD: torch.Tensor,
+    **rounding: Any,
+) -> None:
+    """rounding: the arguments of the kernel for a norm that is rounded."""
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size)
     all_reduce_residual_rms_norm_kernel[(num_tokens,)](
@@ -125,9 +156,9 @@ def push(
         D=hidden_size,
         BLOCK_D=block,
         num_warps=max(1, min(16, block // 512)),
+        **rounding,
         **dependent_launch(x_TD.device),
     )
-    return normed_TD, total_TD
 
 
 def _fake(
@@ -142,6 +173,64 @@ all_reduce_residual_rms_norm = define_op(
     cuda=launch,
     fake=_fake,
     reference=reference,
+)
+
+
+def rounded_reference(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The codes [T, D] and scales [C, T] of the first result of `reference`, and its second; see round_inputs."""
+    return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
+
+
+def rounded_launch(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernel behind `rounded_reference`, or two: see `launch`."""
+    pushed, parsed = current_group().pushed, round_inputs.rounding_of(rounding)
+    by_kernel = round_inputs.why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is None
+    if by_kernel and pushed is not None and pushed.takes(x_TD):
+        return push_rounded(pushed, x_TD, residual_TD, weight_D, static_1, rounding, eps)
+    return round_inputs.sum_launch(current_group().all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
+
+
+def push_rounded(
+    pushed: PushBuffer,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    static_1: torch.Tensor | None,
+    rounding: str,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`push` with the norm rounded; rows are never tagged."""
+    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    codes_TD, scales_CT, constants = round_inputs.results_for(
+        *x_TD.shape, round_inputs.rounding_of(rounding), x_TD.device
+    )
+    total_TD = torch.empty_like(x_TD)
+    given = {name: constants[name] for name in ("COLUMNS", "GROUPS", "LARGEST", "SMALLEST")}
+    given |= {"static_ptr": static_1, "scales_ptr": scales_CT, "scale_stride": scales_CT.stride(0)}
+    _launch(pushed, x_TD, residual_TD, weight_D, eps, codes_TD, total_TD, **given)
+    return codes_TD, scales_CT, total_TD
+
+
+all_reduce_residual_rms_norm_rounded = define_op(
+    "all_reduce_residual_rms_norm_rounded(Tensor x_TD, Tensor residual_TD, Tensor weight_D, Tensor? static_1, "
+    "str rounding, float eps) -> (Tensor, Tensor, Tensor)",
+    cpu=rounded_reference,
+    cuda=rounded_launch,
+    fake=round_inputs.fake_sum,
 )
 
 

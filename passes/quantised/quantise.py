@@ -24,7 +24,13 @@ from compiled_engine.passes.framework.matching import fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
 from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
-from compiled_engine.passes.linear.quantised_kernels import MOST_FEW, capability_of, choose
+from compiled_engine.passes.linear.quantised_kernels import (
+    FEWEST_OF_CODES,
+    HOPPER_CODES,
+    MOST_FEW,
+    capability_of,
+    choose,
+)
 from compiled_engine.passes.parallel.tensor_parallel import vocabulary_part
 from compiled_engine.quantisation import LinearScheme, Quantisation
 
@@ -39,7 +45,8 @@ class Quantise(GraphPass):
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """One for each matrix of parameters that the rules name and tokens are multiplied with, except embeddings."""
-        weights = [node for node in graph.find_nodes(op="placeholder") if self._is_named(node)]
+        inputs = graph.find_nodes(op="placeholder")
+        weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
         return sum(not is_looked_up(weight) for weight in weights)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -62,11 +69,6 @@ class Quantise(GraphPass):
         _erase_unused(graph)
         return PassResult(len(replacements), (), tuple(replacements), tuple(notes))
 
-    def _is_named(self, node: fx.Node) -> bool:
-        if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
-            return False
-        return self._quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight")) is not None
-
     def _note(self, module: str, weight: Parameter, scheme: LinearScheme, linear: Linear) -> str:
         rows, k = weight.shape
         nbytes = rows * k * scheme.weight.dtype.itemsize + 4 * torch.Size(scheme.weight.grid(rows, k)).numel()
@@ -75,9 +77,10 @@ class Quantise(GraphPass):
             capability = capability_of(x_TK.device)
             few, many = (
                 choose(capability, count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype)
-                for count in (MOST_FEW, MOST_FEW + 1)
+                for count in (FEWEST_OF_CODES, MOST_FEW + 1)
             )
-            kernels = f"any number of tokens: {few}" if few == many else f"up to {MOST_FEW} tokens: {few}; more: {many}"
+            most = FEWEST_OF_CODES if many.kernel == HOPPER_CODES else MOST_FEW
+            kernels = f"any number of tokens: {few}" if few == many else f"up to {most} tokens: {few}; more: {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
         return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernels}"
 
@@ -87,6 +90,13 @@ class Quantise(GraphPass):
 
         assert self._before is not None
         return verify_quantised(self._before, result, self._quantisation, self._num_ranks, device)
+
+
+def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
+    """Return the scheme that the rules give a graph's input; None for what is no matrix of a linear, or not named."""
+    if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
+        return None
+    return quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight"))
 
 
 def is_looked_up(weight: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
+from compiled_engine.attention.backends.decoded_contexts import HEADS, decode_contexts_kernel
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_draft_decode import (
@@ -42,6 +43,8 @@ INDICES = {
     "block_table_ptr": "*i32",
     "slot_mapping_ptr": "*i64",
     "work_ptr": "*i32",
+    "num_tiles_ptr": "*i32",
+    "new_table_ptr": "*i32",
     "arrived_ptr": "*i32",
     "sinks_ptr": "*bf16",
 }
@@ -300,6 +303,24 @@ def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, n
         "DEPENDENT_LAUNCH": True,
     }
     ptx = check(write_kv_kernel, torch.bfloat16, chosen, num_warps=num_warps)
+    assert "ld.global.v4" in ptx
+    assert "st.global.v4" in ptx
+
+
+@pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_decoded_contexts(check: Callable[..., str], head_dim: int, cache: torch.dtype) -> None:
+    chosen = {
+        "WINDOW": 100,
+        "BLOCK_SIZE": 16,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "WIDTH": head_width(cache, head_dim),
+        "TILE_H": HEADS,
+        "TILE_D": triton.next_power_of_2(head_dim),
+        "DEPENDENT_LAUNCH": True,
+    }
+    ptx = check(decode_contexts_kernel, torch.bfloat16, chosen, cache=cache, num_warps=4, launch_pdl=True)
     assert "ld.global.v4" in ptx
     assert "st.global.v4" in ptx
 

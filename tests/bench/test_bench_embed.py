@@ -90,6 +90,18 @@ def test_all_embed_the_same_texts_in_turn(tmp_path: Path, peer: tuple[type[Peer]
         measure(options, None, workloads[:1], [], targets, 1, SilentProgress())
 
 
+def test_variants_of_the_engine_show_the_gain_of_its_parts(tmp_path: Path) -> None:
+    make_encoder(tmp_path)
+    options = OPTIONS | {"model": tmp_path}
+    workloads = [EmbedWorkload.of("3x5", ragged=False)]
+    result = measure(options, None, workloads, [], {}, 1, SilentProgress(), ["eager"])
+    (each,) = result["results"]
+    assert [*each["contenders"]] == ["engine", "eager"]
+    assert each["ratio"] is None
+    with pytest.raises(ValueError, match="variant is 'fast'; allowed: eager, compiled"):
+        measure(options, None, workloads, [], {}, 1, SilentProgress(), ["fast"])
+
+
 @pytest.mark.parametrize("name", ["8", "8x", "0x4", "8x-1", "8 x 4"])
 def test_a_workload_is_texts_times_tokens(name: str) -> None:
     with pytest.raises(ValueError, match=f"workload is '{name}'; allowed: TEXTSxTOKENS, such as 32x16"):

@@ -34,4 +34,16 @@ def test_the_command(tmp_path: Path) -> None:
     for name in LAPS:
         assert record[name]["median"] >= 0
     assert record["launch"]["median"] > 0  # on a CPU the model runs there
+    assert record["tokens"] is None
     assert json.loads((tmp_path / "decode_2.json").read_text())["traceEvents"]
+
+
+def test_a_step_with_drafts_yields_several_tokens(bundled_model_path: Path) -> None:
+    """The model drafts for itself, so that every draft is right."""
+    drafts = {"method": "draft_model", "model": str(bundled_model_path), "num_speculative_tokens": 3}
+    arguments = "bench step --device cpu --dtype float32 --mode eager --batch 2 --steps 4 --repeats 1 --json"
+    run = CliRunner().invoke(app, [*arguments.split(), "--speculative-config", json.dumps(drafts)])
+    assert run.exit_code == 0, run.output
+    (record,) = json.loads(run.stdout)["results"]
+    assert record["tokens"]["median"] == 4
+    assert record["token"]["median"] == pytest.approx(record["step"]["median"] / 4)

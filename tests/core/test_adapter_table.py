@@ -17,19 +17,26 @@ from compiled_engine.sampling.params import SamplingParams
 class Engine:
     """A scheduler whose steps sample token 7, and what a core tells it of adapters."""
 
-    def __init__(self, max_loras: int = 2, max_cpu_loras: int = 3) -> None:
-        scheduler = SchedulerConfig(8, 64, 64, "fcfs")
+    def __init__(self, max_loras: int = 2, max_cpu_loras: int = 3, policy: str = "fcfs") -> None:
+        scheduler = SchedulerConfig(32, 128, 128, policy)
         config = AdapterConfig(max_loras, 4, max_cpu_loras)
-        self.scheduler = Scheduler(scheduler, CacheConfig(4, 64, 0.9, True), 64, 100, adapters=config)
+        self.scheduler = Scheduler(scheduler, CacheConfig(4, 256, 0.9, True), 64, 100, adapters=config)
         self.dropped: list[str] = []
 
-    def add(self, name: str, adapter: str | None, max_tokens: int = 2, adapter_name: str | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        adapter: str | None,
+        max_tokens: int = 2,
+        adapter_name: str | None = None,
+        priority: int = 0,
+    ) -> None:
         ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}", adapter_name or adapter)
         if adapter is not None and not self.scheduler.adapters.is_loaded(adapter):
             self.dropped += self.scheduler.adapters.loaded(adapter)
         root = prefix_root(adapter=ref)
         params = SamplingParams(max_tokens=max_tokens)
-        self.scheduler.add(EngineRequest(name, (1, 2, 3), params, prefix_root=root, adapter=ref))
+        self.scheduler.add(EngineRequest(name, (1, 2, 3), params, priority=priority, prefix_root=root, adapter=ref))
 
     def step(self) -> SchedulerOutput:
         step = self.scheduler.schedule()
@@ -59,17 +66,42 @@ def test_adapters_share_slots_and_others_need_none() -> None:
     engine.finish()
 
 
-def test_a_request_waits_for_a_slot_and_is_not_passed() -> None:
+def test_a_request_that_waits_for_a_slot_is_overtaken_by_those_that_had_come() -> None:
     engine = Engine()
-    engine.add("r", "a", max_tokens=4)
-    engine.add("s", "b", max_tokens=2)
+    engine.add("r", "a", max_tokens=5)
+    engine.add("s", "b", max_tokens=5)
     engine.add("t", "c")
-    engine.add("u", "a")  # its adapter has a slot, but t is older
-    assert slots(engine.step()) == {"r": 0, "s": 1}
+    engine.add("u", "a")  # its adapter has a slot
+    assert slots(engine.step()) == {"r": 0, "s": 1, "u": 0}
+    engine.add("v", "b")  # came after t was set aside
+    engine.add("w", None)  # needs no slot
+    assert slots(engine.step()) == {"w": -1}
+    assert slots(engine.step()) == slots(engine.step()) == slots(engine.step()) == {}
+    step = engine.step()  # r and s have ended
+    assert slots(step) == {"t": 1, "v": 0}
+    assert step.placed_adapters == {1: "c", 0: "b"}
+    engine.finish()
+
+
+def test_a_request_that_waits_for_a_slot_may_end() -> None:
+    engine = Engine(max_loras=1)
+    engine.add("r", "a", max_tokens=9)
+    engine.add("s", "b")
+    assert slots(engine.step()) == {"r": 0}
+    engine.add("t", "a")  # came after s was set aside
     assert slots(engine.step()) == {}
-    step = engine.step()  # s has ended
-    assert slots(step) == {"t": 1, "u": 0}
-    assert step.placed_adapters == {1: "c"}
+    engine.scheduler.abort("s")
+    assert slots(engine.step()) == {"t": 0}
+    engine.finish()
+
+
+def test_what_comes_before_a_request_that_waits_for_a_slot_overtakes_nothing() -> None:
+    engine = Engine(max_loras=1, policy="priority")
+    engine.add("r", "a", max_tokens=9)
+    engine.add("s", "b")
+    assert slots(engine.step()) == {"r": 0}
+    engine.add("t", "a", priority=-1)
+    assert slots(engine.step()) == {"t": 0}
     engine.finish()
 
 
@@ -80,16 +112,22 @@ REQUESTS = st.lists(
 
 
 @given(requests=REQUESTS, max_loras=st.integers(1, 3))
-def test_any_mix_is_admitted_in_order_and_each_request_has_its_adapter(
+def test_in_any_mix_each_request_has_its_adapter_and_waits_for_few(
     requests: list[tuple[str | None, int, int]], max_loras: int
 ) -> None:
-    """So none waits longer than those before it need; a slot in use is never given away."""
+    """A slot in use is never given away. Who is overtaken waits for a slot, and those that overtake came before it was
+    set aside, or need none; with the same adapter the order is kept."""
     engine = Engine(max_loras, max_cpu_loras=max_loras)
     admitted: list[str] = []
     contents: dict[int, str] = {}
     in_use: dict[str, int] = {}  # slots of running requests
 
+    added = 0
+    first_tried: dict[str, int] = {}  # requests that had come when it might have been admitted first
+
     def step() -> None:
+        for name in map(str, range(added)):
+            first_tried.setdefault(name, added)
         found = engine.step()
         in_use.update(slots(found))
         for name in {*in_use} - {*found.request_ids}:
@@ -103,6 +141,7 @@ def test_any_mix_is_admitted_in_order_and_each_request_has_its_adapter(
 
     for number, (adapter, max_tokens, pause) in enumerate(requests):
         engine.add(str(number), adapter, max_tokens)
+        added += 1
         counts = engine.scheduler.metrics()
         waiting, running = (counts[f"adapter_requests_{state}"] for state in ("waiting", "running"))
         assert len(running) <= max_loras
@@ -113,7 +152,14 @@ def test_any_mix_is_admitted_in_order_and_each_request_has_its_adapter(
     while engine.scheduler.has_unfinished():
         step()
     engine.scheduler.check_idle()
-    assert admitted == [str(number) for number in range(len(requests))]
+    assert sorted(admitted, key=int) == [str(number) for number in range(len(requests))]
+    for place, name in enumerate(admitted):
+        adapter = requests[int(name)][0]
+        for overtaken in (other for other in admitted[place + 1 :] if int(other) < int(name)):
+            other = requests[int(overtaken)][0]
+            assert other is not None
+            assert other != adapter
+            assert adapter is None or int(name) < first_tried[overtaken]
     named = Counter(adapter for adapter, *_ in requests if adapter is not None)
     assert engine.scheduler.metrics()["adapter_requests"] == named
 

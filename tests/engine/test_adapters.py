@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +11,14 @@ import pytest
 import torch
 from adapter_folders import LINEARS, OPTIONS, make_adapter
 from checkpoints import load_checkpoint, make_checkpoint
+from left_over import wait_until
 from torch import nn
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
 from compiled_engine.core.control import ControlError
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.models.checkpoint.adapter_folder import digest_of, read_adapter
+from compiled_engine.runner import adapter_slots
 
 PROMPTS = [[3, 99, 5, 27, 64, 8, 120, 41], [7] * 20, list(range(1, 34)), [11, 12], [90, 2, 90, 2, 90], [55]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=0)
@@ -134,6 +137,23 @@ def test_files_that_are_replaced_between_the_digest_and_the_reading_are_refused(
     make_adapter(folder, adapted.model, 4, seed=12)
     with pytest.raises(ControlError, match="has changed since its adapter was named; name it again"):
         adapted.llm.core.load_adapter(str(folder), named)
+
+
+def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_adapter(tmp_path / "adapter", adapted.model, 4, seed=13)
+    digest, core, may_read = digest_of(folder), adapted.llm.core, threading.Event()
+    monkeypatch.setattr(adapter_slots, "read_adapter", lambda path: (may_read.wait(60), read_adapter(path))[1])
+    core.begin_load_adapter(str(folder), digest)
+    core.begin_load_adapter(str(folder), digest)  # is being read
+    assert_is_of(adapted.model, adapted.generate([None])[0])
+    assert not core.has_read_adapter(digest)
+    may_read.set()
+    wait_until(lambda: core.has_read_adapter(digest))
+    loads = adapted.llm.metrics()["adapter_loads"]
+    core.load_adapter(str(folder), digest)
+    assert adapted.llm.metrics()["adapter_loads"] == loads + 1
+    output = adapted.llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=LoRARequest("read", 5, folder))
+    assert_is_of(merged(adapted.base, folder), output[0])
 
 
 def test_what_is_no_adapter_for_the_engine_is_refused_in_one_line(adapted: Adapted, tmp_path: Path) -> None:

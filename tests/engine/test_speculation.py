@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_first_layers
+from eagle_heads import write_fitted_head
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +48,11 @@ def draft_model(num_drafts: int) -> dict[str, Any]:
     return {"speculative_config": {"method": "draft_model", "num_speculative_tokens": num_drafts}}
 
 
+def eagle3(num_drafts: int) -> dict[str, Any]:
+    """Likewise."""
+    return {"speculative_config": {"method": "eagle3", "num_speculative_tokens": num_drafts}}
+
+
 @pytest.fixture(scope="module")
 def text(bundled_model_path: Path) -> str:
     return (bundled_model_path / "held_out.txt").read_text()
@@ -67,6 +73,9 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "a draft model, eager, in torch": {"mode": "eager", "attention_backend": "torch", **draft_model(3)},
     "a draft model, recorded, two steps in flight": {"async_scheduling": True, **draft_model(5)},
     "a draft model, two ranks": {"mode": "eager", "tensor_parallel_size": 2, **draft_model(1)},
+    "a head, eager, in torch": {"mode": "eager", "attention_backend": "torch", **eagle3(3)},
+    "a head, recorded, two steps in flight": {"async_scheduling": True, **eagle3(5)},
+    "a head, two ranks": {"mode": "eager", "tensor_parallel_size": 2, **eagle3(2)},
 }
 
 
@@ -76,18 +85,33 @@ def first_layers(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFact
     return write_first_layers(bundled_model_path, tmp_path_factory.mktemp("draft"), 5)
 
 
+@pytest.fixture(scope="module")
+def head(plain: LLM, text: str, bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Likewise."""
+    token_ids = torch.tensor(plain.get_tokenizer().encode(text[:20_000]))
+    windows_NL = token_ids[: len(token_ids) // 128 * 128].view(-1, 128)
+    return write_fitted_head(tmp_path_factory.mktemp("head"), bundled_model_path, windows_NL)
+
+
 # Of the others one is drawn.
-ALWAYS = ("compiled, two steps in flight", "two ranks", "a draft model, recorded, two steps in flight")
+ALWAYS = (
+    "compiled, two steps in flight",
+    "two ranks",
+    "a draft model, recorded, two steps in flight",
+    "a head, recorded, two steps in flight",
+)
 OTHERS = pytest.mark.product(one_in=1000)
 
 
 @pytest.fixture(
     scope="module", params=[name if name in ALWAYS else pytest.param(name, marks=OTHERS) for name in DRAFTED]
 )
-def drafted(request: pytest.FixtureRequest, first_layers: Path) -> Iterator[LLM]:
+def drafted(request: pytest.FixtureRequest) -> Iterator[LLM]:
     options = ENGINE | DRAFTED[request.param]
-    if options["speculative_config"]["method"] == "draft_model":
-        options["speculative_config"] = options["speculative_config"] | {"model": str(first_layers)}
+    drafting = {"draft_model": "first_layers", "eagle3": "head"}
+    if (fixture := drafting.get(options["speculative_config"]["method"])) is not None:
+        model = {"model": str(request.getfixturevalue(fixture))}
+        options["speculative_config"] = options["speculative_config"] | model
     with LLM(**options) as llm:
         yield llm
         llm.core.check_integrity()
@@ -221,7 +245,7 @@ def test_the_host_need_not_know_the_drafts(num_drafts: int, options: dict[str, A
     with LLM(**ENGINE | {"num_blocks": 30} | options, **ngram(num_drafts)) as llm:
         executor = llm.core.executor
         assert isinstance(executor, InProcessExecutor)
-        step = executor.runner.step
+        step, executor.runner.knows_drafts = executor.runner.step, False
         step.proposer = executor.runner.captured.dispatcher = _Launched(step.states, num_drafts)
         same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (llm, plain)))
         llm.core.check_integrity()

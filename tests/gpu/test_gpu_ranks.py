@@ -32,7 +32,8 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "presenc
 @dataclass(frozen=True)
 class Case:
     """both: options on one GPU as well. vocab_size: two ranks divide an even one; each has the whole of an odd one.
-    worst: the largest difference of a prompt's log-probability, larger where scales of 8 bits round otherwise."""
+    worst: the largest difference of a prompt's log-probability, larger where scales of 8 bits round otherwise.
+    draft_model: the model drafts for itself."""
 
     two: dict[str, Any]
     both: dict[str, Any] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Case:
     vocab_size: int = 132
     worst: float = 3e-4
     adapters: bool = False
+    draft_model: bool = False
 
 
 CASES = {
@@ -50,6 +52,7 @@ CASES = {
     "ranks, 8-bit cache": Case(TWO_RANKS, {"kv_cache_dtype": "int8"}, worst=0.05),
     "ranks, adapters": Case(TWO_RANKS, {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}, adapters=True),
     "ranks, drafts": Case(TWO_RANKS, {"speculative_config": NGRAM}, sampling=SAMPLED),
+    "ranks, draft model": Case(TWO_RANKS, draft_model=True),
     "stages": Case({"pipeline_parallel_size": 2}),
     "replicas": Case({"data_parallel_size": 2}, sampling=SAMPLED),
 }
@@ -67,9 +70,14 @@ def test_two_gpus_compute_what_one_does(name: str, tmp_path: Path) -> None:
         given["lora_request"] = [None, one, other, None, one]
     options = {"device": "cuda", "dtype": "float32", "progress": False, "max_model_len": 256, "num_blocks": 256}
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0, **case.sampling)
+    both = case.both
+    if case.draft_model:
+        both = both | {
+            "speculative_config": {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+        }
     found = []
     for more in ({}, case.two):
-        with LLM(tmp_path / "model", **options, **case.both, **more) as llm:
+        with LLM(tmp_path / "model", **options, **both, **more) as llm:
             found.append(llm.generate(PROMPTS, params, use_tqdm=False, **given))
     for one_gpu, two_gpus, prompt in zip(*found, PROMPTS, strict=True):
         assert one_gpu.outputs[0].token_ids == two_gpus.outputs[0].token_ids

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_folders import make_adapter
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, write_first_layers
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
 from compiled_engine.frontend.outputs import RequestOutput
@@ -63,6 +63,11 @@ ENDS: list[dict[str, Any]] = [
 def ngram(num_drafts: int, longest: int = 3, **more: Any) -> dict[str, Any]:
     drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": longest}
     return {"speculative_config": drafts | {"prompt_lookup_min": 1} | more}
+
+
+def draft_model(path: Path, num_drafts: int, **more: Any) -> dict[str, Any]:
+    drafts = {"method": "draft_model", "model": str(path), "num_speculative_tokens": num_drafts}
+    return {"speculative_config": drafts | more}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +126,65 @@ def test_ngram_drafts_change_no_token(mode: str, num_drafts: int, text: str, exp
     assert metrics["preemptions"] > 0
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
     assert (metrics["running"], metrics["waiting"], metrics["kv_usage"]) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def first_layers(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is often right, and often wrong."""
+    return write_first_layers(bundled_model_path, tmp_path_factory.mktemp("draft"), 5)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_of_a_model_change_no_token(
+    mode: str, num_drafts: int, text: str, first_layers: Path, expected: list[RequestOutput]
+) -> None:
+    prompts, params = workload(text)
+    with LLM(**ENGINE | FEW_BLOCKS | MODES[mode], **draft_model(first_layers, num_drafts)) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        llm.core.check_integrity()
+        metrics = llm.metrics()
+    assert results(found) == results(expected)
+    assert metrics["preemptions"] > 0
+    assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
+    assert (metrics["running"], metrics["waiting"], metrics["kv_usage"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8}], ids=str)
+@pytest.mark.parametrize("mode", ["graphed", "piecewise", "eager"])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    mode: str, sampling: dict[str, Any], text: str, bundled_model_path: Path
+) -> None:
+    """With chunks of prompts and cached prefixes."""
+    prompts = [text[40 * i : 40 * i + 30 + 12 * i] for i in range(8) for _ in range(2)]
+    params = [SamplingParams(seed=i, max_tokens=15 + i, **sampling) for i in range(len(prompts))]
+    with LLM(**ENGINE | {"num_blocks": 200} | MODES[mode], **draft_model(bundled_model_path, 4)) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        metrics = llm.metrics()
+    assert metrics["accepted_tokens"] == metrics["draft_tokens"] > 100
+    assert metrics["prefix_hits"] > 0
+
+
+def test_the_passes_of_a_draft_model_are_one_launch(bundled_model_path: Path) -> None:
+    """A step of decodes is two: the drafts, and their verification."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM(**ENGINE, **draft_model(bundled_model_path, 3)) as llm:
+        llm.generate(["def f(x):"] * 3, params, use_tqdm=False)
+        before = llm.metrics()
+        with torch.profiler.profile(activities=ACTIVITIES) as profile:
+            llm.generate(["def g(x):"] * 3, params, use_tqdm=False)
+        after = llm.metrics()
+    launches = [event.name for event in profile.events() if event.name == "cudaGraphLaunch"]
+    steps = after["steps"] - before["steps"]
+    assert steps < 40
+    assert after["graph_bytes_predicted"] > 0
+    # The step of the prompts alone drafts nothing.
+    assert len(launches) == after["graph_replays"] - before["graph_replays"] == 2 * steps - 1
+    drafted = [
+        sum(count for name, count in metrics["graph_replays_by_key"].items() if name.startswith("draft-3 "))
+        for metrics in (before, after)
+    ]
+    assert drafted[1] - drafted[0] == steps - 1
 
 
 def test_drafts_of_an_8_bit_cache(text: str) -> None:
@@ -211,12 +275,15 @@ def test_the_prefix_of_a_step_is_not_read_in_it(text: str) -> None:
     assert found[0] == found[1]
 
 
-def test_warm_up_leaves_nothing_to_compile() -> None:
+@pytest.mark.parametrize("mode", ["graphed", "eager"])
+@pytest.mark.parametrize("method", ["ngram", "draft model"])
+def test_warm_up_leaves_nothing_to_compile(method: str, mode: str, bundled_model_path: Path) -> None:
     """Requests with drafts find all their kernels."""
     import triton
 
     compiled: list[str] = []
-    with LLM(**ENGINE, **ngram(3)) as llm:
+    drafts = ngram(3) if method == "ngram" else draft_model(bundled_model_path, 3)
+    with LLM(**ENGINE | MODES[mode], **drafts) as llm:
         triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: compiled.append(repr)
         try:
             params = [SamplingParams(temperature=0.5, seed=seed, max_tokens=30) for seed in range(8)]

@@ -34,6 +34,7 @@ from compiled_engine.graphs.cache.key import (
     CACHE_FORMAT,
     GRAPH_FIELDS,
     OTHER_FIELDS,
+    TAPS,
     cache_factors,
     graph_config,
 )
@@ -148,11 +149,12 @@ PERTURBED: dict[str, Any] = {
     "speculation.lookup_max": 5,
     "speculation.lookup_min": 2,
     "speculation.acceptance_rates": (0.5,),
+    "speculation.taps": (0,),
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
-APART |= {"model.recurrences", "speculation.draft", "adapters"}
+APART |= {"model.recurrences", "model.head", "speculation.draft", "adapters"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -205,7 +207,7 @@ def test_every_field_is_perturbed(base: EngineConfig) -> None:
 
 
 def test_every_field_is_declared_once(base: EngineConfig) -> None:
-    assert sorted([CACHE_FORMAT, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
+    assert sorted([CACHE_FORMAT, TAPS, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
 
 
 def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from experts_cases import CASES, Case, arguments_of, error
+from experts_cases import CASES, CODES, Case, arguments_of, error, with_codes
 from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
 from triton.backends.compiler import GPUTarget
@@ -20,7 +20,7 @@ INTERPRETED = """
 import interpreter
 import torch
 from compiled_engine.passes.experts import experts_op
-from experts_cases import CASES, arguments_of, error
+from experts_cases import CASES, CODES, arguments_of, error, with_codes
 from small_batch_linear_cases import nan_in_new_tensors
 
 torch.set_num_threads(1)
@@ -31,6 +31,11 @@ for case in CASES:
         with nan_in_new_tensors():
             out = experts_op.launch(*arguments)
         assert error(out, arguments) < 1e-5, f"{case} is off by {error(out, arguments)}"
+    for text in CODES if case.num_experts < 10 and case.num_tokens < 10 else ():
+        coded, decoded = with_codes(arguments, text)
+        with nan_in_new_tensors():
+            out = experts_op.launch(*coded)
+        assert error(out, decoded) < 1e-5, f"{case} with {text} is off by {error(out, decoded)}"
 print("right")
 """
 
@@ -42,14 +47,29 @@ def test_the_reference(case: Case, dtype: torch.dtype) -> None:
     assert error(experts_op.experts(*arguments), arguments) < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
+@pytest.mark.parametrize("text", CODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.num_experts < 10], ids=str)
+def test_the_reference_with_codes(case: Case, dtype: torch.dtype, text: str) -> None:
+    coded, decoded = with_codes(arguments_of(case, dtype), text)
+    assert error(experts_op.experts(*coded), decoded) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
 def test_in_the_interpreter() -> None:
     run = interpret(__file__, "-c", INTERPRETED)
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 
-def compiled(kernel: Any, constants: dict[str, Any], num_warps: int) -> Any:
+def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, tiles: tuple[int, int] | None = None) -> Any:
+    """tiles: rows and columns of the weight's codes that share a scale; None for values."""
     kernel, constants = getattr(kernel, "jit_function", kernel), constants | {"DEPENDENT_LAUNCH": True}
-    types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64"}
+    types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64", "scales_ptr": "*fp32"}
+    if tiles is None:
+        constants = {"scales_ptr": None, "TILE_ROWS": 1, "TILE_COLUMNS": 0} | constants
+    else:
+        constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS"), tiles, strict=True))
+        types |= dict.fromkeys(("w_ptr", "gate_up_ptr", "down_ptr"), "*fp8e4nv")
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types |= dict.fromkeys(("logits_stride", "x_stride", "num_pairs", "num_blocks"), "i32")
     types |= dict.fromkeys(("chosen_ptr", "rank_ptr", "counts_ptr", "sorted_ptr", "blocks_ptr"), "*i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
@@ -84,6 +104,21 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
     assert program.metadata.shared <= 227 << 10
     assert "wgmma" in program.asm["ptx"]
     assert "cp.async" in program.asm["ptx"]
+
+
+@pytest.mark.parametrize("tiles", [(1, 0), (128, 128)])
+@pytest.mark.parametrize("num_tokens", [8, 8192])
+def test_products_of_codes_compiled_for_hopper(num_tokens: int, tiles: tuple[int, int]) -> None:
+    grouped = grouped_tiles(num_tokens, torch.bfloat16)
+    constants = {"K": 2048, "NUM_ROWS": 1536, "TOP_K": 8, "GATED": True, "TOKENS": grouped.tokens, "ROWS": grouped.rows}
+    constants |= GATE | {"BLOCK_K": grouped.block_k, "NUM_STAGES": grouped.num_stages}
+    program = compiled(experts_grouped.grouped_kernel, constants, grouped.num_warps, tiles)
+    assert program.metadata.shared <= 227 << 10
+    assert "wgmma" in program.asm["ptx"]
+    one = GATE | {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 1024}
+    compiled(experts_one_token.one_token_gate_up_kernel, one, 8, tiles)
+    one = {"HIDDEN_SIZE": 2048, "WIDTH": 768, "TOP_K": 8, "ROWS": 2, "BLOCK_K": 512}
+    compiled(experts_one_token.one_token_down_kernel, one, 2, tiles)
 
 
 def test_the_other_kernels_compiled_for_hopper() -> None:
@@ -131,6 +166,22 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
         again.fill_(float("nan"))
         graph.replay()
         assert torch.equal(again, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", CODES)
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_codes_on_a_gpu(case: Case, text: str) -> None:
+    coded, decoded = with_codes(arguments_of(case, torch.bfloat16, "cuda"), text)
+    with nan_in_new_tensors():
+        first = experts_op.experts(*coded)
+    assert error(first, decoded) < 2e-2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = experts_op.experts(*coded)
+    again.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(again, first)
 
 
 def test_tiles_are_within_what_a_multiprocessor_has() -> None:

@@ -74,13 +74,14 @@ def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dt
             "silu_mul": mlps,
             "small_batch_linear": 2 * num_layers + 2 * mlps + experts + 1 if compile_range.small else 0,
             "gated_linear": 0 if compile_range.small else mlps,
+            "quantise_activations": 0,
         }
         assert all(report.matches == report.contract for report in reports)
         assert [report.near_misses for report in reports] == [()] * len(reports)
         not_applied = [report.name for report in reports if not report.applied]
         for_several = ["all_reduce_residual_rms_norm", "sequence_parallel"]
         not_here = ["gated_linear"] if compile_range.small else ["small_batch_linear"]
-        assert not_applied == [*for_several, *not_here]
+        assert not_applied == [*for_several, *not_here, "quantise_activations"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +89,7 @@ def test_a_disabled_pass_does_not_run(name: str) -> None:
     reports = reports_of(tuple(other for other in NAMES if other != name))
     assert list(reports) == list(NAMES)
     assert reports[name] == PassReport(name, enabled=False, applied=False, reason="disabled")
-    elsewhere = ("all_reduce_residual_rms_norm", "sequence_parallel", "gated_linear")
+    elsewhere = ("all_reduce_residual_rms_norm", "sequence_parallel", "gated_linear", "quantise_activations")
     others = [report for report in reports.values() if report.name not in (name, *elsewhere)]
     assert all(report.applied for report in others) or name in ("merge_linears", "rope_kv_write")
 

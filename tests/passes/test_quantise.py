@@ -25,7 +25,8 @@ from compiled_engine.passes.framework.graph_pass import PassResult
 from compiled_engine.passes.framework.manager import ContractError, run_passes
 from compiled_engine.passes.framework.matching import change, emit, named
 from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
+from compiled_engine.passes.linear.quantised_linear_op import quantised_gated_rounded, quantised_linear
+from compiled_engine.passes.registry import passes_of_quantised
 from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,6 +48,8 @@ def online(scheme: str) -> Quantisation:
 
 def quantised(family: Family, num_ranks: int, quantisation: Quantisation) -> EngineConfig:
     config = config_of(family, num_ranks, quantisation=quantisation)
+    passes = (*config.compile.passes, *sorted(passes_of_quantised()))
+    config = replace(config, compile=replace(config.compile, passes=passes))
     return config if num_ranks > 1 else replace(config, parallel=ParallelConfig(1, "in_process"))
 
 
@@ -82,7 +85,13 @@ def test_every_pass_keeps_its_contract_and_its_verifier(
         module, reports = apply_passes(config, graphs, compile_range, whole)
         first = next(report for report in reports if report.name == "quantise")
         assert first.matches == first.contract == first.verified == 2 * per_layer
-        assert len(calls(module.graph, quantised_linear)) == 2 * (2 if family is QWEN3_MOE else 4)
+        values = 2 * (2 if family is QWEN3_MOE else 4)
+        products = len(calls(module.graph, quantised_linear)) + len(calls(module.graph, quantised_gated_rounded))
+        assert products == values
+        last = next(report for report in reports if report.name == "quantise_activations")
+        rounds = not compile_range.small and quantisation.rules[0].scheme != ALONE
+        assert last.matches == last.contract == (values if rounds else 0)
+        assert (last.verified > 0) == rounds
 
 
 @pytest.mark.parametrize("ignore", [IGNORE, ()], ids=["plain", "quantised"])

@@ -18,6 +18,7 @@ from interpreting_process import interpret
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of
 from small_batch_linear_cases import nan_in_new_tensors
 
+from compiled_engine.passes.framework.rounding import decode, spread
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
 from compiled_engine.passes.linear import quantised_product, round_inputs
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS
@@ -26,6 +27,7 @@ from compiled_engine.passes.linear.hopper_quantised import (
     quantised_tiles,
 )
 from compiled_engine.passes.linear.quantised_kernels import (
+    HOPPER_CODES,
     HOPPER_LINEAR,
     HOPPER_PRODUCT,
     LIBRARY,
@@ -35,7 +37,7 @@ from compiled_engine.passes.linear.quantised_kernels import (
     scaling_of,
 )
 from compiled_engine.passes.linear.quantised_linear_op import launch, reference
-from compiled_engine.quantisation import LinearScheme
+from compiled_engine.quantisation import LinearScheme, Rounding
 
 # Tokens, rows, columns: tiles that end in part, more tokens than a tile, a step that ends beyond K, one of either.
 CASES = (
@@ -50,9 +52,13 @@ MULTIPROCESSORS = 132
 
 INTERPRETED = """
 import torch
-from test_quantised_kernels import CASES, SCHEMES, interpreted_error
+from test_quantised_kernels import CASES, FUSED, SCHEMES, check_fused, interpreted_error
 
 count = 0
+for fused in FUSED:
+    for rounding in ("e4m3 1x*", "e4m3 1x32", "e4m3 static"):
+        check_fused(fused, rounding, 5, 96, torch.float32, "cpu")
+        count += 1
 for scheme in SCHEMES:
     for case in CASES:
         for dtype, most in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
@@ -82,9 +88,57 @@ def interpreted_error(case: Case, scheme: str, dtype: torch.dtype) -> float:
     return float((found.float() - expected).abs().max() / expected.abs().max())
 
 
+# What a kernel computes before it rounds: names and values of arguments, a number standing for a vector around it.
+FUSED: tuple[dict[str, Any], ...] = (
+    {"norm": {"eps": 1e-5}},
+    {"norm": {"eps": 1e-5, "offset": 1.0, "wide": True}},
+    {"activation": "silu"},
+    {"activation": "gelu_tanh"},
+    {"sum": {"eps": 1e-5}},
+    {"sum": {"eps": 1e-5, "offset": 1.0, "wide": True}, "inner": True},
+)
+
+
+def check_fused(fused: dict[str, Any], rounding: str, num_tokens: int, k: int, dtype: torch.dtype, device: str) -> None:
+    """Into memory that was NaN: scales and codes are the reference's but for an ulp before the rounding, which moves a
+    value by a code; the sum is the same."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    parsed, activation = Rounding.parse(rounding), fused.get("activation", "")
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x_TK, residual_TK = normal(num_tokens, 2 * k if activation else k), normal(num_tokens, k)
+    static = torch.full((1,), 0.01, device=device) if parsed.static else None
+    weight_K, inner_K = 1 + 0.2 * normal(k), 1 + 0.2 * normal(k) if fused.get("inner") else None
+    with nan_in_new_tensors():
+        if "sum" in fused:
+            eps, offset, wide = ({"eps": 0.0, "offset": 0.0, "wide": False} | fused["sum"]).values()
+            given = x_TK, residual_TK, weight_K, static, rounding, eps, offset, wide, inner_K
+            found, expected = round_inputs.sum_launch(*given), round_inputs.sum_reference(*given)
+            torch.testing.assert_close(found[2], expected[2])
+        else:
+            eps, offset, wide = ({"eps": 0.0, "offset": 0.0, "wide": False} | fused.get("norm", {})).values()
+            norm = weight_K if "norm" in fused else None, eps, offset, wide, activation
+            found = round_inputs.launch(x_TK, parsed, static, *norm)
+            expected = round_inputs.reference(x_TK, static, rounding, *norm)
+    torch.testing.assert_close(found[1], expected[1], rtol=2 * torch.finfo(dtype).eps, atol=0.0)
+    assert found[0].dtype == expected[0].dtype
+    values, wanted = (
+        decode(codes, scales.t(), parsed) for codes, scales in ((found[0], found[1]), (expected[0], expected[1]))
+    )
+    smallest = 2.0**-9 * spread(expected[1].t(), parsed, num_tokens, k)
+    # The interpreter rounds without a carry into the exponent.
+    carried = (expected[0].view(torch.uint8) & 7 == 0) & (device == "cpu")
+    off = (values - wanted).abs()
+    assert (carried | (off <= wanted.abs() / 7 + smallest)).all()
+    assert float((~carried & (off > wanted.abs() / 50 + smallest / 2)).float().mean()) < 0.05
+
+
 def test_triton_in_the_interpreter() -> None:
     run = interpret(__file__, "-c", INTERPRETED)
-    assert run.stdout.strip().splitlines()[-1:] == [str(2 * len(SCHEMES) * len(CASES))], run.stderr[-2000:]
+    expected = 2 * len(SCHEMES) * len(CASES) + 3 * len(FUSED)
+    assert run.stdout.strip().splitlines()[-1:] == [str(expected)], run.stderr[-2000:]
 
 
 def resources(program: Any, folder: Path) -> int:
@@ -157,10 +211,12 @@ def test_each_linear_has_its_kernel_with_a_reason() -> None:
         given = {"capability": (9, 0), "silu_mul": False, "bias": False, "dtype": torch.bfloat16} | more
         return str(choose(num_tokens=tokens, num_rows=rows, k=k, scheme=LinearScheme.parse(scheme), **given))
 
-    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 128)} == {HOPPER_LINEAR}
-    assert kernel(BY_ROWS, 129) == LIBRARY
-    assert kernel(BY_BLOCKS, 129) == kernel(BY_BLOCKS, 8192, dtype=torch.float16) == HOPPER_PRODUCT
-    assert kernel(BY_ROWS, 129, dtype=torch.float16) == HOPPER_PRODUCT
+    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (1, 64)} == {HOPPER_LINEAR}
+    assert {kernel(scheme, tokens) for scheme in (BY_ROWS, BY_BLOCKS) for tokens in (65, 8192)} == {HOPPER_CODES}
+    assert kernel(BY_ROWS, 65, bias=True) == kernel("e4m3 8x128, inputs e4m3 1x128", 65) == HOPPER_LINEAR
+    assert kernel("e4m3 8x128, inputs e4m3 1x128", 129).startswith(f"{HOPPER_PRODUCT}: tiles of 128 rows")
+    assert kernel(BY_ROWS, 129, bias=True) == LIBRARY
+    assert kernel(BY_ROWS, 129, capability=(8, 9)) == kernel(BY_ROWS, 129, capability=(10, 0)) == LIBRARY
     assert kernel(BY_BLOCKS, 8192, bias=True) == f"{TRITON}: it has a bias"
     assert kernel(BY_BLOCKS, 1, k=72, rows=20).startswith(f"{TRITON}: its sizes [20, 72]")
     assert "results are float32" in kernel(BY_ROWS, 1, dtype=torch.float32)
@@ -232,3 +288,12 @@ def test_inputs_are_rounded_by_the_formula(scheme: str, dtype: torch.dtype) -> N
         assert torch.equal(codes_TK.view(torch.uint8), expected_TK.view(torch.uint8))
     x_TK[0, 3] = float("nan")
     assert round_inputs.launch(x_TK, rounding, static)[0].float()[0, 3].isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ["e4m3 1x*", "e4m3 1x128", "e4m3 static"])
+@pytest.mark.parametrize("fused", FUSED, ids=str)
+def test_rounding_behind_what_comes_before(fused: dict[str, Any], rounding: str, dtype: torch.dtype) -> None:
+    for num_tokens, k in ((1, 64), (7, 1000), (33, 4096), (130, 12288)):
+        check_fused(fused, rounding, num_tokens, k, dtype, "cuda")

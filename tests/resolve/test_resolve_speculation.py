@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import GraphMode, SchedulerConfig, SpeculationConfig
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.pooling import EMBED, LAST, NORMALISE, Pooling
 from compiled_engine.process.progress import SilentProgress
@@ -182,7 +182,25 @@ def test_what_drafts_do_not_go_with(device: str, options: dict[str, Any], messag
         resolved(of(), device, **options)
 
 
-def test_draft_models_run_on_a_cpu(bundled_model_path: Path) -> None:
-    assert resolved(of(), "cuda:0").num_tokens == 3
-    with pytest.raises(ValueError, match="the device is cuda:0, and draft models run on a CPU alone"):
-        resolved(of(method="draft_model", model=bundled_model_path), "cuda:0")
+@pytest.mark.parametrize(
+    ("graph", "mode", "sizes"),
+    [
+        (GraphConfig(GraphMode.FULL, (1, 2, 3), (4, 16), ((2, 64),)), GraphMode.FULL_DECODE_ONLY, (1, 2, 3)),
+        (GraphConfig(GraphMode.PIECEWISE, (), (4, 16)), GraphMode.FULL_DECODE_ONLY, (1, 2, 4)),
+        (GraphConfig(GraphMode.NONE), GraphMode.NONE, ()),
+    ],
+)
+def test_the_passes_of_a_draft_model_are_captured(
+    graph: GraphConfig, mode: GraphMode, sizes: tuple[int, ...], bundled_model_path: Path
+) -> None:
+    """For decodes, where the engine captures anything."""
+    config = tiny_config(vocab_size=4096)
+    device = torch.device("cuda", 0)
+    config = replace(config, scheduler=SCHEDULER, device=device, graph=graph, attention_backend="triton")
+    given = EngineOptions(speculative_config=of(method="draft_model", model=bundled_model_path))
+    draft = resolve_speculation(given, config, SilentProgress()).draft
+    assert draft is not None
+    assert (draft.graph.mode, draft.graph.decode_sizes, draft.graph.token_sizes) == (mode, sizes, ())
+    assert config.reasons.get("speculation.draft.graph.mode") == (
+        "the passes of a draft model are captured for decodes" if sizes else None
+    )

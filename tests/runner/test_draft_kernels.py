@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
-from draft_kernel_cases import check
+from draft_kernel_cases import DraftCase, check, check_kept
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
+
+from compiled_engine.config import SpeculationConfig
+from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
+from compiled_engine.runner.drafts import launch_keep_drafts, launch_verify
+from compiled_engine.runner.input_batch import launch_prepare
+from compiled_engine.runner.ngram import NgramProposer
 
 
 @loops_to_a_loaded_bound
@@ -15,8 +24,28 @@ def test_kernels_equal_their_references_in_the_interpreter() -> None:
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 
 
+@pytest.mark.usefixtures("hopper")
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    case = DraftCase(0, torch.device("cpu"))
+    batch, count = case.batch, case.batch.num_rows
+    room_R = torch.zeros(count, dtype=torch.int32)
+    with ThreadPoolExecutor(2) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
+        launch_prepare(case.states, case.buffers, count, batch.padded_tokens, batch.decodes_only)
+        launch_verify(case.states, case.buffers, case.token_ids_R, count, case.acceptance)
+        launch_keep_drafts(case.states, case.buffers, room_R, case.token_ids_R, 0)
+        NgramProposer(SpeculationConfig("ngram", case.num_drafts, 3, 1), case.states).launch(batch, case.buffers)
+        assert [loading.result() is not None for loading in kernels.load()] == [True] * 4
+    assert {path.stem for path in tmp_path.rglob("*.cubin")} == {
+        "prepare_kernel",
+        "verify_kernel",
+        "keep_drafts_kernel",
+        "ngram_kernel",
+    }
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(4))
 def test_kernels_equal_their_references_on_a_gpu(part: int) -> None:
     for seed in range(part * 30, part * 30 + 30):
         check(seed, torch.device("cuda"))
+        check_kept(seed, torch.device("cuda"))

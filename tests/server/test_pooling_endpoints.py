@@ -242,6 +242,21 @@ def test_the_client_of_cohere_gets_the_best_documents(reranker: RunningServer) -
         assert [result.relevance_score for result in answer.results] == pytest.approx(scores, abs=1e-5)
 
 
+def test_the_request_of_jina_gets_its_answer(reranker: RunningServer) -> None:
+    """The body that Jina documents for its rerankers, with the fields that it documents for the answer."""
+    body = {"model": MODEL, "query": "fox", "top_n": 2, "documents": DOCUMENTS, "return_documents": True}
+    headers = {"Authorization": "Bearer none", "Content-Type": "application/json"}
+    answer = httpx.post(f"{reranker.url}/v1/rerank", json=body, headers=headers, timeout=60).json()
+    scores = [each["score"] for each in post(reranker, "/score", text_1="fox", text_2=DOCUMENTS).json()["data"]]
+    best = sorted(range(3), key=lambda index: -scores[index])[:2]
+    assert answer["model"] == MODEL
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > 0
+    assert [result["index"] for result in answer["results"]] == best
+    assert [result["document"] for result in answer["results"]] == [{"text": DOCUMENTS[index]} for index in best]
+    relevance = [result["relevance_score"] for result in answer["results"]]
+    assert relevance == pytest.approx([scores[index] for index in best], abs=1e-5)
+
+
 def test_metrics_count_texts_that_are_pooled(reranker: RunningServer) -> None:
     def counts() -> list[float]:
         lines = httpx.get(f"{reranker.url}/metrics", timeout=60).text.splitlines()

@@ -13,7 +13,14 @@ from runner_cases import MADE, STATES
 
 from compiled_engine.config import SpeculationConfig
 from compiled_engine.rows.row_fields import RowField
-from compiled_engine.runner.drafts import Acceptance, launch_verify, stage_numbered, verify_reference
+from compiled_engine.runner.drafts import (
+    Acceptance,
+    keep_drafts,
+    launch_keep_drafts,
+    launch_verify,
+    stage_numbered,
+    verify_reference,
+)
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
     RING,
@@ -134,7 +141,34 @@ def check(seed: int, device: torch.device) -> None:
     case.same_as(reference)
 
 
+def check_kept(seed: int, device: torch.device) -> None:
+    """Keep the drafts of a pass: the kernel on `device`, the reference on the CPU."""
+    case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
+    generator = np.random.default_rng(seed)
+    num_rows = int(generator.integers(1, ROWS + 1))
+    rows = generator.permutation(ROWS)[:num_rows].astype(np.int32)
+    rows[generator.random(num_rows) < 0.2] = -1
+    room_R = torch.from_numpy(generator.integers(0, case.num_drafts + 1, 80).astype(np.int32))
+    token_ids_R = torch.from_numpy(generator.integers(-2, WORDS, num_rows))
+    draft = int(generator.integers(case.num_drafts))
+    for each in (case, reference):
+        each.buffers.rows_R[:num_rows].copy_(torch.from_numpy(rows))
+        assert each.buffers.draft_numbers_R is not None
+        each.buffers.draft_numbers_R.fill_(77)
+    launch_keep_drafts(case.states, case.buffers, room_R.to(device), token_ids_R.to(device), draft)
+    keep_drafts(reference.states, reference.buffers, room_R, token_ids_R, draft)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for mine, theirs in (
+        (case.states.drafts_SK, reference.states.drafts_SK),
+        (case.buffers.draft_numbers_R, reference.buffers.draft_numbers_R),
+    ):
+        assert mine is not None
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0)
+
+
 if __name__ == "__main__":
     for seed in range(16):
         check(seed, torch.device("cpu"))
+        check_kept(seed, torch.device("cpu"))
     print("equal")

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from compiled_engine.passes.framework.rounding import codes_of, decode, scales_of
+from compiled_engine.quantisation import Rounding
+
 
 @dataclass(frozen=True)
 class Case:
@@ -47,6 +50,8 @@ CASES = (
     Case(70, 6, 2, renormalise=False, norm=True, given=True),
 )
 ALPHA, LIMIT = 1.702, 1.5
+# Roundings of weights: tiles that end inside, and whole rows.
+CODES = ("e4m3 1x*", "e4m3 32x32", "e4m3 128x128")
 
 
 def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
@@ -77,6 +82,21 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
         normal(T, D) if case.residual else None,
         chosen_TX if case.given else None,
     )
+
+
+def with_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The op's arguments with weights as codes in tiles of a Rounding, and those for `expected`, with what they stand
+    for."""
+    rounding = Rounding.parse(text)
+    weights, values = [], []
+    for weight_ENK in arguments[2:4]:
+        scales = [scales_of(each, rounding) for each in weight_ENK]
+        codes = [codes_of(each, scale, rounding) for each, scale in zip(weight_ENK, scales, strict=True)]
+        weights.append((torch.stack(codes), torch.stack(scales)))
+        values.append(torch.stack([decode(*each, rounding) for each in zip(codes, scales, strict=True)]))
+    (gate_up, gate_up_scales), (down, down_scales) = weights
+    coded = (*arguments[:2], gate_up, down, *arguments[4:], gate_up_scales, down_scales, text, text)
+    return coded, (*arguments[:2], *values, *arguments[4:])
 
 
 def expected(arguments: Sequence[Any]) -> torch.Tensor:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from compiled_engine.messages import RunnerOutput, TokenMasks
+from compiled_engine.runner.draft_model import Drafting
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import UnsampledStep
@@ -73,7 +74,12 @@ def lagging_device() -> Iterator[None]:
     last: list[LaunchedStep] = []
 
     def lagging_run(
-        runner: Runner, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False
+        runner: Runner,
+        batch: InputBatch,
+        hidden_wanted: bool,
+        *,
+        awaits_masks: bool = False,
+        drafting: Drafting | None = None,
     ) -> LaunchedStep:
         restore = take_snapshot(runner)
         runner.states.writes.discard()
@@ -83,7 +89,7 @@ def lagging_device() -> Iterator[None]:
         def execute() -> None:
             put_back = restore()
             with torch.inference_mode():
-                launched.step = run(runner, batch, hidden_wanted, awaits_masks=awaits_masks)
+                launched.step = run(runner, batch, hidden_wanted, awaits_masks=awaits_masks, drafting=drafting)
             runner._unsampled = None
             put_back()
 

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, seen
-from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at
+from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -369,13 +369,20 @@ COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 @quick_launches
 @gluon.jit(
     do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride"],
-    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"],
+    do_not_specialize_on_alignment=[
+        "work_ptr",
+        "num_tiles_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "block_table_ptr",
+    ],
 )
 def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     cache_desc,
     q_ptr,
     out_ptr,
     work_ptr,
+    num_tiles_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     block_table_ptr,
@@ -419,7 +426,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(rings.cleared.index(stage), count=1)
     fence_async_shared()
     batch = Batch(
-        gl.load(work_ptr + 1) * NUM_KV_HEADS,
+        num_tiles_of(work_ptr, num_tiles_ptr) * NUM_KV_HEADS,
         work_ptr + HEADER + num_requests * (NUM_KV_HEADS + MAX_SPLITS),
         query_start_loc_ptr,
         seq_lens_ptr,
@@ -470,9 +477,10 @@ def hopper_prefill(
     layout: WorkLayout,
     num_sms: int,
     scoring: Scoring,
+    num_tiles: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel for all requests with several queries, right after `listed_decode`; the list has tiles of ROWS
-    rows."""
+    rows. num_tiles: see num_tiles_of."""
     num_tokens, num_heads, _ = q_THd.shape
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape
     box = box_rows(block_size)
@@ -488,6 +496,7 @@ def hopper_prefill(
         q_THd,
         out_THd,
         work_W,
+        num_tiles,
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,
         inputs.block_table_RB,

@@ -8,6 +8,9 @@ import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend
+from compiled_engine.attention.backends.coded_decode import NewKeys, coded_decode, coded_plan
+from compiled_engine.attention.backends.coded_decode import exists as coded_decode_exists
+from compiled_engine.attention.backends.coded_decode import serves as coded_decode_serves
 from compiled_engine.attention.backends.decode_splits import (
     BatchFacts,
     few_short_contexts,
@@ -15,6 +18,7 @@ from compiled_engine.attention.backends.decode_splits import (
     plan_splits,
     short_splits,
 )
+from compiled_engine.attention.backends.decoded_contexts import FEWEST_TOKENS, decode_contexts, prefill_sources
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
 from compiled_engine.attention.backends.triton_decode import decode
@@ -78,7 +82,8 @@ class TritonBackend:
         blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
         require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
         shape = case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device
-        if is_coded(cache.dtype) and case.device == "cuda" and torch.cuda.is_available():
+        served = coded_decode_exists(*shape)
+        if is_coded(cache.dtype) and not served and case.device == "cuda" and torch.cuda.is_available():
             num_sms = torch.cuda.get_device_properties().multi_processor_count
             return Support(
                 GraphSupport.ALWAYS, short_contexts=lambda count: few_short_contexts(count, case.num_kv_heads, num_sms)
@@ -134,6 +139,11 @@ class TritonBackend:
                 splits = plan_splits(num_requests, num_kv_heads, context, num_sms)
             draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.queries, splits, scoring)
             return
+        if facts.num_decodes == facts.num_requests and coded_decode_serves(q_THd, kv_cache_N2PKd):
+            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
+            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms)
+            coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, plan, scoring)
+            return
         if not facts.listed:
             context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
             splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
@@ -145,13 +155,19 @@ class TritonBackend:
         if not work_W.numel():
             work_W = q_THd.new_empty(layout.length(facts.num_tokens), dtype=torch.int32)
             write_lists(inputs, work_W, layout, facts.min_keys)
-        arguments = q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout
-        listed_decode(*arguments, facts.min_keys, num_sms, scoring)
-        if facts.num_requests > facts.num_decodes:
-            if on_hopper(q_THd, kv_cache_N2PKd, tiles.rows, scoring):
-                hopper_prefill(*arguments, num_sms, scoring)
+        has_prompts = facts.num_requests > facts.num_decodes
+        contexts = None
+        if has_prompts and is_coded(kv_cache_N2PKd.dtype) and facts.num_tokens >= FEWEST_TOKENS:
+            # Before the decodes: prefill kernels start when all that came before these has ended.
+            contexts = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, facts, scoring)
+        listed_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout, facts.min_keys, num_sms, scoring)
+        if not has_prompts:
+            return
+        for cache_N2PKd, step, how, num_tiles in prefill_sources(contexts, kv_cache_N2PKd, inputs, scoring):
+            if on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
+                hopper_prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, num_sms, how, num_tiles)
             else:
-                prefill(*arguments, tiles, num_sms, scoring)
+                prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, tiles, num_sms, how, num_tiles)
 
     def attend_packed(
         self,
@@ -182,6 +198,14 @@ class TritonBackend:
         is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
         if facts.num_decodes < facts.num_requests or facts.queries > 1 or not is_usual:
             return False
+        angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
+        if coded_decode_serves(q_THd, kv_cache_N2PKd):
+            require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
+            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
+            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms)
+            new = NewKeys(k_TKd, v_TKd, rotation)
+            coded_decode(q_THd, new, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, plan, scoring)
+            return True
         coded = is_coded(kv_cache_N2PKd.dtype)
         contexts = self._short_contexts(facts.num_requests, q_THd, kv_cache_N2PKd)
         splits = short_splits(facts.num_requests, facts.max_seq_len, contexts)
@@ -191,7 +215,6 @@ class TritonBackend:
             splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
         if not is_short and (facts.listed or not one_kernel_pays(splits, facts.max_seq_len)):
             return False
-        angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
         if is_short and not coded:
@@ -204,7 +227,7 @@ class TritonBackend:
     def _short_contexts(self, num_requests: int, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> tuple[int, ...]:
         """Context lengths up to which this many requests have kernels of their own, ascending; see `accept`."""
         num_kv_heads, (_, num_heads, head_dim) = kv_cache_N2PKd.shape[3], q_THd.shape
-        if not is_coded(kv_cache_N2PKd.dtype):
+        if not is_coded(kv_cache_N2PKd.dtype) or coded_decode_serves(q_THd, kv_cache_N2PKd):
             return short_contexts(num_requests, num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type)
         if q_THd.device.type != "cuda":
             return ()

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile, blocks_of, normalised, scales
-from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at
+from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import product_type, scales_of
 from compiled_engine.kernels.launch_arguments import dependent_launch
@@ -54,7 +54,14 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
 @quick_launches
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride"],
-    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
+    do_not_specialize_on_alignment=[
+        "work_ptr",
+        "num_tiles_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "block_table_ptr",
+        "sinks_ptr",
+    ],
 )
 def prefill_kernel(
     q_ptr: tl.tensor,
@@ -62,6 +69,7 @@ def prefill_kernel(
     scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     work_ptr: tl.tensor,
+    num_tiles_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
@@ -93,7 +101,7 @@ def prefill_kernel(
     here: so what is waited for is its end, at the end.
     """
     QUERIES: tl.constexpr = TILE_M // GROUP
-    num_items = tl.load(work_ptr + 1) * NUM_KV_HEADS
+    num_items = num_tiles_of(work_ptr, num_tiles_ptr) * NUM_KV_HEADS
     tiles_ptr = work_ptr + HEADER + num_requests * (NUM_KV_HEADS + MAX_SPLITS)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -186,8 +194,10 @@ def prefill(
     tiles: PrefillTiles,
     num_sms: int,
     scoring: Scoring,
+    num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel for all requests with several queries, right after `listed_decode`."""
+    """Launch the kernel for all requests with several queries, right after `listed_decode`. num_tiles: see
+    num_tiles_of."""
     num_tokens, num_heads, head_dim = q_THd.shape
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     scale_log2, cap_scale = scales(scoring)
@@ -197,6 +207,7 @@ def prefill(
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
         work_W,
+        num_tiles,
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,
         inputs.block_table_RB,

@@ -64,6 +64,15 @@ def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor
 
 
 @triton.jit
+def num_tiles_of(work_ptr: tl.tensor, num_tiles_ptr: tl.tensor | None) -> tl.tensor:
+    """The tiles that a prefill kernel takes: all of the list, or as many as another kernel says."""
+    if num_tiles_ptr is None:
+        return tl.load(work_ptr + 1)
+    else:
+        return tl.load(num_tiles_ptr)
+
+
+@triton.jit
 def item_at(first_item: tl.tensor, num_programs: tl.tensor, program: tl.tensor) -> tl.tensor:
     """The item of a program among the next num_programs ones. The order alternates, since the longest items come first:
     after a longer item a program takes a shorter one.

@@ -1,4 +1,4 @@
-"""Texts and tokens per second of models that pool: the engine, transformers, and servers, in one run.
+"""Texts and tokens per second of models that pool: the engine, its variants, transformers, and servers, in one run.
 
 All embed the same token ids. They take turns, so that a change of the machine's speed meets all of them. Transformers
 does as sentence-transformers does: texts sorted by length, batches that are padded to their longest text, attention by
@@ -13,11 +13,14 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.bench.results import conditions
+from compiled_engine.bench.variants import chosen as choose
+from compiled_engine.bench.variants import variants as variants_of
 from compiled_engine.bench.workloads import summary
 
 if TYPE_CHECKING:
@@ -71,23 +74,27 @@ def measure(
     targets: Mapping[str, Target],
     repeats: int,
     progress: Progress,
+    variants: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure every workload, each contender in turn, `repeats` times after a warm-up.
 
     options: of the engine, with the model. beside: of BESIDE. targets: OpenAI-compatible servers by name, whose model
-    has at least the vocabulary.
-    Result: results, a list of workload, texts, tokens, ratio (of the engine's best to the best of all others), and for
-    each contender texts_per_s and tokens_per_s with median and spread. Raises ValueError for an option that is wrong,
-    RuntimeError if a contender returns another number of vectors.
+    has at least the vocabulary. variants: names of `bench ablation`'s, each an engine of its own in this process.
+    Result: results, a list of workload, texts, tokens, ratio (of the engine's best to the best of all others but its
+    variants), and for each contender texts_per_s and tokens_per_s with median and spread. Raises ValueError for an
+    option that is wrong, RuntimeError if a contender returns another number of vectors.
     """
     for name in beside:
         if name not in BESIDE:
             raise ValueError(f"beside is {name!r}; allowed: {', '.join(BESIDE)}")
     from compiled_engine.llm import LLM
 
-    defaults: dict[str, Any] = {"runner": "pooling", "skip_tokenizer_init": True}
-    with LLM(**defaults | dict(options) | {"progress": False}) as llm:
+    given: dict[str, Any] = {"runner": "pooling", "skip_tokenizer_init": True} | dict(options) | {"progress": False}
+    with ExitStack() as engines:
+        llm = engines.enter_context(LLM(**given))
         config = llm.config
+        known = variants_of(config.device.type, config.compile.passes) if variants else []
+        chosen = choose(known, variants)
         longest = max(workload.tokens for workload in workloads)
         if longest > config.model.max_model_len:
             raise ValueError(f"workload has texts of {longest} tokens; allowed: at most {config.model.max_model_len}")
@@ -95,8 +102,12 @@ def measure(
         if "transformers" in beside:
             contenders["transformers"] = _transformers(llm)
         contenders |= {name: _server(target) for name, target in targets.items()}
+        others = [name for name in contenders if name != "engine"]
+        for variant in chosen:
+            engine = engines.enter_context(LLM(**variant.engine_options(given)))
+            contenders[variant.name] = partial(_engine, engine)
         with progress.stage("embed", total=len(workloads) * (repeats + 1) * len(contenders)) as advance:
-            results = [_measured(workload, config, contenders, repeats, advance) for workload in workloads]
+            results = [_measured(workload, config, contenders, others, repeats, advance) for workload in workloads]
         return {
             "benchmark": "embed",
             "results": results,
@@ -110,6 +121,7 @@ def _measured(
     workload: EmbedWorkload,
     config: Any,
     contenders: Mapping[str, Contender],
+    others: Sequence[str],
     repeats: int,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
@@ -134,8 +146,7 @@ def _measured(
         for name, taken in seconds.items()
     }
     best = {name: len(texts) / min(taken) for name, taken in seconds.items()}
-    others = [rate for name, rate in best.items() if name != "engine"]
-    ratio = best["engine"] / max(others) if others else None
+    ratio = best["engine"] / max(best[name] for name in others) if others else None
     return {"workload": workload.name, "texts": len(texts), "tokens": tokens, "ratio": ratio, "contenders": rates}
 
 

@@ -1,0 +1,211 @@
+"""Triton kernel: the contexts of a step's prompts, decoded from a cache of 8 bits into one of 16 or 32 bits, from which
+prefill kernels read.
+
+Each key of a prompt is multiplied with many queries, by several programs: to decode it once is cheaper, and kernels
+that copy keys to where they are multiplied can be used. Contexts are packed, block by block, into a workspace. Its size
+is bounded by the tokens of the step; where the contexts do not fit, which only the device knows, prefill kernels read
+the codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from compiled_engine.attention.backends.decode_splits import BatchFacts
+from compiled_engine.attention.backends.work_list import SEARCH_WIDTH
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.triton_codes import (
+    key_offset,
+    numbers,
+    scale_offset,
+    scales_of,
+    wide_scale,
+)
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.kv_format import head_dim_of
+
+# With fewer tokens in a step, and with contexts of more tokens for each of the step's, codes are read as they are.
+FEWEST_TOKENS = 512
+MOST_CONTEXT_PER_TOKEN = 4
+# Heads of a tile.
+HEADS = 16
+
+
+@quick_launches
+@triton.jit(
+    do_not_specialize=["num_requests", "capacity", "table_stride", "new_table_stride"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "block_table_ptr",
+        "new_table_ptr",
+        "work_ptr",
+        "num_tiles_ptr",
+    ],
+)
+def decode_contexts_kernel(
+    cache_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    new_cache_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    new_table_ptr: tl.tensor,
+    work_ptr: tl.tensor,
+    num_tiles_ptr: tl.tensor,
+    num_requests: tl.tensor,
+    capacity: tl.tensor,
+    table_stride: tl.tensor,
+    new_table_stride: tl.tensor,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_D: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per block of the workspace. num_tiles_ptr: int32 [2], the tiles of the work list that read the
+    workspace and those that read codes: all, or none."""
+    block = tl.program_id(0)
+    # Blocks of all requests, those of the requests before this block's, and the number of these.
+    total, before, request = 0, 0, 0
+    for start in range(0, num_requests, SEARCH_WIDTH):
+        rows_S = start + tl.arange(0, SEARCH_WIDTH)
+        there_S = rows_S < num_requests
+        query_len_S = tl.load(query_start_loc_ptr + rows_S + 1, mask=there_S, other=0)
+        query_len_S -= tl.load(query_start_loc_ptr + rows_S, mask=there_S, other=0)
+        blocks_S = tl.cdiv(tl.load(seq_lens_ptr + rows_S, mask=there_S, other=0), BLOCK_SIZE)
+        blocks_S = tl.where(query_len_S > 1, blocks_S, 0)
+        passed_S = there_S & (total + tl.cumsum(blocks_S, 0) <= block)
+        before += tl.sum(tl.where(passed_S, blocks_S, 0), 0)
+        request += tl.sum(passed_S.to(tl.int32), 0)
+        total += tl.sum(blocks_S, 0)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+    if block == 0:
+        num_tiles = tl.load(work_ptr + 1)
+        tl.store(num_tiles_ptr, tl.where(total <= capacity, num_tiles, 0))
+        tl.store(num_tiles_ptr + 1, tl.where(total <= capacity, 0, num_tiles))
+    if (total <= capacity) & (block < total):
+        number = block - before
+        tl.store(new_table_ptr + request * new_table_stride + number, block)
+        first_key = 0
+        if WINDOW > 0:
+            seq_len = tl.load(seq_lens_ptr + request)
+            query_start = tl.load(query_start_loc_ptr + request)
+            first_position = seq_len - (tl.load(query_start_loc_ptr + request + 1) - query_start)
+            first_key = first_position - WINDOW + 1
+        if (number + 1) * BLOCK_SIZE > first_key:
+            old_block = tl.load(block_table_ptr + request.to(tl.int64) * table_stride + number)
+            HALF: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
+            heads_H = tl.arange(0, TILE_H)
+            d_D = tl.arange(0, TILE_D)
+            for start in range(0, 2 * HALF, TILE_H):
+                # Heads of all keys of the block, then those of all values.
+                half = start // HALF
+                head_H = start % HALF + heads_H
+                mask_HD = (head_H < HALF)[:, None] & (d_D[None, :] < HEAD_DIM)
+                old_ptr = cache_ptr + key_offset(old_block, 0, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
+                old_ptr += half * (HALF * WIDTH)
+                codes_HD = tl.load(old_ptr + head_H[:, None] * HEAD_DIM + d_D[None, :], mask=mask_HD, other=0.0)
+                if WIDTH != HEAD_DIM:
+                    scale_ptr = scales_ptr + scale_offset(old_block, 0, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
+                    scale_H = tl.load(scale_ptr + half * (HALF * WIDTH // 2) + head_H, mask=head_H < HALF, other=0)
+                    scale_H = wide_scale(scale_H)
+                else:
+                    scale_H = tl.load(scales_ptr + half * NUM_KV_HEADS + head_H % NUM_KV_HEADS)
+                values_HD = numbers(codes_HD, tl.float32) * scale_H[:, None]
+                new_ptr = new_cache_ptr + (block.to(tl.int64) * 2 + half) * (HALF * HEAD_DIM)
+                new_ptrs_HD = new_ptr + head_H[:, None] * HEAD_DIM + d_D[None, :]
+                tl.store(new_ptrs_HD, values_HD.to(new_cache_ptr.dtype.element_ty), mask=mask_HD)
+
+
+class PrefillSource(NamedTuple):
+    """A cache that a prefill kernel reads, with its block table and scales. num_tiles: see num_tiles_of."""
+
+    kv_cache_N2PKd: torch.Tensor
+    inputs: AttentionInputs
+    scoring: Scoring
+    num_tiles: torch.Tensor | None
+
+
+class DecodedContexts(NamedTuple):
+    """source: the workspace, [N, 2, P, K, d] in the dtype of queries. num_tiles_2: how many tiles of the work list read
+    it, and how many read codes. certain: whether all contexts fit, whatever their lengths are.
+    """
+
+    source: PrefillSource
+    num_tiles_2: torch.Tensor
+    certain: bool
+
+
+def prefill_sources(
+    contexts: DecodedContexts | None, kv_cache_N2PKd: torch.Tensor, inputs: AttentionInputs, scoring: Scoring
+) -> list[PrefillSource]:
+    """Return the caches that prefill kernels read in turn: decoded contexts, and codes unless those certainly fit."""
+    if contexts is None:
+        return [PrefillSource(kv_cache_N2PKd, inputs, scoring, None)]
+    if contexts.certain:
+        return [contexts.source]
+    return [contexts.source, PrefillSource(kv_cache_N2PKd, inputs, scoring, contexts.num_tiles_2[1:])]
+
+
+def workspace_blocks(facts: BatchFacts, block_size: int) -> tuple[int, int]:
+    """Return the blocks of the workspace, and the most that the contexts of a batch's prompts may have."""
+    num_prompts = facts.num_requests - facts.num_decodes
+    bound = cdiv(MOST_CONTEXT_PER_TOKEN * facts.num_tokens, block_size) + num_prompts
+    most = num_prompts * cdiv(facts.max_seq_len, block_size)
+    return min(bound, most), most
+
+
+def decode_contexts(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    inputs: AttentionInputs,
+    work_W: torch.Tensor,
+    facts: BatchFacts,
+    scoring: Scoring,
+) -> DecodedContexts:
+    """Launch the kernel for all requests with several queries."""
+    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
+    head_dim = head_dim_of(kv_cache_N2PKd)
+    capacity, most = workspace_blocks(facts, block_size)
+    decoded = q_THd.new_empty((capacity, 2, block_size, num_kv_heads, head_dim))
+    table_RB = torch.empty_like(inputs.block_table_RB, memory_format=torch.contiguous_format)
+    num_tiles_2 = work_W.new_empty(2)
+    decode_contexts_kernel[(max(capacity, 1),)](
+        kv_cache_N2PKd,
+        scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
+        decoded,
+        inputs.query_start_loc_R1,
+        inputs.seq_lens_R,
+        inputs.block_table_RB,
+        table_RB,
+        work_W,
+        num_tiles_2,
+        facts.num_requests,
+        capacity,
+        inputs.block_table_RB.stride(0),
+        table_RB.stride(0),
+        WINDOW=scoring.sliding_window,
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        TILE_H=HEADS,
+        TILE_D=next_power_of_2(head_dim),
+        num_warps=4,
+        **dependent_launch(q_THd.device),
+    )
+    values = scoring._replace(kv_scales_2K=None)
+    source = PrefillSource(decoded, replace(inputs, block_table_RB=table_RB), values, num_tiles_2[:1])
+    return DecodedContexts(source, num_tiles_2, most <= capacity)

@@ -1,0 +1,328 @@
+"""Gluon kernel of a linear of 8-bit codes for many tokens on Hopper: one warp copies, two groups of four warps compute.
+
+As hopper_product_kernel, with the tokens on the left of the tensor cores' products and rows of the weight on the right.
+A thread then holds results of two tokens, so of the scales of 128 columns it needs two of tokens, and one of the weight
+whose tile has all rows of the product; eight rows of gate and their eight of up lie in turn, so there it needs two.
+Each group of warps has one or two times 64 tokens: one product of 128 columns at a time is added to the sums by other
+instructions, since the tensor cores' own sums have fewer bits.
+
+The promotion of sums, and tiles of 256 tokens by 128 rows, are those of DeepGEMM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.hopper_linear_kernel import (
+    BLOCK,
+    STEP_BYTES,
+    boxes_of,
+    gated,
+    load_box,
+    shared_layout,
+    store_box,
+)
+from compiled_engine.kernels.hopper_product_kernel import COPYING_REGISTERS, Tiles, tile_at
+from compiled_engine.kernels.launcher import quick_launches
+
+# Columns of a step, and tokens of a product.
+STEP = gl.constexpr(128)
+TOKENS = gl.constexpr(64)
+GROUPS = gl.constexpr(2)
+
+
+class Form(NamedTuple):
+    """The constants of a compiled kernel: steps of K, tokens of a group of warps, rows of the weight (gate and up
+    counted together), stages, gate and up, token tiles that take the same rows one after another."""
+
+    steps: Any
+    tokens: Any
+    rows: Any
+    stages: Any
+    gated: Any
+    together: Any
+
+
+class Stages(NamedTuple):
+    """Stages of the weight, [stages, rows, STEP], and of tokens, [stages * GROUPS, tokens, STEP]; for each stage the
+    barriers that say that it is full, and that both groups of warps have done with it."""
+
+    weight: Any
+    tokens: Any
+    full: Any
+    empty: Any
+
+
+class Scales(NamedTuple):
+    """Pointers to the scales of the weight and of inputs, with the number of input scales in a row, of tokens, and of
+    outputs."""
+
+    of_weight_ptr: Any
+    of_inputs_ptr: Any
+    input_stride: Any
+    num_tokens: Any
+    num_outputs: Any
+
+
+class Tiling(NamedTuple):
+    """Rows of the weight that share scales, and whether these are of 128 columns, as those of inputs are then, or of
+    whole rows."""
+
+    rows: Any
+    by_step: Any
+
+
+@gluon.constexpr_function
+def form_of(k: int, *numbers: Any) -> Form:
+    return Form((k + 127) // 128, *numbers)
+
+
+@gluon.constexpr_function
+def tiling_of(rows: int, columns: int) -> Tiling:
+    return Tiling(rows, columns > 0)
+
+
+@gluon.jit
+def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A stage's rows, in blocks of gate and of up if it is gated; the barrier waits for the tokens too."""
+    blocks: gl.constexpr = FORM.rows // (2 * BLOCK)
+    gated_shared: gl.constexpr = shared_layout(8, 4)
+    full = stages.full.index(stage)
+    mbarrier.expect(full, (FORM.rows + GROUPS * FORM.tokens) * STEP_BYTES)
+    place = stages.weight.index(stage)
+    if FORM.gated:
+        place = boxes_of(place, [blocks, 2, BLOCK, STEP], gated_shared)
+        load_box(desc, [row_tile * blocks, 0, 0, step * STEP], full, place)
+    else:
+        load_box(desc, [row_tile * FORM.rows, step * STEP], full, place)
+
+
+@gluon.jit
+def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    full = stages.full.index(stage)
+    for i in gl.static_range(GROUPS):
+        first = (token_tile * GROUPS + i) * FORM.tokens
+        load_box(desc, [first, step * STEP], full, stages.tokens.index(stage * GROUPS + i))
+
+
+@gluon.jit
+def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The warp that copies: of the first tile the first stages' rows before the wait for earlier kernels, their tokens
+    after it, then all others."""
+    number_of_stages: gl.constexpr = FORM.stages
+    ahead: gl.constexpr = min(number_of_stages, FORM.steps)
+    number = gl.program_id(0)
+    token_tile, row_tile = tile_at(number, tiles, FORM)
+    for i in range(ahead):
+        _load_weight(w_desc, row_tile, i, i, stages, FORM)
+    gdc_wait()
+    for i in range(ahead):
+        _load_tokens(x_desc, token_tile, i, i, stages, FORM)
+    count = ahead
+    first_step = ahead
+    while number < tiles.of_tokens * tiles.of_rows:
+        token_tile, row_tile = tile_at(number, tiles, FORM)
+        for step in range(first_step, FORM.steps):
+            stage = count % number_of_stages
+            mbarrier.wait(stages.empty.index(stage), (count // number_of_stages) & 1 ^ 1)
+            _load_weight(w_desc, row_tile, step, stage, stages, FORM)
+            _load_tokens(x_desc, token_tile, step, stage, stages, FORM)
+            count += 1
+        first_step = 0
+        number += gl.num_programs(0)
+
+
+@gluon.jit
+def _scales_of_step(  # type: ignore[no-untyped-def]
+    scales, first, step, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
+):
+    """[rows]: the scales of a tile's rows in a step, of which there is one, or one of gate and one of up."""
+    row_N = gl.arange(0, FORM.rows, layout=layout)
+    if FORM.gated:
+        gate = gl.load(scales.of_weight_ptr + first // TILING.rows * FORM.steps + step)
+        up = gl.load(scales.of_weight_ptr + (scales.num_outputs + first) // TILING.rows * FORM.steps + step)
+        return gl.where(row_N // BLOCK % 2 == 0, gate, up)
+    else:
+        one = gl.load(scales.of_weight_ptr + first // TILING.rows * FORM.steps + step)
+        return gl.where(row_N >= 0, one, one)
+
+
+@gluon.jit
+def _scales_of_rows(  # type: ignore[no-untyped-def]
+    scales, first, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
+):
+    """[rows]: the scales of whole rows."""
+    row_N = gl.arange(0, FORM.rows, layout=layout)
+    output_N = first + row_N
+    row_N = output_N
+    if FORM.gated:
+        place_N = output_N - first
+        output_N = first + place_N // (2 * BLOCK) * BLOCK + place_N % BLOCK
+        row_N = output_N + place_N // BLOCK % 2 * scales.num_outputs
+    return gl.load(scales.of_weight_ptr + row_N // TILING.rows, mask=output_N < scales.num_outputs, other=0.0)
+
+
+@gluon.jit
+def _product(  # type: ignore[no-untyped-def]
+    acc, x, w, scales, token, first, step, FORM: gl.constexpr, TILING: gl.constexpr
+):
+    """acc plus the product of 64 tokens and a step's columns, times its scales. They are loaded while it runs."""
+    layout: gl.constexpr = acc.type.layout
+    nothing = gl.zeros(acc.shape, gl.float32, layout)
+    product = warpgroup_mma(x, w, nothing, use_acc=False, is_async=True)
+    if TILING.by_step:
+        token_T = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
+        scale_ptr_T = scales.of_inputs_ptr + step * scales.input_stride + token_T
+        scale_T = gl.load(scale_ptr_T, mask=token_T < scales.num_tokens, other=0.0)
+        if FORM.gated:
+            scale_N = _scales_of_step(scales, first, step, gl.SliceLayout(0, layout), FORM, TILING)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            return acc + product * (scale_T[:, None] * scale_N[None, :])
+        else:
+            scale_T *= gl.load(scales.of_weight_ptr + first // TILING.rows * FORM.steps + step)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            return acc + product * scale_T[:, None]
+    else:
+        product = warpgroup_mma_wait(0, deps=(product,))
+        return acc + product
+
+
+@gluon.jit
+def _write(  # type: ignore[no-untyped-def]
+    acc, desc, place, scales, token, first, FORM: gl.constexpr, TILING: gl.constexpr, ACTIVATION: gl.constexpr
+):
+    """The results of 64 tokens."""
+    layout: gl.constexpr = acc.type.layout
+    if not TILING.by_step:
+        token_T = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
+        scale_T = gl.load(scales.of_inputs_ptr + token_T, mask=token_T < scales.num_tokens, other=0.0)
+        scale_N = _scales_of_rows(scales, first, gl.SliceLayout(0, layout), FORM, TILING)
+        acc = acc * (scale_T[:, None] * scale_N[None, :])
+    if FORM.gated:
+        gate, up = gl.split(acc.reshape([TOKENS, FORM.rows // (2 * BLOCK), 2, BLOCK]).permute((0, 1, 3, 2)))
+        acc = gated(gate, up, place.dtype, ACTIVATION).reshape([TOKENS, FORM.rows // 2])
+    tma.store_wait(0)
+    place.store(acc.to(place.dtype))
+    fence_async_shared()
+    store_box(desc, [token, first], place)
+
+
+@gluon.jit
+def _compute(  # type: ignore[no-untyped-def]
+    y_desc,
+    places,
+    stages,
+    tiles,
+    scales,
+    FORM: gl.constexpr,
+    TILING: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """A group of warps: its tokens times a tile's rows of the weight."""
+    rows: gl.constexpr = FORM.rows
+    outputs: gl.constexpr = rows // 2 if FORM.gated else rows
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
+    place = places.index(GROUP)
+    stage = 0
+    phase = 0
+    for number in range(gl.program_id(0), tiles.of_tokens * tiles.of_rows, gl.num_programs(0)):
+        token_tile, row_tile = tile_at(number, tiles, FORM)
+        token = (token_tile * GROUPS + GROUP) * FORM.tokens
+        first = row_tile * outputs
+        acc0 = gl.zeros([TOKENS, rows], gl.float32, layout)
+        acc1 = gl.zeros([TOKENS, rows], gl.float32, layout)
+        for step in range(FORM.steps):
+            mbarrier.wait(stages.full.index(stage), phase)
+            w = stages.weight.index(stage).permute((1, 0))
+            x = stages.tokens.index(stage * GROUPS + GROUP)
+            acc0 = _product(acc0, x.slice(0, TOKENS), w, scales, token, first, step, FORM, TILING)
+            if FORM.tokens > TOKENS:
+                second = x.slice(TOKENS, TOKENS)
+                acc1 = _product(acc1, second, w, scales, token + TOKENS, first, step, FORM, TILING)
+            mbarrier.arrive(stages.empty.index(stage), count=1)
+            stage += 1
+            if stage == FORM.stages:
+                stage = 0
+                phase ^= 1
+        _write(acc0, y_desc, place, scales, token, first, FORM, TILING, ACTIVATION)
+        if FORM.tokens > TOKENS:
+            _write(acc1, y_desc, place, scales, token + TOKENS, first, FORM, TILING, ACTIVATION)
+    tma.store_wait(0)
+
+
+@quick_launches
+@gluon.jit(do_not_specialize=["token_tiles", "num_tokens"])
+def hopper_codes_kernel(  # type: ignore[no-untyped-def]
+    w_desc,
+    x_desc,
+    y_desc,
+    scales_ptr,
+    input_scales_ptr,
+    input_stride,
+    num_tokens,
+    num_outputs,
+    token_tiles,
+    row_tiles,
+    K: gl.constexpr,
+    GROUP_TOKENS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    TILE_COLUMNS: gl.constexpr,
+):
+    """Program: every num_programs-th tile of two times GROUP_TOKENS (64 or 128) tokens and ROWS rows of the weight,
+    gate and up counted together.
+
+    w_desc: of the weight, [N, K] in boxes of [ROWS, STEP], or, GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of
+    [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x_desc: of x, [T, K] in boxes of [GROUP_TOKENS, STEP]. y_desc: of the results,
+    [T, outputs] in boxes of [64, outputs of ROWS]. scales: [N / TILE_ROWS, K / 128], and of inputs [K / 128, T] with
+    rows input_stride apart, where TILE_COLUMNS is 128; of whole rows where it is 0. Of blocks, TILE_ROWS is a multiple
+    of the rows of a tile, of which gate and up each have half.
+    """
+    gdc_launch_dependents()
+    element: gl.constexpr = w_desc.dtype
+    FORM: gl.constexpr = form_of(K, GROUP_TOKENS, ROWS, STAGES, GATED, TOGETHER)
+    TILING: gl.constexpr = tiling_of(TILE_ROWS, TILE_COLUMNS)
+    shared: gl.constexpr = shared_layout(8, 2)
+    outputs: gl.constexpr = ROWS // 2 if GATED else ROWS
+    weight = gl.allocate_shared_memory(element, [STAGES, ROWS, STEP], shared)
+    tokens = gl.allocate_shared_memory(element, [STAGES * GROUPS, GROUP_TOKENS, STEP], shared)
+    out_shared: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, outputs * 2), element_bitwidth=16, rank=2
+    )
+    places = gl.allocate_shared_memory(y_desc.dtype, [GROUPS, TOKENS, outputs], out_shared)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    stages = Stages(weight, tokens, full, empty)
+    tiles = Tiles(token_tiles, row_tiles)
+    scales = Scales(scales_ptr, input_scales_ptr, input_stride, num_tokens, num_outputs)
+    gl.warp_specialize(
+        [
+            (_compute, (y_desc, places, stages, tiles, scales, FORM, TILING, ACTIVATION, 0)),
+            (_compute, (y_desc, places, stages, tiles, scales, FORM, TILING, ACTIVATION, 1)),
+            (copy, (w_desc, x_desc, stages, tiles, FORM)),
+        ],
+        [4, 1],
+        [REGISTERS, COPYING_REGISTERS],
+    )
+    gdc_wait()

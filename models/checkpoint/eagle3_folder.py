@@ -1,0 +1,163 @@
+"""Folders of EAGLE-3 heads in three spellings: the original's, SpecForge's (which SGLang reads) and speculators'.
+
+They differ in the names of the layer's tensors, in where config.json has the shape of the layer, in defaults, and in
+how layers of the model are counted. A head may know few tokens: `d2t` has for each of them its distance to the token of
+the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from compiled_engine.config import HeadConfig, ModelConfig
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.match_tensors import match_tensors
+from compiled_engine.models.checkpoint.safetensors_files import map_tensors
+from compiled_engine.models.checkpoint.textbook_config import textbook_model
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.textbook.eagle3 import EAGLE3
+
+NAMES = (EAGLE3, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+# The field of speculators' files that names the kind, and the sections of the layer's shape and of SpecForge's ids.
+SPECULATORS, LAYER, SPECFORGE = "speculators_model_type", "transformer_layer_config", "eagle_config"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+EMBEDDING = "embed_tokens.weight"
+# Not parameters: which tokens there are, in both directions, and what only training reads.
+TOKENS = "d2t"
+UNREAD = (TOKENS, "t2d", "mask_hidden")
+
+
+def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: str) -> tuple[ModelConfig, list[int]]:
+    """The head in a folder, and the layers of the model whose inputs it reads, counted from 0.
+
+    target: the model that it drafts for. Positions are those of the model, up to max_model_len, whatever the head was
+    trained for. Raises ValueError for a field or tensor that is wrong or missing, and for a head of another model.
+    """
+    fields = JsonFields.from_file(path / "config.json")
+    layer = _layer_fields(fields)
+    layer = layer.replaced(architectures=["LlamaForCausalLM"], tie_word_embeddings=False)
+    if layer.integer("num_hidden_layers", 1) != 1:
+        raise layer.error("num_hidden_layers", "1")
+    vocab_size, hidden_size = layer.integer("vocab_size"), layer.integer("hidden_size")
+    if vocab_size != target.vocab_size:
+        raise layer.error("vocab_size", f"that of the model it drafts for, {target.vocab_size}")
+    target_size = fields.integer("target_hidden_size", hidden_size)
+    if target_size != target.hidden_size:
+        name = "target_hidden_size" if "target_hidden_size" in fields else "hidden_size"
+        allowed = f"the hidden_size of the model it drafts for, {target.hidden_size}"
+        raise (fields if name in fields else layer).error(name, allowed)
+    draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
+    if draft_vocab_size > vocab_size:
+        raise fields.error("draft_vocab_size", f"at most vocab_size = {vocab_size}")
+    layers = _layers(fields, target.num_layers)
+    model, _ = textbook_model(layer.replaced(num_hidden_layers=1), path, target.dtype)
+    head = HeadConfig(
+        target_size=target_size,
+        num_taps=len(layers),
+        vocab_size=draft_vocab_size,
+        norm_before_residual=fields.boolean("norm_before_residual", SPECULATORS in fields),
+        norm_before_fc=fields.boolean("norm_before_fc", False),
+    )
+    model = replace(
+        model, architecture=EAGLE3, max_model_len=max_model_len, load_format=load_format, seed=target.seed, head=head
+    )
+    if load_format != "dummy":
+        tensors = map_tensors(path)
+        match_tensors(head_tensors(tensors, model), build_model(model), model, None)
+        draft_tokens(model, tensors)
+    return model, layers
+
+
+def _layer_fields(fields: JsonFields) -> JsonFields:
+    if SPECULATORS in fields:
+        if fields.text(SPECULATORS) != "eagle3":
+            raise fields.error(SPECULATORS, "eagle3")
+        return fields.section(LAYER)
+    if fields.texts("architectures")[0] not in NAMES:
+        raise fields.error("architectures", f"one of {', '.join(NAMES)}")
+    return fields
+
+
+def _layers(fields: JsonFields, num_layers: int) -> list[int]:
+    """SpecForge counts a layer's output, which is the next one's input; all others count inputs, as vLLM does."""
+    section = fields.section(SPECFORGE)
+    if section.values.get("use_aux_hidden_state", True) is not True:
+        raise section.error("use_aux_hidden_state", "true")
+    in_section = LAYER_IDS in section
+    stated = section if in_section else fields
+    if LAYER_IDS not in stated:
+        found = [2, num_layers // 2, num_layers - 3]
+        if min(found) < 0 or max(found) >= num_layers:
+            raise ValueError(
+                f"{fields.source}: {LAYER_IDS} is missing, and the model of {num_layers} layers has none of the usual "
+                f"ones, {found}; allowed: a list of layers from 0 to {num_layers - 1}"
+            )
+        return found
+    ids, first = stated.values[LAYER_IDS], -1 if in_section else 0
+    is_list = isinstance(ids, list) and len(ids) > 0 and all(type(each) is int for each in ids)
+    if not is_list or any(not first <= each < first + num_layers for each in ids):
+        last = first + num_layers - 1
+        raise stated.error(LAYER_IDS, f"a list of whole numbers from {first} to {last}, layers of the model")
+    return [each - first for each in ids]
+
+
+def head_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """The parameters in a checkpoint under their names in Eagle3Head.
+
+    Without an embedding it has the model's: an empty one takes its place, on the meta device. Raises ValueError if the
+    model's does not fit.
+    """
+    assert model.head is not None
+    found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    found = {
+        f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name: tensor
+        for name, tensor in found.items()
+        if name not in UNREAD
+    }
+    if EMBEDDING not in found:
+        if model.hidden_size != model.head.target_size:
+            raise ValueError(
+                f"{model.path} has no {EMBEDDING}, and the model's, of {model.head.target_size} columns, does not fit; "
+                f"allowed: one of {model.hidden_size} columns"
+            )
+        found[EMBEDDING] = torch.empty(model.vocab_size, model.hidden_size, device="meta")
+    return found
+
+
+def has_embedding(model: ModelConfig) -> bool:
+    """Return whether a head has an embedding of its own."""
+    if model.load_format == "dummy":
+        return False
+    return any(name.removeprefix("model.") == EMBEDDING for name in map_tensors(model.path))
+
+
+def draft_tokens(model: ModelConfig, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """The model's token for each token of the draft vocabulary, int64 [Vd]. tensors: of the folder, None to map them.
+
+    Raises ValueError if they are missing or wrong.
+    """
+    assert model.head is not None
+    count, most = model.head.vocab_size, model.vocab_size
+    own = torch.arange(count, device="cpu")
+    if model.load_format == "dummy":
+        return own
+    distances = (map_tensors(model.path) if tensors is None else tensors).get(TOKENS)
+    if distances is None:
+        if count < most:
+            raise ValueError(
+                f"{model.path} has no tensor {TOKENS}, but draft_vocab_size is {count}; allowed without: {most}"
+            )
+        return own
+    if distances.dtype not in (torch.int64, torch.int32) or tuple(distances.shape) != (count,):
+        raise ValueError(
+            f"{model.path}: {TOKENS} is {list(distances.shape)} of {str(distances.dtype).removeprefix('torch.')}; "
+            f"allowed: [{count}] of int64, by draft_vocab_size"
+        )
+    token_ids = own + distances
+    if int(token_ids.min()) < 0 or int(token_ids.max()) >= most or len(token_ids.unique()) < count:
+        raise ValueError(f"{model.path}: {TOKENS} must give {count} different tokens from 0 to {most - 1}")
+    return token_ids

@@ -1,0 +1,108 @@
+"""EAGLE-3 (Li, Wei, Zhang and Zhang, "EAGLE-3: scaling up inference acceleration of large language models via
+training-time test", 2025): one decoder layer that drafts from hidden states of another model.
+
+Its input at a position is what the model knows there and the token that comes next. What the model knows are the hidden
+states that enter some of its layers, or, where the model has not been yet, the head's own hidden state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compiled_engine.attention.inputs import AttentionInputs, StepTensor
+from compiled_engine.config import HeadConfig, ModelConfig
+from compiled_engine.models.textbook.layers import RMSNorm, SwiGLU
+from compiled_engine.models.textbook.llama import Attention
+from compiled_engine.models.textbook.rope import RotaryEmbedding
+
+# The one name of its architecture; checkpoints have several, see checkpoint/eagle3_folder.py.
+EAGLE3 = "LlamaForCausalLMEagle3"
+FEATURES = "features_TD"
+
+
+def head_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
+    """Return what a head reads of a step besides, which the host writes: a vector for each token."""
+    return () if model.head is None else (StepTensor(FEATURES, ("tokens", model.hidden_size), model.dtype),)
+
+
+class Eagle3Attention(Attention):
+    """Attention whose queries, keys and values come of vectors twice as long as the result."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(self, name).out_features
+            wide = nn.Linear(2 * config.hidden_size, rows, bias=config.qkv_bias, dtype=config.dtype)
+            setattr(self, name, wide)
+
+
+class Eagle3Layer(nn.Module):
+    def __init__(self, config: ModelConfig, head: HeadConfig) -> None:
+        super().__init__()
+        sizes = config.hidden_size, config.rms_norm_eps, config.dtype
+        self.input_layernorm, self.hidden_norm = RMSNorm(*sizes), RMSNorm(*sizes)
+        self.self_attn = Eagle3Attention(config)
+        self.post_attention_layernorm = RMSNorm(*sizes)
+        self.mlp = SwiGLU(config)
+        self.norm_before_residual = head.norm_before_residual
+
+    def forward(
+        self,
+        embedded_TD: torch.Tensor,
+        features_TD: torch.Tensor,
+        cos_T1d: torch.Tensor,
+        sin_T1d: torch.Tensor,
+        inputs: AttentionInputs,
+        kv_cache_N2PKd: torch.Tensor,
+    ) -> torch.Tensor:
+        normalised_TD = self.hidden_norm(features_TD)
+        both_TE = torch.cat((self.input_layernorm(embedded_TD), normalised_TD), dim=-1)
+        residual_TD = normalised_TD if self.norm_before_residual else features_TD
+        x_TD = residual_TD + self.self_attn(both_TE, cos_T1d, sin_T1d, inputs, kv_cache_N2PKd)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+
+
+class Eagle3Head(nn.Module):
+    """The head as the engine calls it; parameter names are those of speculators' checkpoints."""
+
+    def __init__(self, config: ModelConfig, head: HeadConfig) -> None:
+        super().__init__()
+        D, E = config.hidden_size, head.num_taps * head.target_size
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, D, dtype=config.dtype))
+        self.input_norm = RMSNorm(E, config.rms_norm_eps, config.dtype) if head.norm_before_fc else nn.Identity()
+        self.fc = nn.Linear(E, D, bias=False, dtype=config.dtype)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.dtype)
+        self.layers = nn.ModuleList([Eagle3Layer(config, head)])
+        self.norm = RMSNorm(D, config.rms_norm_eps, config.dtype)
+        self.lm_head = nn.Linear(D, head.vocab_size, bias=False, dtype=config.dtype)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+        features_TD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Hidden states [T, D] before the final norm, which are the features of the position behind.
+
+        input_ids_T: of each position the token behind it. features_TD: `combine` of the model's hidden states at the
+        position, or an earlier result of `forward`.
+        """
+        cos_T1d, sin_T1d = self.rotary_emb(positions_T)
+        embedded_TD = self.embed_tokens(input_ids_T)
+        hidden_TD: torch.Tensor = self.layers[0](
+            embedded_TD, features_TD, cos_T1d, sin_T1d, attention_inputs, kv_caches[0]
+        )
+        return hidden_TD
+
+    def combine(self, taps_TE: torch.Tensor) -> torch.Tensor:
+        """Features [T, D] of the model's hidden states, one behind the other in each row."""
+        features_TD: torch.Tensor = self.fc(self.input_norm(taps_TE))
+        return features_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] over the draft vocabulary, of the token behind the one that was the input."""
+        logits_RV: torch.Tensor = self.lm_head(self.norm(hidden_RD))
+        return logits_RV

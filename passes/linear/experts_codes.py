@@ -1,0 +1,80 @@
+"""Weights of experts that are stored as 8-bit codes with scales: decoded in the kernels' registers, or to be multiplied
+by what does not know them.
+
+Inputs of experts are not rounded: few tokens are as fast, since weights are read as 8 bits, and results are nearer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.framework.rounding import decode
+from compiled_engine.quantisation import Rounding
+
+# Columns of tiles that share a scale: a power of two, or whole rows.
+LEAST_COLUMNS, MOST_COLUMNS = 32, 256
+# The first compute capability that converts e4m3.
+CAPABILITY = (8, 9)
+
+
+@triton.jit
+def scaled(
+    w_NK: tl.tensor,
+    scales_ptr: tl.tensor,
+    scale_row_N: tl.tensor,
+    mask_N: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Rows of codes from column k on, in fp32, times the scales of their tiles. scale_row: a row's of the scales."""
+    ROWS: tl.constexpr = w_NK.shape[0]
+    BLOCK_K: tl.constexpr = w_NK.shape[1]
+    if TILE_COLUMNS == 0:
+        return w_NK * tl.load(scales_ptr + scale_row_N, mask=mask_N, other=0.0)[:, None]
+    else:
+        BLOCKS: tl.constexpr = (K + TILE_COLUMNS - 1) // TILE_COLUMNS
+        block_G = k // TILE_COLUMNS + tl.arange(0, BLOCK_K // TILE_COLUMNS)
+        mask_NG = mask_N[:, None] & (block_G < BLOCKS)[None, :]
+        scale_NG = tl.load(scales_ptr + scale_row_N[:, None] * BLOCKS + block_G[None, :], mask=mask_NG, other=0.0)
+        w_NGC = tl.reshape(w_NK, [ROWS, BLOCK_K // TILE_COLUMNS, TILE_COLUMNS])
+        return tl.reshape(w_NGC * scale_NG[:, :, None], [ROWS, BLOCK_K])
+
+
+def obstacle(rounding: Rounding, device: torch.device) -> str | None:
+    """Why the kernels do not take codes; None where they do, and on a CPU, where plain torch decodes them."""
+    columns = rounding.columns
+    if columns & (columns - 1) or (columns and not LEAST_COLUMNS <= columns <= MOST_COLUMNS):
+        return f"tiles of {columns} columns are no power of two from {LEAST_COLUMNS} to {MOST_COLUMNS}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        return "the GPU has no conversion of FP8"
+    return None
+
+
+def constants_of(scheme: str) -> dict[str, Any]:
+    """The kernels' constants for tiles of codes; without a scheme the weights are no codes."""
+    rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
+    return {"TILE_ROWS": rounding.rows, "TILE_COLUMNS": rounding.columns}
+
+
+def decoded(codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, scheme: str) -> torch.Tensor:
+    """[E, N, K] in fp32."""
+    rounding = Rounding.parse(scheme)
+    return torch.stack([decode(*each, rounding) for each in zip(codes_ENK, scales_ERC, strict=True)])
+
+
+def _weight(codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, scheme: str, dtype: str) -> torch.Tensor:
+    return decoded(codes_ENK, scales_ERC, scheme).to(getattr(torch, dtype))
+
+
+experts_weight = define_op(
+    "experts_weight(Tensor codes_ENK, Tensor scales_ERC, str scheme, str dtype) -> Tensor",
+    cpu=_weight,
+    cuda=_weight,
+    fake=lambda codes_ENK, scales_ERC, scheme, dtype: codes_ENK.new_empty(codes_ENK.shape, dtype=getattr(torch, dtype)),
+)

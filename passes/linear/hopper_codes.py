@@ -1,0 +1,138 @@
+"""Quantised linears of over 128 tokens on Hopper with tokens on the left of its products: what it takes; its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
+from compiled_engine.passes.linear.hopper_linear import multiprocessors, rows_for_boxes
+from compiled_engine.passes.linear.quantised_product import Scaling
+from compiled_engine.quantisation import LinearScheme
+
+GROUPS, COLUMNS = 2, 128
+
+
+@dataclass(frozen=True)
+class CodesTiles:
+    """A tile is two times `tokens` (64 or 128) tokens and `rows` (64 or 128) rows of the weight, gate and up counted
+    together. Columns pass in `stages` stages of 128. `together`: token tiles that take the same rows in turn."""
+
+    tokens: int
+    rows: int
+    stages: int
+    together: int = 8
+
+
+# Tiles, with what one costs where all multiprocessors have one: in microseconds for 32 steps, on an H100. The largest
+# have no registers left for scales of blocks.
+_LARGE, _SQUARE, _NARROW = CodesTiles(128, 128, 4), CodesTiles(64, 128, 6), CodesTiles(64, 64, 8)
+COSTS = {False: {_LARGE: 28.1, _SQUARE: 16.6, _NARROW: 11.8}, True: {_SQUARE: 18.3, _NARROW: 13.3}}
+
+# Numbers of tokens among which a matrix of 1,024 rows or more has all of the tiles that it ever has.
+TOKEN_COUNTS = (64, 128, 256, 384, 1024, 1152, 2048, 4096)
+
+
+@cache
+def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiprocessors: int) -> CodesTiles:
+    """The tiles with which the fewest rounds over all multiprocessors cost the least.
+
+    num_rows: gate and up counted together. has_blocks: scales are of blocks, not of whole rows.
+    """
+
+    def cost(tiles: CodesTiles) -> float:
+        count = cdiv(num_tokens, GROUPS * tiles.tokens) * cdiv(num_rows, tiles.rows)
+        return cdiv(count, num_multiprocessors) * COSTS[has_blocks][tiles]
+
+    return min(COSTS[has_blocks], key=cost)
+
+
+def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
+    """Why the kernel does not take what Hopper's product does; None where it does."""
+    weight, inputs = scheme.weight, scheme.inputs
+    input_columns = 0 if inputs is None or inputs.static else inputs.columns
+    if weight.columns != input_columns:
+        return f"its weight and inputs have scales of different columns ({scheme})"
+    if not weight.columns:
+        return None
+    part = COLUMNS // 2 if gated else COLUMNS
+    if weight.rows % part or (gated and num_rows // 2 % part):
+        return f"tiles of {part} rows have several scales ({scheme})"
+    return None
+
+
+def hopper_codes(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    gated: bool,
+    activation: str,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    tiles: CodesTiles | None = None,
+) -> torch.Tensor:
+    """The linear of codes, or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2] in `dtype`.
+
+    The weight is contiguous, K is a multiple of 16, and N of 8 or, with `gated`, of 16; see why_not_on_the_left. tiles:
+    by default those of codes_tiles.
+    """
+    if tiles is None:
+        many = multiprocessors(x_TK.device)
+        tiles = codes_tiles(x_TK.shape[0], codes_NK.shape[0], scaling.columns > 0, many)
+    # Gluon takes a while to import, and only a Hopper needs it.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from compiled_engine.kernels import hopper_linear_kernel as ring
+    from compiled_engine.kernels.hopper_codes_kernel import hopper_codes_kernel
+
+    num_tokens, k = x_TK.shape
+    x_TK = rows_for_boxes(x_TK)
+    num_rows, rows = codes_NK.shape[0], tiles.rows
+    outputs = num_rows // 2 if gated else num_rows
+    written = rows // 2 if gated else rows
+    block, shared = ring.BLOCK.value, ring.shared_layout(8, 2)
+    out_TM = torch.empty((num_tokens, outputs), dtype=dtype, device=x_TK.device)
+    if gated:
+        shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
+        box = [written // block, 2, block, COLUMNS]
+        weight = TensorDescriptor(codes_NK, shape, strides, box, ring.shared_layout(8, 4))
+    else:
+        weight = TensorDescriptor(codes_NK, [num_rows, k], [k, 1], [rows, COLUMNS], shared)
+    tokens = TensorDescriptor(x_TK, [num_tokens, k], [x_TK.stride(0), 1], [tiles.tokens, COLUMNS], shared)
+    results = TensorDescriptor(out_TM, [num_tokens, outputs], [outputs, 1], [64, written], _out_shared(written))
+    token_tiles, row_tiles = cdiv(num_tokens, GROUPS * tiles.tokens), cdiv(outputs, written)
+    hopper_codes_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
+        weight,
+        tokens,
+        results,
+        scaling.weights_RC,
+        scaling.inputs_CT,
+        scaling.input_stride,
+        num_tokens,
+        outputs,
+        token_tiles,
+        row_tiles,
+        K=k,
+        GROUP_TOKENS=tiles.tokens,
+        ROWS=rows,
+        STAGES=tiles.stages,
+        GATED=gated,
+        ACTIVATION=activation,
+        TOGETHER=tiles.together,
+        REGISTERS=computing_registers(GROUPS, PRODUCT_COPYING),
+        TILE_ROWS=scaling.rows or num_rows,
+        TILE_COLUMNS=scaling.columns,
+        num_warps=WARPS,
+        launch_pdl=True,
+    )
+    return out_TM
+
+
+@cache
+def _out_shared(outputs: int) -> Any:
+    """Layout of results in shared memory, with this many side by side."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)

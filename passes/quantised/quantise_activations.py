@@ -1,0 +1,129 @@
+"""Inputs of quantised linears are rounded by the kernel that computes them, and once for all linears that read them.
+
+Why: a linear that rounds its own inputs reads 16 bits that another kernel has written just before. In a norm or behind
+silu(gate) * up the row is in registers, so what passes between the two is 8 bits, and a launch less. With few tokens
+small_batch_linear has taken norms into the linears, so it runs where that does not. It comes last: it takes in the ops
+of the other passes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import arg, change, emit_item, emit_named, is_call, named
+from compiled_engine.passes.linear.hopper_codes import TOKEN_COUNTS
+from compiled_engine.passes.linear.linears import multiplied_values
+from compiled_engine.passes.linear.quantised_linear_op import quantised_gated_rounded, quantised_linear
+from compiled_engine.passes.linear.round_inputs import residual_rms_norm_rounded, round_inputs
+from compiled_engine.passes.parallel.all_reduce_residual_rms_norm import all_reduce_residual_rms_norm_rounded
+from compiled_engine.passes.quantised.quantise import scheme_of
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
+
+_ours = torch.ops.compiled_engine
+# Norms of sums, with the op that rounds the norm as well.
+_SUMS = {
+    _ours.residual_rms_norm.default: residual_rms_norm_rounded,
+    _ours.all_reduce_residual_rms_norm.default: all_reduce_residual_rms_norm_rounded,
+}
+
+
+class QuantiseActivations(GraphPass):
+    name = "quantise_activations"
+    requires = ("quantise",)
+    kernel_token_counts = TOKEN_COUNTS
+
+    def __init__(self, quantisation: Quantisation | None = None):
+        """quantisation: the rules of the model, None for one without."""
+        self._quantisation = quantisation
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each value that matrices are multiplied with of which the rules say that inputs are rounded."""
+        return len(multiplied_values(graph, self._rounds))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        readers: dict[tuple[fx.Node, Rounding, fx.Node | None], list[fx.Node]] = {}
+        for node in graph.find_nodes(op="call_function", target=quantised_linear):
+            arguments = named(node)
+            inputs = LinearScheme.parse(arguments["scheme"]).inputs
+            if inputs is not None and arguments["norm_weight_K"] is None and arguments["input_scales_CT"] is None:
+                readers.setdefault((arguments["x_TK"], inputs, arguments["input_scale_1"]), []).append(node)
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        replacements: list[Replacement] = []
+        notes: list[str] = []
+        # A linear takes codes before it gives them.
+        for (x, rounding, static), linears in sorted(readers.items(), key=lambda item: order[item[0][0]]):
+            name, dtype = x.name, str(x.meta["val"].dtype).removeprefix("torch.")
+            codes, scales, by = _rounded(graph, x, rounding, static, linears, replacements)
+            notes.append(f"{name}: {rounding}, {by}, for {', '.join(node.name for node in linears)}")
+            for node in linears:
+                change(node, x_TK=codes, input_scale_1=None, input_scales_CT=scales, dtype=dtype)
+                replacements.append(Replacement(node.name, node))
+        graph.eliminate_dead_code()
+        return PassResult(len({x for x, *_ in readers}), (), tuple(replacements), tuple(notes))
+
+    def _rounds(self, parameter: fx.Node) -> bool:
+        scheme = None if self._quantisation is None else scheme_of(self._quantisation, parameter)
+        return scheme is not None and scheme.inputs is not None
+
+
+def _rounded(
+    graph: fx.Graph,
+    x: fx.Node,
+    rounding: Rounding,
+    static: fx.Node | None,
+    linears: list[fx.Node],
+    replacements: list[Replacement],
+) -> tuple[fx.Node, fx.Node, str]:
+    """The codes and scales of a value that these linears read, and where they are computed. Sums of a norm that it
+    replaces are added to `replacements`."""
+    how: dict[str, Any] = {"static_1": static, "rounding": str(rounding)}
+    by = "alone"
+    with graph.inserting_after(x):
+        op, arguments = round_inputs, {"x_TK": x} | how
+        if not set(x.users) <= set(linears):
+            by = "alone, since others read the value"
+        elif is_call(x, operator.getitem) and arg(x, 1) == 0 and is_call(arg(x, 0), *_SUMS):
+            return *_in_sum(graph, arg(x, 0), how, replacements), "in the norm of a sum"
+        elif is_call(x, _ours.rms_norm.default):
+            norm = named(x)
+            arguments |= {"x_TK": norm["x_TD"], "norm_weight_K": norm["weight_D"], "eps": norm["eps"]}
+            arguments |= {"norm_offset": norm["offset"], "norm_wide": norm["wide"]}
+            by = "in the norm"
+        elif is_call(x, _ours.silu_mul.default):
+            arguments |= {"x_TK": arg(x, 0), "activation": named(x)["activation"]}
+            by = "in silu * up"
+        elif is_call(x, quantised_linear) and named(x)["silu_mul"] and named(x)["input_scales_CT"] is not None:
+            op, arguments = quantised_gated_rounded, named(x) | how
+            by = "by the linear of gate and up"
+        both = emit_named(graph, op, arguments)
+    return *_items(graph, both, 2), by
+
+
+def _in_sum(
+    graph: fx.Graph, norm: fx.Node, how: dict[str, Any], replacements: list[Replacement]
+) -> tuple[fx.Node, fx.Node]:
+    """The codes and scales of a norm of a sum, which its op gives with the sum."""
+    with graph.inserting_before(norm):
+        fused = emit_named(graph, _SUMS[norm.target], named(norm) | how)
+    codes, scales, total = _items(graph, fused, 3)
+    for item in list(norm.users):
+        if is_call(item, operator.getitem) and arg(item, 1) == 1:
+            item.replace_all_uses_with(total)
+            replacements.append(Replacement(item.name, total))
+    return codes, scales
+
+
+def _items(graph: fx.Graph, sequence: fx.Node, count: int) -> list[fx.Node]:
+    items = []
+    for index in reversed(range(count)):
+        with graph.inserting_after(sequence):
+            items.append(emit_item(graph, sequence, index))
+    return items[::-1]

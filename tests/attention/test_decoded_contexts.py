@@ -1,0 +1,102 @@
+"""Contexts decoded before prefill kernels read them: interpreted, on a GPU, and how many fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Case, Request, build, decodes, mistake, outcome
+from interpreter import loops_to_a_loaded_bound
+from interpreting_process import interpret
+
+from compiled_engine.attention.backends.decode_splits import BatchFacts
+from compiled_engine.attention.backends.decoded_contexts import (
+    FEWEST_TOKENS,
+    MOST_CONTEXT_PER_TOKEN,
+    decode_contexts,
+    prefill_sources,
+    workspace_blocks,
+)
+from compiled_engine.attention.backends.triton_prefill import prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
+from compiled_engine.kv_format import CODED
+
+NAMES = [elements.name for elements in CODED]
+REQUESTS = (*decodes(1, 33), Request(50, 50), Request(61, 20), Request(5, 5), Request(0, 3))
+CASES = (
+    Case("plain", REQUESTS),
+    Case("window, large blocks", REQUESTS, block_size=32, sliding_window=20),
+    Case("soft cap, sinks, odd heads", REQUESTS, 6, 2, head_dim=24, soft_cap=5.0, sinks=True),
+    Case("contexts that do not fit", (Request(300, 3), Request(40, 20))),
+)
+NUM_SMS = 16
+
+
+def difference(case: Case) -> str | None:
+    """What is wrong with the prompts' results: all from the workspace, or, where contexts do not fit, from codes."""
+    case = case.sized("triton")
+    batch = build(case, torch.float32)
+    cache_N2PKd, scoring = batch.kv_cache_N2PKd, batch.scoring
+    write_kv(batch.k_TKd, batch.v_TKd, cache_N2PKd, batch.inputs.slot_mapping_T, scoring.kv_scales_2K, False)
+    facts = BatchFacts.of(batch.inputs, case.num_kv_heads, NUM_SMS)
+    tiles = prefill_tiles(case.head_dim, 4, facts.max_seq_len)
+    layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // (case.num_heads // case.num_kv_heads))
+    work_W = torch.full((layout.length(facts.num_tokens),), 77, dtype=torch.int32)
+    write_lists(batch.inputs, work_W, layout, facts.min_keys)
+    contexts = decode_contexts(batch.q_THd, cache_N2PKd, batch.inputs, work_W, facts, scoring)
+    all_tiles, fits = int(work_W[1]), case.name != CASES[-1].name
+    if contexts.num_tiles_2.tolist() != ([all_tiles, 0] if fits else [0, all_tiles]):
+        return f"tiles {contexts.num_tiles_2.tolist()} of {all_tiles}"
+    out_THd = torch.full_like(batch.q_THd, math.nan)
+    for cache, inputs, how, num_tiles in prefill_sources(contexts, cache_N2PKd, batch.inputs, scoring):
+        prefill(batch.q_THd, cache, out_THd, inputs, work_W, layout, tiles, NUM_SMS, how, num_tiles)
+    out_THd[: facts.num_decodes] = batch.expected_THd[: facts.num_decodes]
+    return mistake(case, batch, out_THd)
+
+
+def main() -> None:
+    """Run by the next test in a process whose Triton interprets."""
+    torch.set_num_threads(1)
+    cases = [replace(case, storage=NAMES[number % 2]) for number, case in enumerate(CASES)]
+    print(json.dumps({f"{case.name}, {case.storage}": text for case in cases if (text := difference(case))}))
+
+
+@loops_to_a_loaded_bound
+def test_prompts_read_them_in_the_interpreter() -> None:
+    script = "import test_decoded_contexts; test_decoded_contexts.main()"
+    run = interpret(__file__, "-c", script)
+    assert run.stdout.strip() == "{}", run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def test_the_workspace_is_bounded_by_the_tokens_of_the_step() -> None:
+    """With a bound of the contexts that may not fit, whatever the host knows of the number of prompts."""
+    few = BatchFacts(1000, 3, 1, max_seq_len=500, listed=True, min_keys=128)
+    assert workspace_blocks(few, 16) == (2 * 32, 2 * 32)
+    blocks, most = workspace_blocks(replace(few, max_seq_len=100_000), 16)
+    assert blocks == MOST_CONTEXT_PER_TOKEN * 1000 // 16 + 2
+    assert most == 2 * 6250
+
+
+# Steps that are large enough, in which contexts fit and do not.
+LONG = (*decodes(1, 500), Request(700, 700), Request(900, 300), Request(5, 5), Request(0, 3))
+LONG_CASES = (
+    Case("fits", LONG, head_dim=128),
+    Case("fits, as the device knows", LONG, head_dim=128, bound=60_000),
+    Case("window", LONG, head_dim=128, sliding_window=200),
+    Case("soft cap and sinks", LONG, soft_cap=5.0, sinks=True),
+    Case("head size 256", LONG, head_dim=256),
+    Case("does not fit", (Request(9000, 600), Request(9000, 20)), head_dim=128),
+    Case("Hopper's tiles", (Request(2500, 2500), Request(900, 300), Request(60, 1)), head_dim=128),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", LONG_CASES, ids=[case.name for case in LONG_CASES])
+def test_prompts_read_them_on_a_gpu(case: Case, name: str) -> None:
+    assert sum(request.query_len for request in case.requests) >= FEWEST_TOKENS
+    assert outcome("triton", replace(case, storage=name), "cuda", torch.bfloat16) == "right"

@@ -1,0 +1,220 @@
+"""EAGLE-3 heads: their drafts are those that the whole sequence gives, and change no token; bad ones are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from eagle_heads import (
+    Reference,
+    head_config,
+    make_bigram_model,
+    random_tensors,
+    speculators_config,
+    write_exact_head,
+    write_head,
+)
+
+from compiled_engine.llm import LLM
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+from compiled_engine.runner.eagle import EagleProposer
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.structured_outputs import StructuredOutputs
+
+# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
+ENGINE: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "progress": False,
+    "max_model_len": 96,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "block_size": 4,
+    "num_blocks": 36,
+    "tokenizer": str(BUNDLED_MODEL_PATH),
+}
+VOCAB, NUM_DRAFTS = 131, 3
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def eagle(folder: Path, num_drafts: int = NUM_DRAFTS) -> dict[str, Any]:
+    drafts = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": num_drafts}
+    return {"speculative_config": drafts}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    make_checkpoint(folder, "qwen3", hidden_size=64, vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2)
+    return folder
+
+
+def prompts() -> list[dict[str, list[int]]]:
+    """Some longer than a step, and each twice, so that the second finds the blocks of the first."""
+    texts = [[(7 * i + 3 * j * j) % VOCAB for j in range(5 + 9 * i)] for i in range(6)]
+    return [{"prompt_token_ids": text} for text in texts for _ in range(2)]
+
+
+def generate(llm: LLM, **sampling: Any) -> list[list[int]]:
+    params = [
+        SamplingParams(seed=i, max_tokens=14 + i, ignore_eos=True, detokenize=False, **sampling) for i in range(12)
+    ]
+    outputs = llm.generate(prompts(), params, use_tqdm=False)
+    llm.core.check_integrity()
+    return [list(each.token_ids) for output in outputs for each in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft_vocab_size": 50},
+        {"norm_before_residual": True, "norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [2, 0]},
+    ],
+    ids=str,
+)
+def test_drafts_are_those_of_the_whole_sequence(
+    changes: dict[str, Any], target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
+    config = head_config(target, **changes)
+    num_taps, before_fc = len(config["eagle_aux_hidden_state_layer_ids"]), config.get("norm_before_fc", False)
+    tensors = random_tensors(config, num_taps=num_taps, norm_before_fc=before_fc)
+    seen: dict[tuple[int, ...], list[int]] = {}
+    propose = EagleProposer.propose
+
+    def record(self: EagleProposer, step: SchedulerOutput) -> None:
+        propose(self, step)
+        states = self._states
+        assert states.drafts_SK is not None
+        for row, start, count in zip(states.rows(step.request_ids), step.starts, step.counts, strict=True):
+            if start >= states.num_known[row] and count > 1:
+                known = tuple(states.known_ids(row)[: int(states.num_computed_S[row]) + 1].tolist())
+                drafts = states.drafts_SK[row, : count - 1].tolist()
+                assert seen.setdefault(known, drafts)[: count - 1] == drafts[: len(seen[known])]
+
+    monkeypatch.setattr(EagleProposer, "propose", record)
+    with LLM(model=str(target), mode="eager", **ENGINE, **eagle(write_head(tmp_path, config, tensors))) as llm:
+        generate(llm, temperature=0)
+        metrics = llm.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["prefix_hits"] > 0
+    reference = Reference(target, config, tensors)
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::2]:
+        assert reference.drafts(list(known), len(drafts)) == drafts
+
+
+@pytest.fixture(scope="module")
+def bigram(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bigram")
+    make_checkpoint(folder, "qwen3", hidden_size=64, vocab_size=VOCAB)
+    make_bigram_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["eager", "auto"])
+def exact(request: pytest.FixtureRequest, bigram: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    head = write_exact_head(tmp_path_factory.mktemp("exact"), bigram)
+    with LLM(model=str(bigram), mode=request.param, **ENGINE, **eagle(head, 5)) as llm:
+        yield llm
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.1},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+    {"temperature": 0.7, "logit_bias": {100: 3.0}, "allowed_token_ids": list(range(0, VOCAB, 2)), "min_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=", ".join)
+def test_an_exact_head_is_always_right(sampling: dict[str, Any], exact: LLM) -> None:
+    before = exact.metrics()
+    num_tokens = sum(map(len, generate(exact, **sampling)))
+    after = exact.metrics()
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert drafted == accepted > 0.6 * num_tokens
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[LLM]:
+    with LLM(model=str(target), mode="eager", **ENGINE) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("given", [{}, {"tensor_parallel_size": 2, "async_scheduling": True}], ids=str)
+def test_a_head_of_noise_only_costs_steps(given: dict[str, Any], target: Path, tmp_path: Path, plain: LLM) -> None:
+    config = head_config(target)
+    head = write_head(tmp_path, config, random_tensors(config, seed=3))
+    with LLM(model=str(target), mode="eager", **ENGINE, **given, **eagle(head)) as llm:
+        for sampling in (*SAMPLING, {"temperature": 0.8, "repetition_penalty": 1.2, "logprobs": 2}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["accepted_tokens"] < 0.2 * metrics["draft_tokens"]
+    assert metrics["kv_usage"] == 0
+
+
+def test_a_request_with_a_grammar_is_followed(bundled_model_path: Path, tmp_path: Path) -> None:
+    """Its tokens come after those of the step; the next requests find its blocks."""
+    config = head_config(bundled_model_path)
+    head = write_head(tmp_path, config, random_tensors(config))
+    constrained = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="([ab]c){9}"))
+    free = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
+    found = []
+    for more in ({}, eagle(head)):
+        with LLM(mode="eager", **ENGINE, **more) as llm:
+            outputs = llm.generate(["x = ", "def "] * 2, [constrained, free] * 2, use_tqdm=False)
+            llm.core.check_integrity()
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+
+
+# Fields of config.json that are wrong, or a tensor that is missing, and the error.
+BAD_HEADS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"vocab_size": 132}, None, "vocab_size must be that of the model it drafts for, 131, got 132"),
+    ({"hidden_size": 60}, None, "hidden_size must be the hidden_size of the model it drafts for, 64, got 60"),
+    ({"target_hidden_size": 60}, None, "target_hidden_size must be the hidden_size .* 64, got 60"),
+    ({"draft_vocab_size": 500}, None, "draft_vocab_size must be at most vocab_size = 131, got 500"),
+    ({"eagle_aux_hidden_state_layer_ids": [0, 3]}, None, r"numbers from 0 to 2, layers of the model, got \[0, 3\]"),
+    ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, None, r"fc.weight \(\[64, 192\] instead of \[64, 128\]\)"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, None, "use_aux_hidden_state must be true, got False"),
+    ({"num_hidden_layers": 2}, None, "num_hidden_layers must be 1, got 2"),
+    ({"architectures": ["LlamaForCausalLM"]}, None, "architectures must be one of LlamaForCausalLMEagle3"),
+    ({"draft_vocab_size": 50}, "d2t", "has no tensor d2t, but draft_vocab_size is 50; allowed without: 131"),
+    ({}, "fc.weight", "1 missing: fc.weight"),
+]
+
+
+@pytest.mark.parametrize(("changes", "left_out", "message"), BAD_HEADS, ids=str)
+def test_a_bad_head_is_an_error_in_one_line(
+    changes: dict[str, Any], left_out: str | None, message: str, target: Path, tmp_path: Path
+) -> None:
+    config = head_config(target, **changes)
+    known = {"draft_vocab_size": 50} if left_out == "d2t" else {}
+    tensors = random_tensors(head_config(target, **known))
+    head = write_head(tmp_path, config, {name: each for name, each in tensors.items() if name != left_out})
+    with pytest.raises(ValueError, match=message) as error:
+        LLM(model=str(target), mode="eager", **ENGINE, **eagle(head))
+    assert str(error.value).startswith(f"speculative_config['model'] is {str(head)!r}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_tokens_and_embeddings_are_errors(target: Path, tmp_path: Path) -> None:
+    config = head_config(target, draft_vocab_size=50)
+    tensors, dflash = random_tensors(config), speculators_config(config) | {"speculators_model_type": "dflash"}
+    wide = head_config(target, hidden_size=48, target_hidden_size=64)
+    several = [
+        (config, tensors | {"d2t": tensors["d2t"] + 100}, "d2t must give 50 different tokens from 0 to 130"),
+        (config, tensors | {"d2t": torch.zeros(50)}, r"d2t is \[50\] of float32; allowed: \[50\] of int64"),
+        (dflash, tensors, "speculators_model_type must be eagle3, got 'dflash'"),
+        (wide, random_tensors(wide), "has no embed_tokens.weight, and the model's, of 64 columns, does not fit"),
+    ]
+    for number, (written, its_tensors, message) in enumerate(several):
+        head = write_head(tmp_path / str(number), written, its_tensors)
+        with pytest.raises(ValueError, match=message):
+            LLM(model=str(target), mode="eager", **ENGINE, **eagle(head))

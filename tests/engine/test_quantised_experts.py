@@ -1,0 +1,88 @@
+"""Experts of codes through the whole engine: read from a checkpoint, and made while one is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from quantised_checkpoints import LAYOUTS, Layout, compressed, load_all, write_quantised
+from safetensors.torch import save_file
+from test_quantised_engine import IDS, OPTIONS, compare
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.passes.framework.rounding import codes_of, decode, scales_of
+from compiled_engine.quantisation import Rounding
+
+# Tiles end inside the rows of a projection, and with the last column or before it.
+MOE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 160,
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+}
+OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
+# Of linears, inputs are rounded in neither.
+ALONE = "compressed-tensors, channel, weights alone"
+
+
+def write_experts(source: Path, folder: Path, layout: Layout, text: str) -> Any:
+    """write_quantised, with the matrices of experts in a Rounding."""
+    model = write_quantised(source, folder, layout, ["lm_head", *ROUTERS], round_inputs=False)
+    tensors, rounding = load_all(folder), Rounding.parse(text)
+    for name, weight in list(tensors.items()):
+        match = OF_EXPERT.fullmatch(name)
+        if match is None:
+            continue
+        scales = scales_of(weight, rounding)
+        codes = codes_of(weight, scales, rounding)
+        tensors |= {name: codes, f"{name.removesuffix('.weight')}.{layout.scale_name}": scales}
+        path, expert, part = match.groups()
+        experts, values = model.get_submodule(path), decode(codes, scales, rounding)
+        if part == "down":
+            experts.down_proj[int(expert)] = values
+        else:
+            experts.gate_up_proj[int(expert)].chunk(2)[part == "up"].copy_(values)
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"), [(ALONE, "e4m3 1x*"), ("compressed-tensors, block", "e4m3 128x128")], ids=["rows", "blocks"]
+)
+def test_codes_of_experts_are_multiplied_as_they_are(layout: str, text: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
+    chosen = LAYOUTS[layout]
+    if chosen.inputs is not None:  # linears' inputs are not rounded, so that the oracle is exact
+        chosen = replace(chosen, config=compressed("block", None, block_structure=[128, 128]), inputs=None)
+    oracle = write_experts(tmp_path / "plain", tmp_path / "fp8", chosen, text)
+    compare(tmp_path / "fp8", oracle, IDS, exact=True, verify_passes=True)
+    with LLM(tmp_path / "fp8", **OPTIONS, skip_tokenizer_init=True) as llm:
+        passes = llm.metrics()["passes"]
+    found = [each["quantise_experts"] for name, each in passes.items() if not name.startswith("logits")]
+    assert found
+    assert all(each == {"matches": 4, "contract": 4} for each in found)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+def test_experts_are_quantised_while_they_are_loaded(quantization: str, tmp_path: Path) -> None:
+    """They compute about the same, and no pass computes something else than the rules say."""
+    make_checkpoint(tmp_path, "qwen3_moe", **MOE)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0, detokenize=False)
+    found = []
+    for options in ({}, {"quantization": quantization, "verify_passes": True}):
+        with LLM(tmp_path, **OPTIONS, skip_tokenizer_init=True, **options) as llm:
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in IDS], params, use_tqdm=False)
+        rows = [row for output in outputs for row in (output.prompt_logprobs or [])[1:] if row is not None]
+        found.append(torch.tensor([next(iter(row.values())).logprob for row in rows]))
+    distance = float((found[0] - found[1]).abs().mean())
+    assert 0 < distance < 0.05

@@ -1,0 +1,189 @@
+"""The kernel for decodes over caches of 8 bits: compiled for Hopper without a GPU, and on one against the reference and
+against the ops that it stands for."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from attention_cases import PADDING, Case, build, decodes, mistake, near_cache
+from test_rope_attend import TOLERANCE, arguments_of, copied
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from compiled_engine.attention.backends.coded_decode import (
+    CodedPlan,
+    NewKeys,
+    coded_decode,
+    coded_decode_kernel,
+    coded_plan,
+    exists,
+)
+from compiled_engine.attention.backends.decode_splits import GRAIN, SHORT_CONTEXTS, Splits
+from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of
+from compiled_engine.attention.op import attend
+from compiled_engine.kv_format import CODED, cache_dtype, head_width
+from compiled_engine.passes.rope import rope_attend as op
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+NUM_SMS = 132
+# Of a few short contexts, of one long one, of some, and of many.
+PLANS = tuple(
+    coded_plan(count, 8, context, NUM_SMS) for count, context in ((8, 256), (1, 32_000), (16, 16_000), (256, 2000))
+)
+OF_PLANS = pytest.mark.parametrize("plan", PLANS, ids=[f"{plan.keys} keys, {plan.warps} warps" for plan in PLANS])
+OF_STORAGES = pytest.mark.parametrize("storage", [elements.name for elements in CODED])
+POINTERS = {
+    "slot_mapping_ptr": "*i64",
+    "seq_lens_ptr": "*i32",
+    "block_table_ptr": "*i32",
+    "partial_ptr": "*fp32",
+    "partial_max_ptr": "*fp32",
+    "partial_sum_ptr": "*fp32",
+}
+CODES = {"int8": ("*u8", "*i16"), "fp8_e4m3": ("*fp8e4nv", "*fp32")}
+# One key, both sides of the ends of tiles and blocks, several tiles.
+LENGTHS = (*decodes(1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300, 900), PADDING)
+CASES = (
+    Case("heads 16:8", LENGTHS, 16, 8, 128),
+    Case("heads 32:8", LENGTHS, 32, 8, 128),
+    Case("head size 64, group of 7", LENGTHS, 14, 2, 64),
+    Case("window", (*decodes(1, 20, 33, 199, 200, 201, 215, 900), PADDING), 4, 2, 128, sliding_window=200),
+    Case("small window", (*decodes(1, 20, 33, 199, 900), PADDING), 4, 2, 128, sliding_window=20),
+    Case("soft cap, large blocks", LENGTHS, 4, 2, 128, block_size=48, soft_cap=5.0),
+    Case("sinks, blocks of 256", LENGTHS, 4, 4, 128, block_size=256, sinks=True),
+    Case("padding alone", (PADDING, PADDING), 4, 2, 128),
+)
+OF_CASES = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def compiled(storage: str, head_dim: int, group: int, writes: bool, plan: CodedPlan, **changed: Any) -> Any:
+    kernel = getattr(coded_decode_kernel, "jit_function", coded_decode_kernel)
+    constants: dict[str, Any] = {f"{name}_HEAD_STRIDE": head_dim for name in ("Q", "K", "V", "OUT")}
+    constants |= {
+        "STRIDE_MULTIPLE": 8,
+        "OFFSET": 0.0,
+        "WIDE": False,
+        "WINDOW": 0,
+        "CAP_SCALE": 0.0,
+        "GROUP": group,
+        "BLOCK_SIZE": 16,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "WIDTH": head_width(cache_dtype(storage, torch.bfloat16), head_dim),
+        "KEYS": plan.keys,
+        "WARPS": plan.warps,
+        "STAGES": plan.stages,
+        "GRAIN": GRAIN,
+        "sinks_ptr": None,
+        **changed,
+    }
+    if not writes:
+        constants |= dict.fromkeys(("k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr"))
+    cache, scales = CODES[storage]
+    types = POINTERS | {"cache_ptr": cache, "scales_ptr": scales, "eps": "fp32", "scale_log2": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    aligned = [name for name, kind in signature.items() if kind in ("*bf16", cache) or name == "partial_ptr"]
+    source = GluonASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps, "launch_pdl": True}
+    )
+
+
+@pytest.mark.product(one_in=4)
+@OF_PLANS
+@pytest.mark.parametrize("writes", [True, False], ids=["writes", "reads"])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "changed"), [(128, 2, {}), (128, 16, {"WINDOW": 100}), (64, 7, {"CAP_SCALE": 0.5})]
+)
+@OF_STORAGES
+def test_it_fits_and_converts_in_registers(
+    storage: str, head_dim: int, group: int, changed: dict[str, Any], writes: bool, plan: CodedPlan, tmp_path: Path
+) -> None:
+    program = compiled(storage, head_dim, group, writes, plan, **changed)
+    assert program.metadata.shared <= 227 << 10
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(program.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0  # type: ignore[index]
+    ptx = program.asm["ptx"]
+    # Four codes of a tile are an instruction sequence of each thread; nothing converts codes one by one.
+    converted = 2 * plan.keys * head_dim // (32 * plan.warps) // 4
+    one = "0x64646464" if storage == "int8" else "cvt.rn.f16x2.e4m3x2 %r"
+    assert ptx.count(one) >= converted
+    before, after = re.split(r"griddepcontrol\.wait", ptx)
+    # Without this step's keys the cache may be written by the kernel just before.
+    assert ("cp.async.cg.shared.global" in before) == writes
+    assert "st.global" not in before
+    assert "st.global" in after
+
+
+def test_the_plan_follows_from_programs_and_contexts() -> None:
+    assert coded_plan(8, 8, SHORT_CONTEXTS[0], NUM_SMS).splits.count == 1
+    assert coded_plan(1, 8, 32_000, NUM_SMS).splits.count > 8
+    assert coded_plan(256, 8, 2000, NUM_SMS).splits.count == 1
+    assert not exists(16, 8, 128, torch.bfloat16, "cpu")
+
+
+def _hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")
+
+
+def planned(plan: CodedPlan, splits: int) -> CodedPlan:
+    return replace(plan, splits=Splits(splits, GRAIN))
+
+
+@pytest.mark.gpu
+@pytest.mark.product(one_in=2)
+@OF_PLANS
+@pytest.mark.parametrize("splits", [1, 4])
+@OF_STORAGES
+@OF_CASES
+def test_it_is_attention(case: Case, storage: str, splits: int, plan: CodedPlan) -> None:
+    """Over a cache of which unused blocks and slots hold NaN."""
+    _hopper()
+    case = replace(case, storage=storage).sized("triton")
+    batch = build(case, torch.bfloat16, "cuda")
+    cache_N2PKd, scoring = batch.kv_cache_N2PKd, batch.scoring
+    write_kv(batch.k_TKd, batch.v_TKd, cache_N2PKd, batch.inputs.slot_mapping_T, scoring.kv_scales_2K, True)
+    out_THd = torch.full_like(batch.q_THd, math.nan)
+    count = len(case.requests)
+    coded_decode(batch.q_THd, None, cache_N2PKd, out_THd, batch.inputs, count, planned(plan, splits), scoring)
+    assert mistake(case, batch, out_THd) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.product(one_in=2)
+@OF_PLANS
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("normed", [True, False])
+@OF_STORAGES
+@OF_CASES
+def test_it_is_the_two_ops(case: Case, storage: str, normed: bool, splits: int, plan: CodedPlan) -> None:
+    _hopper()
+    arguments = arguments_of(replace(case, storage=storage).sized("triton"), torch.bfloat16, "cuda", normed)
+    one, two = copied(arguments), copied(arguments)
+    inputs = inputs_of(tuple(one))
+    new = NewKeys(one[1], one[2], Rotation(*one[5:16]))
+    scoring = Scoring(*one[16:21])
+    coded_decode(one[0], new, one[3], one[4], inputs, len(case.requests), planned(plan, splits), scoring)
+    op.unfused(attend, *two)
+    assert near_cache(one[3], two[3])
+    tolerance = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(one[4], two[4], rtol=tolerance, atol=tolerance)
+    assert not one[4][inputs.slot_mapping_T < 0].any()

@@ -1,0 +1,25 @@
+"""Progress on stderr: which stages are shown, and with what count."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiled_engine.process.progress import RichProgress
+
+
+@pytest.mark.parametrize(("patience_s", "shown"), [(0.0, True), (1e-9, True), (3600.0, False)])
+def test_a_stage_that_ends_early_is_not_shown(patience_s: float, shown: bool, capsys: pytest.CaptureFixture) -> None:
+    with RichProgress().stage("pool", total=5, note=lambda: "two by two", patience_s=patience_s) as advance:
+        advance(2)
+        advance(2)
+    text = capsys.readouterr().err
+    assert [part in text for part in ("pool", "4/5", "two by two")] == [shown] * 3
+
+
+def test_a_stage_without_a_count_is_complete_at_its_end(capsys: pytest.CaptureFixture) -> None:
+    with RichProgress().stage("load"):
+        pass
+    assert "1/1" in capsys.readouterr().err
+    with RichProgress().stage("load", patience_s=3600.0):
+        pass
+    assert capsys.readouterr().err == ""
