@@ -138,9 +138,14 @@ def gated_reference(
 
     dtype: in which the linear's results, and what is rounded, would be stored. static_1, rounding: see round_inputs.
     """
-    of_linear = x_TK, codes_NK, scales_RC, None, None, bias_N, scheme
-    gated = {"silu_mul": True, "activation": activation, "input_scales_CT": input_scales_CT, "dtype": dtype}
-    return round_inputs.by_formula(reference(*of_linear, **gated), round_inputs.rounding_of(rounding), static_1)
+    y_TM = reference(
+        *(x_TK, codes_NK, scales_RC, None, None, bias_N, scheme),
+        silu_mul=True,
+        activation=activation,
+        input_scales_CT=input_scales_CT,
+        dtype=dtype,
+    )
+    return round_inputs.by_formula(y_TM, round_inputs.rounding_of(rounding), static_1)
 
 
 def gated_launch(

@@ -215,9 +215,9 @@ def push_rounded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`push` with the norm rounded; rows are never tagged."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
-    codes_TD, scales_CT, constants = round_inputs.results_for(
-        *x_TD.shape, round_inputs.rounding_of(rounding), x_TD.device
-    )
+    num_tokens, hidden_size = x_TD.shape
+    parsed = round_inputs.rounding_of(rounding)
+    codes_TD, scales_CT, constants = round_inputs.results_for(num_tokens, hidden_size, parsed, x_TD.device)
     total_TD = torch.empty_like(x_TD)
     given = {name: constants[name] for name in ("COLUMNS", "GROUPS", "LARGEST", "SMALLEST")}
     given |= {"static_ptr": static_1, "scales_ptr": scales_CT, "scale_stride": scales_CT.stride(0)}

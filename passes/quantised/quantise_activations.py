@@ -91,7 +91,8 @@ def _rounded(
         if not set(x.users) <= set(linears):
             by = "alone, since others read the value"
         elif is_call(x, operator.getitem) and arg(x, 1) == 0 and is_call(arg(x, 0), *_SUMS):
-            return *_in_sum(graph, arg(x, 0), how, replacements), "in the norm of a sum"
+            codes, scales = _in_sum(graph, arg(x, 0), how, replacements)
+            return codes, scales, "in the norm of a sum"
         elif is_call(x, _ours.rms_norm.default):
             norm = named(x)
             arguments |= {"x_TK": norm["x_TD"], "norm_weight_K": norm["weight_D"], "eps": norm["eps"]}
@@ -104,7 +105,8 @@ def _rounded(
             op, arguments = quantised_gated_rounded, named(x) | how
             by = "by the linear of gate and up"
         both = emit_named(graph, op, arguments)
-    return *_items(graph, both, 2), by
+    codes, scales = _items(graph, both, 2)
+    return codes, scales, by
 
 
 def _in_sum(
@@ -112,7 +114,7 @@ def _in_sum(
 ) -> tuple[fx.Node, fx.Node]:
     """The codes and scales of a norm of a sum, which its op gives with the sum."""
     with graph.inserting_before(norm):
-        fused = emit_named(graph, _SUMS[norm.target], named(norm) | how)
+        fused = emit_named(graph, _SUMS[norm.target], named(norm) | how)  # type: ignore[index]
     codes, scales, total = _items(graph, fused, 3)
     for item in list(norm.users):
         if is_call(item, operator.getitem) and arg(item, 1) == 1:

@@ -23,7 +23,7 @@ MOE: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 160,
-    "hidden_size": 192,
+    "hidden_size": 256,
     "num_hidden_layers": 2,
     "tie_word_embeddings": False,
     "norm_topk_prob": True,
