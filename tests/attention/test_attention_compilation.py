@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
-from compiled_engine.attention.backends.decoded_contexts import HEADS, decode_contexts_kernel
+from compiled_engine.attention.backends.decoded_contexts import TILE, decode_contexts_kernel
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_draft_decode import (
@@ -316,7 +316,7 @@ def test_decoded_contexts(check: Callable[..., str], head_dim: int, cache: torch
         "NUM_KV_HEADS": 8,
         "HEAD_DIM": head_dim,
         "WIDTH": head_width(cache, head_dim),
-        "TILE_H": HEADS,
+        "TILE_H": TILE // 128,
         "TILE_D": triton.next_power_of_2(head_dim),
         "DEPENDENT_LAUNCH": True,
     }

@@ -26,7 +26,13 @@ from compiled_engine.attention.backends.coded_decode import (
     coded_plan,
     exists,
 )
-from compiled_engine.attention.backends.decode_splits import GRAIN, SHORT_CONTEXTS, Splits
+from compiled_engine.attention.backends.decode_splits import (
+    GRAIN,
+    LONG_SPLIT,
+    MAX_SPLITS,
+    SHORT_CONTEXTS,
+    Splits,
+)
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of
 from compiled_engine.attention.op import attend
@@ -35,10 +41,8 @@ from compiled_engine.passes.rope import rope_attend as op
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NUM_SMS = 132
-# Of a few short contexts, of one long one, of some, and of many.
-PLANS = tuple(
-    coded_plan(count, 8, context, NUM_SMS) for count, context in ((8, 256), (1, 32_000), (16, 16_000), (256, 2000))
-)
+# Of a few short contexts, and of any others.
+PLANS = tuple(coded_plan(count, 8, context, NUM_SMS) for count, context in ((8, 256), (16, 16_000)))
 OF_PLANS = pytest.mark.parametrize("plan", PLANS, ids=[f"{plan.keys} keys, {plan.warps} warps" for plan in PLANS])
 OF_STORAGES = pytest.mark.parametrize("storage", [elements.name for elements in CODED])
 POINTERS = {
@@ -82,6 +86,7 @@ def compiled(storage: str, head_dim: int, group: int, writes: bool, plan: CodedP
         "KEYS": plan.keys,
         "WARPS": plan.warps,
         "STAGES": plan.stages,
+        "RAW_KEYS": plan.raw_keys,
         "GRAIN": GRAIN,
         "sinks_ptr": None,
         **changed,
@@ -134,8 +139,10 @@ def test_it_fits_and_converts_in_registers(
 
 def test_the_plan_follows_from_programs_and_contexts() -> None:
     assert coded_plan(8, 8, SHORT_CONTEXTS[0], NUM_SMS).splits.count == 1
-    assert coded_plan(1, 8, 32_000, NUM_SMS).splits.count > 8
+    assert coded_plan(1, 8, 32_000, NUM_SMS).splits.count == MAX_SPLITS
+    assert coded_plan(16, 8, 16_000, NUM_SMS).splits.count == 4
     assert coded_plan(256, 8, 2000, NUM_SMS).splits.count == 1
+    assert coded_plan(256, 8, 2 * LONG_SPLIT, NUM_SMS).splits.count == 2
     assert not exists(16, 8, 128, torch.bfloat16, "cpu")
 
 
@@ -182,7 +189,8 @@ def test_it_is_the_two_ops(case: Case, storage: str, normed: bool, splits: int, 
     new = NewKeys(one[1], one[2], Rotation(*one[5:16]))
     scoring = Scoring(*one[16:21])
     coded_decode(one[0], new, one[3], one[4], inputs, len(case.requests), planned(plan, splits), scoring)
-    op.unfused(attend, *two)
+    # Codes may be neighbours, as norms add squares in any order: the results are those of the codes that were written.
+    op.unfused(lambda q_THd, _, *others: attend(q_THd, one[3], *others), *two)
     assert near_cache(one[3], two[3])
     tolerance = TOLERANCE[torch.bfloat16]
     torch.testing.assert_close(one[4], two[4], rtol=tolerance, atol=tolerance)

@@ -23,9 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import (
     GRAIN,
+    LONG_SPLIT,
+    MAX_SPLITS,
     SHORT_CONTEXTS,
     Splits,
-    plan_splits,
     short_splits,
 )
 from compiled_engine.attention.backends.triton_decode import combine_splits
@@ -89,12 +90,8 @@ def halves(codes):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def raw_halves(codes):  # type: ignore[no-untyped-def]
-    """The same of keys, plus RAW_BIAS if the codes are int8's. Scores start from its negative product with queries."""
-    if codes.dtype == gl.uint8:
-        values = gl.inline_asm_elementwise(INT8_RAW_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
-    else:
-        values = halves(codes)
-    return values
+    """The same of int8 keys, plus RAW_BIAS. Scores start from its negative product with queries."""
+    return gl.inline_asm_elementwise(INT8_RAW_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
 
 
 @gluon.constexpr_function
@@ -208,18 +205,11 @@ def _inverse(x):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _rounded(x, scale_ptr, writes, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of one head and its scale, which is stored where it is int8's. x: fp32."""
-    if dtype == gl.uint8:
-        largest = gl.abs(x)
-        for axis in gl.static_range(len(x.shape)):
-            largest = gl.max(largest, len(x.shape) - 1 - axis)
-        stored = int8_scale(largest)
-        gl.store(scale_ptr, stored, mask=writes)
-        scale = wide_scale(stored)
-    else:
-        scale = gl.maximum(gl.load(scale_ptr), LEAST_SCALE)
-    return codes_of(x, scale, dtype), scale
+def _stored_scale(x_1D, scale_ptr, writes):  # type: ignore[no-untyped-def]
+    """The scale of an int8 head, which is stored. x_1D: fp32."""
+    stored = int8_scale(gl.max(gl.max(gl.abs(x_1D), 1), 0))
+    gl.store(scale_ptr, stored, mask=writes)
+    return wide_scale(stored)
 
 
 @quick_launches
@@ -288,12 +278,14 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     KEYS: gl.constexpr,
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
+    RAW_KEYS: gl.constexpr,
     GRAIN: gl.constexpr,
 ):
     """One program per (K/V head, request, split). The strides without HEAD are those of tokens. k_ptr None: queries are
     rotated, and keys and values written already.
 
-    KEYS: of a tile; STAGES: of the ring buffer of tiles. Partial results are those of triton_decode's decode_kernel.
+    KEYS: of a tile; STAGES: of the ring buffer of tiles; RAW_KEYS: whether scores, not int8 keys, lose the bias.
+    Partial results are those of triton_decode's decode_kernel.
     """
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)
@@ -380,7 +372,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         k_scale = 1.0
         v_scale = 1.0
     else:
-        k_scale = gl.load(head_scales_ptr)
+        k_scale = gl.maximum(gl.load(head_scales_ptr), LEAST_SCALE)
         v_scale = gl.maximum(gl.load(head_scales_ptr + NUM_KV_HEADS), LEAST_SCALE)
     # Scores are powers of two from here on.
     product_scale = scale_log2
@@ -421,6 +413,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         other_k_1D = gl.load(k_ptr + other_1D).to(gl.float32)
         cos_1D = gl.load(cos_ptr + gl.multiple_of(request * cos_stride, STRIDE_MULTIPLE) + d_1D).to(gl.float32)
         sin_1D = gl.load(sin_ptr + gl.multiple_of(request * sin_stride, STRIDE_MULTIPLE) + d_1D).to(gl.float32)
+        v_1D = gl.load(v_ptr + d_1D).to(gl.float32)
         v_D = gl.load(v_ptr + column_D).to(gl.float32)
         q_MD = turned(
             q_MD, other_q_MD, q_weight_1D, other_q_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
@@ -429,11 +422,17 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
             k_1D, other_k_1D, k_weight_1D, other_k_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
         )
         # Rounded as the next steps will read them.
-        k_scale_ptr, v_scale_ptr = scale_pointers(
-            head_scales_ptr, slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
-        )
-        k_1D, new_k_scale = _rounded(k_1D.to(gl.float32), k_scale_ptr, writes, element)
-        v_D, new_v_scale = _rounded(v_D, v_scale_ptr, writes, element)
+        k_1D = k_1D.to(gl.float32)
+        new_k_scale = k_scale
+        new_v_scale = v_scale
+        if scaled:
+            k_scale_ptr, v_scale_ptr = scale_pointers(
+                head_scales_ptr, slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
+            )
+            new_k_scale = _stored_scale(k_1D, k_scale_ptr, writes)
+            new_v_scale = _stored_scale(v_1D, v_scale_ptr, writes)
+        k_1D = codes_of(k_1D, new_k_scale, element)
+        v_D = codes_of(v_D, new_v_scale, element)
         new_ptr = head_cache_ptr + key_offset(slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
         gl.store(new_ptr + d_1D, k_1D, mask=(d_1D < HEAD_DIM) & writes)
         v_ptrs_D = new_ptr + BLOCK_SIZE * NUM_KV_HEADS * WIDTH + column_D
@@ -450,7 +449,8 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         max_M = gl.where(writes, score_M, LOWEST)
         acc_MD += gl.where(writes, numbers(v_D, gl.float32), 0.0)[None, :]
     none_MN = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    if scaled:
+    RAW: gl.constexpr = scaled and RAW_KEYS
+    if RAW:
         bias_M = gl.sum(q_MD.to(gl.float32), 1) * -RAW_BIAS
         none_MN += gl.convert_layout(bias_M, gl.SliceLayout(1, layout))[:, None]
     q_smem.store(q_MD)
@@ -501,7 +501,8 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
             k_scale_N = gl.where(hidden_N, k_scale, k_scale) * product_scale
             shift_N = gl.where(hidden_N, float("-inf"), 0.0)
             part_N = None
-        k_DN = raw_halves(k_ring.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, NEAR)))
+        k_DN = k_ring.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, NEAR))
+        k_DN = raw_halves(k_DN) if RAW else halves(k_DN)
         scores_MN = mma_v2(q_MD, k_DN, none_MN)
         if CAP_SCALE > 0:
             scores_MN = capped(scores_MN * k_scale_N[None, :], CAP_SCALE) * scale_log2 + shift_N[None, :]
@@ -538,6 +539,8 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
 # With these sizes a tile fits into registers; query heads that share a K/V head are rows of a tile.
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
+# Programs of a multiprocessor, by their shared memory.
+PROGRAMS = 4
 
 
 def serves(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> bool:
@@ -557,27 +560,31 @@ def exists(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """The split of keys; keys of a tile, warps of a program, and stages of the ring buffer of tiles."""
+    """The split of keys; keys of a tile, warps of a program, and stages of the ring buffer of tiles.
+
+    raw_keys: whether the bias of int8 keys is taken off scores, which pays for many tiles.
+    """
 
     splits: Splits
-    keys: int
-    warps: int
-    stages: int
+    keys: int = 64
+    warps: int = 2
+    stages: int = 3
+    raw_keys: bool = True
 
 
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> CodedPlan:
     """Choose splits and tiles by what a captured graph is keyed by, and the device; see plan_splits.
 
-    max_seq_len: the host's bound of the keys that are read.
+    max_seq_len: the host's bound of the keys that are read. A few short contexts are not split, and have more warps;
+    otherwise keys are split until a multiprocessor has as many programs as it holds.
     """
     num_programs = num_requests * num_kv_heads
-    if num_programs <= num_sms and max_seq_len <= SHORT_CONTEXTS[-1]:
-        splits = short_splits(num_requests, max_seq_len, SHORT_CONTEXTS) or Splits(1, GRAIN)
-        return CodedPlan(splits, keys=64, warps=4, stages=5)
-    splits = plan_splits(num_requests, num_kv_heads, max_seq_len, num_sms)
-    if splits.programs == 2:
-        return CodedPlan(splits, keys=64, warps=4, stages=3)
-    return CodedPlan(splits, keys=32, warps=1, stages=3)
+    if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):
+        return CodedPlan(splits, warps=4, raw_keys=False)
+    most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
+    count = min(max(PROGRAMS * num_sms // num_programs, 1), most)
+    to_shorten = min(-(-max_seq_len // LONG_SPLIT), MAX_SPLITS)
+    return CodedPlan(Splits(count, GRAIN) if count >= to_shorten else Splits(to_shorten, LONG_SPLIT // 16))
 
 
 class NewKeys(NamedTuple):
@@ -658,6 +665,7 @@ def coded_decode(
         KEYS=plan.keys,
         WARPS=plan.warps,
         STAGES=plan.stages,
+        RAW_KEYS=plan.raw_keys,
         GRAIN=GRAIN,
         num_warps=plan.warps,
         launch_pdl=True,

@@ -34,8 +34,8 @@ from compiled_engine.kv_format import head_dim_of
 # With fewer tokens in a step, and with contexts of more tokens for each of the step's, codes are read as they are.
 FEWEST_TOKENS = 512
 MOST_CONTEXT_PER_TOKEN = 4
-# Heads of a tile.
-HEADS = 16
+# Elements of a tile.
+TILE = 8192
 
 
 @quick_launches
@@ -73,9 +73,11 @@ def decode_contexts_kernel(
     TILE_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per block of the workspace. num_tiles_ptr: int32 [2], the tiles of the work list that read the
-    workspace and those that read codes: all, or none."""
+    """One program per block of the workspace and half of it, keys or values. num_tiles_ptr: int32 [2], the tiles of the
+    work list that read the workspace and those that read codes: all, or none.
+    """
     block = tl.program_id(0)
+    half = tl.program_id(1)
     # Blocks of all requests, those of the requests before this block's, and the number of these.
     total, before, request = 0, 0, 0
     for start in range(0, num_requests, SEARCH_WIDTH):
@@ -91,7 +93,7 @@ def decode_contexts_kernel(
         total += tl.sum(blocks_S, 0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
-    if block == 0:
+    if (block == 0) & (half == 0):
         num_tiles = tl.load(work_ptr + 1)
         tl.store(num_tiles_ptr, tl.where(total <= capacity, num_tiles, 0))
         tl.store(num_tiles_ptr + 1, tl.where(total <= capacity, 0, num_tiles))
@@ -109,10 +111,8 @@ def decode_contexts_kernel(
             HALF: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
             heads_H = tl.arange(0, TILE_H)
             d_D = tl.arange(0, TILE_D)
-            for start in range(0, 2 * HALF, TILE_H):
-                # Heads of all keys of the block, then those of all values.
-                half = start // HALF
-                head_H = start % HALF + heads_H
+            for start in range(0, HALF, TILE_H):
+                head_H = start + heads_H
                 mask_HD = (head_H < HALF)[:, None] & (d_D[None, :] < HEAD_DIM)
                 old_ptr = cache_ptr + key_offset(old_block, 0, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
                 old_ptr += half * (HALF * WIDTH)
@@ -182,7 +182,7 @@ def decode_contexts(
     decoded = q_THd.new_empty((capacity, 2, block_size, num_kv_heads, head_dim))
     table_RB = torch.empty_like(inputs.block_table_RB, memory_format=torch.contiguous_format)
     num_tiles_2 = work_W.new_empty(2)
-    decode_contexts_kernel[(max(capacity, 1),)](
+    decode_contexts_kernel[(capacity, 2)](
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         decoded,
@@ -201,7 +201,7 @@ def decode_contexts(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         WIDTH=width,
-        TILE_H=HEADS,
+        TILE_H=TILE // next_power_of_2(head_dim),
         TILE_D=next_power_of_2(head_dim),
         num_warps=4,
         **dependent_launch(q_THd.device),
