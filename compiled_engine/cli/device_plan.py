@@ -32,13 +32,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """weight_bytes, block_bytes: of a rank, or of one in each stage together. most_blocks: of the KV cache, which
-    activations and CUDA graphs make fewer; None where nothing is known of the device, or where stages differ."""
+    """weight_bytes, block_bytes: of a rank, or of one in each stage together. draft_weight_bytes: of a rank's part of
+    the draft model, 0 without one. most_blocks: of the KV cache, which activations and CUDA graphs make fewer; None
+    where nothing is known of the device, or where stages differ."""
 
     ranks: int
     executor: str
     weight_bytes: int
     whole_weight_bytes: int
+    draft_weight_bytes: int
     block_bytes: int
     most_blocks: int | None
     collectives_a_step: int
@@ -55,15 +57,19 @@ def rank_plan(config: EngineConfig) -> RankPlan:
 
     local = dict(build_tensors(config.local_model, config.compile.cache_dir).named_parameters())
     shards = shards_of(config)
-    weight_bytes = sum(parameter.nbytes for parameter in local.values())
+    weight_bytes, draft_bytes = sum(parameter.nbytes for parameter in local.values()), 0
+    if (draft := config.draft) is not None:
+        tensors = build_tensors(draft.local_model, draft.compile.cache_dir)
+        draft_bytes = sum(parameter.nbytes for parameter in tensors.parameters())
     sums = sum(_is_summed(name, shards[name]) for name in local)
     return RankPlan(
         ranks=config.parallel.tensor_parallel_size,
         executor=config.parallel.executor,
         weight_bytes=weight_bytes,
         whole_weight_bytes=sum(math.prod(shards[name].whole) * local[name].element_size() for name in local),
+        draft_weight_bytes=draft_bytes,
         block_bytes=block_bytes(config),
-        most_blocks=most_blocks(config, weight_bytes) if config.parallel.num_stages == 1 else None,
+        most_blocks=most_blocks(config, weight_bytes + draft_bytes) if config.parallel.num_stages == 1 else None,
         collectives_a_step=sums + (config.local_model.vocab_size != config.model.vocab_size),
         slices=_slices({name: (shards[name], tuple(parameter.shape)) for name, parameter in local.items()}),
     )
@@ -107,10 +113,11 @@ def _cut(shard: Shard) -> str:
 def rank_table(plan: RankPlan) -> Table:
     """A row for each kind of parameter, and what a rank has in all."""
     blocks = "" if plan.most_blocks is None else f", at most {plan.most_blocks:,} of them"
+    draft = f", {plan.draft_weight_bytes / GIB:.2f} GiB of a draft model" if plan.draft_weight_bytes else ""
     table = Table(
         box=None,
         title=f"{plan.ranks} ranks ({plan.executor}): {plan.weight_bytes / GIB:.2f} GiB of "
-        f"{plan.whole_weight_bytes / GIB:.2f} GiB of weights each; KV cache blocks of "
+        f"{plan.whole_weight_bytes / GIB:.2f} GiB of weights each{draft}; KV cache blocks of "
         f"{plan.block_bytes / 2**20:.2f} MiB{blocks}; {plan.collectives_a_step} collectives a step",
         title_justify="left",
     )

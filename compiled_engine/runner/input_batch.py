@@ -67,7 +67,8 @@ class InputBuffers:
 
     draft_numbers_R: None without drafts. With them, a request has a row for its newest token and one for each draft
     behind it, see drafts.py: which of them the row is, 0 for the newest token, -1 for the one before. Written by the
-    host. taken_R: int32, each row's token of the last step on the device, 0 where it has none.
+    host, or for further passes of a draft model by the pass before. taken_R: int32, each row's token of the last step
+    on the device, 0 where it has none.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The sources of drafts, and the first of them: the request's own tokens.
 
 On a CPU a proposer writes the drafts of a step's requests before the step's batch is made, as many as the step has
-blocks for. On a GPU the host does not know which tokens the requests have: there a proposer launches kernels for the
-rows of the batch, before the step's inputs are prepared, and a CUDA graph of the step holds both.
+blocks for. On a GPU the host does not know which tokens the requests have: there kernels write the drafts before the
+step's inputs are prepared. The search for n-grams is in the CUDA graph of the step; a draft model has its own graphs.
 """
 
 from __future__ import annotations

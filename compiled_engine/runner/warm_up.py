@@ -165,6 +165,7 @@ def warm_up_draft(draft: DraftModelProposer, progress: Progress) -> int:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    draft.launch_inputs()
     with progress.stage("warm up draft model", total=len(shapes)) as progressed:
         for shape in shapes:
             draft.run_empty(shape.num_tokens, shape.num_requests, shape.host_3, distinct=shape != shapes[0])

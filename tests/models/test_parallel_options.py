@@ -171,6 +171,19 @@ def test_the_plan_is_shown() -> None:
     assert plan["whole_weight_bytes"] < 2 * plan["weight_bytes"] < 1.01 * plan["whole_weight_bytes"]
 
 
+def test_config_shows_what_a_draft_model_takes_of_a_rank(bundled_model_path: Path) -> None:
+    drafts = {"method": "draft_model", "model": str(bundled_model_path), "num_speculative_tokens": 3}
+    arguments = ["config", "--device", "cpu", "--tensor-parallel-size", "2", "--json"]
+    found = []
+    for more in ([], ["--speculative-config", json.dumps(drafts)]):
+        run = CliRunner().invoke(app, [*arguments, *more])
+        assert run.exit_code == 0, run.output
+        found.append(json.loads(run.stdout)["ranks"])
+    assert found[0]["draft_weight_bytes"] == 0
+    assert found[1]["draft_weight_bytes"] == found[1]["weight_bytes"] == found[0]["weight_bytes"]
+    assert found[1]["block_bytes"] == 2 * found[0]["block_bytes"]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_rank_reads_its_share_and_no_more(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each rank copies out of the mapped files are its slices; together they are the checkpoint."""
