@@ -182,7 +182,13 @@ def test_what_drafts_do_not_go_with(device: str, options: dict[str, Any], messag
         resolved(of(), device, **options)
 
 
-def test_draft_models_run_on_a_cpu(bundled_model_path: Path) -> None:
+def test_draft_models_and_heads_run_on_a_cpu(bundled_model_path: Path) -> None:
     assert resolved(of(), "cuda:0").num_tokens == 3
     with pytest.raises(ValueError, match="the device is cuda:0, and draft models run on a CPU alone"):
         resolved(of(method="draft_model", model=bundled_model_path), "cuda:0")
+    with pytest.raises(ValueError, match="the device is cuda:0, and heads run on a CPU alone"):
+        resolved(of(method="eagle3", model=bundled_model_path), "cuda:0")
+
+
+def test_the_number_of_drafts_may_adapt() -> None:
+    assert [resolved(of(**given)).adapts for given in ({}, {"enable_adaptive_verification": True})] == [False, True]
