@@ -392,7 +392,8 @@ class SpeculationConfig:
     method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before, or
     draft_model or eagle3, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is
     the share of drafts whose first i + 1 tokens are. Empty where drafts are compared. taps: the layers of the model
-    whose inputs a head drafts from, in the order in which it reads them; empty without a head.
+    whose inputs a head drafts from, in the order in which it reads them; empty without a head. adapts: a step has as
+    many drafts as pay, by measured times and acceptance.
     """
 
     method: str = "none"
@@ -402,6 +403,7 @@ class SpeculationConfig:
     draft: DraftConfig | None = None
     acceptance_rates: tuple[float, ...] = ()
     taps: tuple[int, ...] = ()
+    adapts: bool = False
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:

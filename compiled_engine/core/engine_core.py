@@ -74,6 +74,7 @@ class EngineCore:
             config.most_new_tokens,
             pools=config.model.pooling is not None,
             whole=not config.model.causal,
+            adapts_drafts=config.speculation.adapts,
             adapters=config.adapters,
             snapshots=_snapshots(config),
         )

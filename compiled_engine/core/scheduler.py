@@ -17,6 +17,7 @@ stages of a pipeline work at steps side by side, steps.Lanes says which requests
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.constraints import MaskMaker
+from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
@@ -136,8 +138,8 @@ class Scheduler:
 
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
     token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
-    prompt is computed in one step, and holds no blocks (num_blocks is 0). snapshots: of recurrent states, where the
-    model has them and prefixes are cached.
+    prompt is computed in one step, and holds no blocks (num_blocks is 0). adapts_drafts: steps have as many drafts as
+    pay, up to most_new_tokens - 1. snapshots: of recurrent states, where the model has them and prefixes are cached.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Scheduler:
         pools: bool = False,
         *,
         whole: bool = False,
+        adapts_drafts: bool = False,
         adapters: AdapterConfig | None = None,
         snapshots: StateSnapshots | None = None,
     ) -> None:
@@ -175,6 +178,8 @@ class Scheduler:
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
         self._drafts = DraftCounts([0] * (most_new_tokens - 1))
+        self._draft_length = DraftLength(most_new_tokens - 1) if adapts_drafts else None
+        self._updated_s = 0.0  # when the last step was taken in, in seconds of time.perf_counter
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
         """Queue a request. Raises ValueError as `check` does."""
@@ -244,8 +249,11 @@ class Scheduler:
         """
         running, num_waiting = self._requests.running, len(self._requests.waiting)
         most = self._config.max_prefill_tokens
-        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), self._most_new_tokens)
         of_step = self._lanes.of_step(running, lane)
+        decode_tokens = self._most_new_tokens
+        if self._draft_length is not None:
+            decode_tokens = 1 + self._draft_length.choose(len(of_step))
+        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), decode_tokens)
         room = self._lanes.room(of_step, lane, len(running), num_waiting)
         budget = self._schedule_running(draft, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
@@ -254,16 +262,16 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
         """Returns the budget left for waiting requests."""
-        budget, most_new_tokens = self._config.max_num_batched_tokens, self._most_new_tokens
+        budget, decode_tokens = self._config.max_num_batched_tokens, draft.decode_tokens
         add_request, add_start = draft.decodes.append, draft.decode_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
             if start < request.steady_until_computed:
                 add_request(request)
                 add_start(start)
-                request.num_computed_tokens = start + most_new_tokens
-                request.num_tokens += most_new_tokens
-                budget -= most_new_tokens
+                request.num_computed_tokens = start + decode_tokens
+                request.num_tokens += decode_tokens
+                budget -= decode_tokens
                 continue
             if request.status is not RequestStatus.RUNNING:  # preempted just now
                 continue
@@ -272,13 +280,13 @@ class Scheduler:
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
                 # Tokens for a decode of each request behind are reserved, so that no long prompt delays a decode.
-                kept = (len(running) - index) * most_new_tokens
+                kept = (len(running) - index) * decode_tokens
                 num_tokens = min(num_tokens, budget - kept, request.step_limit)
                 if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
                     continue
                 bound = 1
             else:
-                bound = min(request.most_new_tokens, request.max_num_tokens - request.num_tokens)
+                bound = min(request.most_new_tokens, decode_tokens, request.max_num_tokens - request.num_tokens)
                 num_tokens = bound
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 self._counts.preemptions += 1
@@ -336,7 +344,7 @@ class Scheduler:
         if samples:
             self._lanes.join(request, draft.lane)
             request.num_tokens += bound
-            if bound < self._most_new_tokens:
+            if bound < draft.decode_tokens:
                 draft.bounds[request] = bound
             if request.num_tokens == request.max_num_tokens and self._most_new_tokens == 1:
                 self._last_share.append(request)
@@ -369,9 +377,19 @@ class Scheduler:
         take = self._take_single_tokens if self._most_new_tokens == 1 else self._take_several
         outputs = take(in_flight, result, others)
         self._in_flight.popleft()
+        if self._draft_length is not None:
+            self._time(in_flight, self._draft_length)
         if self._counts.finished + self._counts.aborted > num_ended:
             self._requests.sweep()
         return outputs
+
+    def _time(self, step: StepInFlight, draft_length: DraftLength) -> None:
+        """Tell how long a step has taken that had the device to itself since the one before."""
+        now = time.perf_counter()
+        if step.num_drafts is not None:
+            seconds = now - max(step.begun_s, self._updated_s)
+            draft_length.took(len(step.requests), step.num_drafts, seconds)
+        self._updated_s = now
 
     def _take_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
@@ -402,11 +420,13 @@ class Scheduler:
         first = 0
         for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
             tokens, first = slice(first, first + count), first + count
-            if not 0 <= count <= (bound := in_flight.bounds.get(request, self._most_new_tokens)):
+            if not 0 <= count <= (bound := in_flight.bounds.get(request, in_flight.decode_tokens)):
                 raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
             request.take_in(bound, count)
             if num_drafts := 0 if result.num_drafts is None else result.num_drafts[index]:
                 self._drafts.verified(num_drafts, count - 1)
+                if self._draft_length is not None:
+                    self._draft_length.verified(num_drafts, count - 1)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
@@ -467,10 +487,11 @@ class Scheduler:
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics, DraftCounts.metrics and AdapterTable.metrics."""
+        """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics and AdapterTable.metrics."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
-        return counts | self._drafts.metrics() | self.adapters.metrics()
+        lengths = {} if self._draft_length is None else self._draft_length.metrics()
+        return counts | self._drafts.metrics() | lengths | self.adapters.metrics()
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

@@ -9,6 +9,7 @@ long one keeps all stages busy too. With one stage there is one lane, and every 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,8 @@ class StepInFlight:
     constrained: requests that sample and have a constraint.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
-    lane: of the step. bounds: see StepDraft.
+    lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: of each request, in a step of decodes alone;
+    None for any other. begun_s: when it was scheduled, in seconds of time.perf_counter.
     """
 
     output: SchedulerOutput
@@ -158,6 +160,9 @@ class StepInFlight:
     registered: list[list[int]]
     lane: int
     bounds: dict[Request, int]
+    decode_tokens: int
+    num_drafts: int | None
+    begun_s: float
 
     @classmethod
     def of(
@@ -192,7 +197,10 @@ class StepInFlight:
             snapshots=draft.snapshots,
         )
         requests, lane, bounds = shares.requests, draft.lane, draft.bounds
-        return cls(output, requests, sampling, sampling_ids, constrained, registered, lane, bounds)
+        of_decodes = not (draft.longer.requests or draft.bounds)
+        num_drafts = draft.decode_tokens - 1 if of_decodes else None
+        step = output, requests, sampling, sampling_ids, constrained, registered, lane, bounds
+        return cls(*step, draft.decode_tokens, num_drafts, time.perf_counter())
 
 
 class StepsInFlight(deque[StepInFlight]):

@@ -28,7 +28,7 @@ from compiled_engine.resolve.compile import resolve_compile
 from compiled_engine.resolve.cuda_graphs import decode_graphs, default_capture_sizes, recording_obstacle
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
 from compiled_engine.resolve.parallel import check_model
-from compiled_engine.schema import Kind, integer, number, one_of, text, unknown_name_message
+from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, text, unknown_name_message
 
 NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
 WITH_MODEL = (DRAFT_MODEL, EAGLE3)
@@ -45,6 +45,7 @@ KEYS = {
     "model": Kind(lambda name, value: value, {"type": "string"}),  # checked as the option `model` is
     "revision": text(),
     "draft_tensor_parallel_size": integer(1),
+    "enable_adaptive_verification": SWITCH,
     "rejection_sample_method": one_of(STANDARD, SYNTHETIC),
     "synthetic_acceptance_rates": Kind(lambda name, value: value, {"type": "array"}),
     "synthetic_acceptance_length": number("at least 1", lambda length: length >= 1),
@@ -90,13 +91,13 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             f"speculative_config['num_speculative_tokens'] is {num_tokens}; allowed: at most {most}, one less than "
             "max_num_batched_tokens"
         )
-    rates = _acceptance_rates(given, num_tokens)
+    rates, adapts = _acceptance_rates(given, num_tokens), given.get("enable_adaptive_verification", False)
     _check_together(options, config, method)
     if method in WITH_MODEL:
         draft, taps = resolve_draft(options, given, config, progress)
-        return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates, taps=taps)
+        return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates, taps=taps, adapts=adapts)
     longest, shortest = _lookup(given, config.reasons)
-    return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates)
+    return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates, adapts=adapts)
 
 
 def resolve_draft(

@@ -144,6 +144,7 @@ OTHER_FIELDS = (
     "speculation.lookup_min",
     "speculation.draft",  # a draft model has an entry of its own
     "speculation.acceptance_rates",
+    "speculation.adapts",
     "adapters",  # None, for an engine without them
 )
 

@@ -159,6 +159,20 @@ def test_a_head_of_noise_only_costs_steps(given: dict[str, Any], target: Path, t
     assert metrics["kv_usage"] == 0
 
 
+def test_steps_with_as_many_drafts_as_pay_have_the_same_tokens(target: Path, tmp_path: Path, plain: LLM) -> None:
+    config = head_config(target)
+    options = eagle(write_head(tmp_path, config, random_tensors(config, seed=3)))
+    options["speculative_config"]["enable_adaptive_verification"] = True
+    with LLM(model=str(target), mode="eager", async_scheduling=True, **ENGINE, **options) as llm:
+        for sampling in (*SAMPLING, {"temperature": 0.8, "repetition_penalty": 1.2}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["draft_lengths"].keys() == {"0", "1", "2", "3"}
+    assert all(metrics["draft_lengths"].values())
+    assert metrics["draft_tokens"] > 0
+    assert len(metrics["draft_shares"]) == 3
+
+
 def test_a_request_with_a_grammar_is_followed(bundled_model_path: Path, tmp_path: Path) -> None:
     """Its tokens come after those of the step; the next requests find its blocks."""
     config = head_config(bundled_model_path)

@@ -150,6 +150,7 @@ PERTURBED: dict[str, Any] = {
     "speculation.lookup_min": 2,
     "speculation.acceptance_rates": (0.5,),
     "speculation.taps": (0,),
+    "speculation.adapts": True,
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.

@@ -1,0 +1,80 @@
+"""The number of drafts of a step follows acceptance and cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from compiled_engine.core.draft_length import LEAST_STEPS, PROBE_EVERY, DraftLength
+
+
+def run(
+    length: DraftLength, share: float, seconds: dict[int, float], num_steps: int, num_requests: int = 3
+) -> list[int]:
+    """The numbers chosen in steps of requests of which each draft is right with this share. seconds: of a step by its
+    number of drafts, with noise."""
+    chosen, draw = [], random.Random(0)
+    for _ in range(num_steps):
+        count = length.choose(num_requests)
+        chosen.append(count)
+        for _ in range(num_requests):
+            right = next((i for i in range(count) if draw.random() > share), count)
+            if count:
+                length.verified(count, right)
+        length.took(num_requests, count, seconds[count] * draw.uniform(0.95, 1.15))
+    return chosen
+
+
+# A draft costs a tenth of a step, or four of them more than two steps.
+CHEAP = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 6: 1.6}
+DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 4: 4.6, 6: 6.4}
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds", "best"),
+    [(0.0, CHEAP, {0}), (0.95, CHEAP, {6}), (0.6, CHEAP, {2, 4}), (0.6, DEAR, {0}), (0.98, DEAR, {0, 1})],
+)
+def test_the_best_number_is_found(share: float, seconds: dict[int, float], best: set[int]) -> None:
+    length = DraftLength(6)
+    run(length, share, seconds, 400)
+    chosen = run(length, share, seconds, 640)
+    assert sum(count in best for count in chosen) >= 640 - 640 // PROBE_EVERY - (6 in best)
+
+
+def test_drafts_that_never_are_right_cost_a_probe_at_times() -> None:
+    length = DraftLength(6)
+    first = run(length, 0.0, CHEAP, 5 * LEAST_STEPS)
+    assert sorted(set(first)) == [0, 1, 2, 4, 6]
+    run(length, 0.0, CHEAP, 300)
+    chosen = run(length, 0.0, CHEAP, 6400)
+    cost = sum(CHEAP[count] for count in chosen) / len(chosen)
+    assert cost <= 1.02
+    assert chosen.count(6) == 100
+
+
+def test_it_follows_the_text() -> None:
+    """From drafts that are never right to some that nearly always are, and back."""
+    length = DraftLength(4)
+    run(length, 0.0, CHEAP, 500)
+    run(length, 0.95, CHEAP, 2000)
+    assert run(length, 0.95, CHEAP, 200).count(4) == 200
+    run(length, 0.0, CHEAP, 300)
+    assert run(length, 0.0, CHEAP, 200).count(0) >= 195
+
+
+def test_numbers_of_requests_have_times_of_their_own() -> None:
+    length = DraftLength(4)
+    run(length, 0.8, CHEAP, 300, num_requests=1)
+    run(length, 0.8, DEAR, 300, num_requests=40)
+    assert run(length, 0.8, CHEAP, 60, num_requests=1).count(4) >= 59
+    assert run(length, 0.8, DEAR, 60, num_requests=33).count(0) >= 59
+    metrics = length.metrics()
+    assert metrics["draft_step_ms"].keys() == {"1", "64"}
+    assert sum(metrics["draft_lengths"].values()) == 720
+    assert metrics["draft_shares"][0] == pytest.approx(0.8, abs=0.15)
+
+
+def test_one_draft() -> None:
+    length = DraftLength(1)
+    assert set(run(length, 0.9, {0: 1.0, 1: 1.1}, 100)) == {0, 1}
