@@ -136,7 +136,7 @@ HONOURED: Rows = {
         "data_parallel_size runner convert pooler_config enable_lora max_loras max_lora_rank max_cpu_loras"
     ),
     "speculative_config": Honoured(
-        "`speculative_config`; draft models on a CPU alone", "speculative_config", nothing=({},)
+        "`speculative_config`, with n-grams and draft models", "speculative_config", nothing=({},)
     ),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
