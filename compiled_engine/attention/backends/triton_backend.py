@@ -18,7 +18,12 @@ from compiled_engine.attention.backends.decode_splits import (
     plan_splits,
     short_splits,
 )
-from compiled_engine.attention.backends.decoded_contexts import FEWEST_TOKENS, decode_contexts, prefill_sources
+from compiled_engine.attention.backends.decoded_contexts import (
+    FEWEST_TOKENS,
+    DecodedContexts,
+    decode_contexts,
+    prefill_sources,
+)
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
 from compiled_engine.attention.backends.triton_decode import decode
@@ -156,7 +161,7 @@ class TritonBackend:
             work_W = q_THd.new_empty(layout.length(facts.num_tokens), dtype=torch.int32)
             write_lists(inputs, work_W, layout, facts.min_keys)
         has_prompts = facts.num_requests > facts.num_decodes
-        contexts = None
+        contexts: DecodedContexts | None = None
         if has_prompts and is_coded(kv_cache_N2PKd.dtype) and facts.num_tokens >= FEWEST_TOKENS:
             # Before the decodes: prefill kernels start when all that came before these has ended.
             contexts = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, facts, scoring)
