@@ -85,4 +85,4 @@ def test_experts_are_quantised_while_they_are_loaded(quantization: str, tmp_path
         rows = [row for output in outputs for row in (output.prompt_logprobs or [])[1:] if row is not None]
         found.append(torch.tensor([next(iter(row.values())).logprob for row in rows]))
     distance = float((found[0] - found[1]).abs().mean())
-    assert 0 < distance < 0.05
+    assert 0 < distance < 0.2 * float(found[0].std())  # of random weights, whose logits are large
