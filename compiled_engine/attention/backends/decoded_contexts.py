@@ -107,7 +107,7 @@ def decode_contexts_kernel(
             first_position = seq_len - (tl.load(query_start_loc_ptr + request + 1) - query_start)
             first_key = first_position - WINDOW + 1
         if (number + 1) * BLOCK_SIZE > first_key:
-            old_block = tl.load(block_table_ptr + request.to(tl.int64) * table_stride + number)
+            old_block = tl.load(block_table_ptr + tl.cast(request, tl.int64) * table_stride + number)
             HALF: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
             heads_H = tl.arange(0, TILE_H)
             d_D = tl.arange(0, TILE_D)

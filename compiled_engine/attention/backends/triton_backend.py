@@ -161,14 +161,14 @@ class TritonBackend:
             work_W = q_THd.new_empty(layout.length(facts.num_tokens), dtype=torch.int32)
             write_lists(inputs, work_W, layout, facts.min_keys)
         has_prompts = facts.num_requests > facts.num_decodes
-        contexts: DecodedContexts | None = None
+        decoded: DecodedContexts | None = None
         if has_prompts and is_coded(kv_cache_N2PKd.dtype) and facts.num_tokens >= FEWEST_TOKENS:
             # Before the decodes: prefill kernels start when all that came before these has ended.
-            contexts = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, facts, scoring)
+            decoded = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, facts, scoring)
         listed_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout, facts.min_keys, num_sms, scoring)
         if not has_prompts:
             return
-        for cache_N2PKd, step, how, num_tiles in prefill_sources(contexts, kv_cache_N2PKd, inputs, scoring):
+        for cache_N2PKd, step, how, num_tiles in prefill_sources(decoded, kv_cache_N2PKd, inputs, scoring):
             if on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
                 hopper_prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, num_sms, how, num_tiles)
             else:
