@@ -320,7 +320,8 @@ def test_decoded_contexts(check: Callable[..., str], head_dim: int, cache: torch
         "TILE_D": triton.next_power_of_2(head_dim),
         "DEPENDENT_LAUNCH": True,
     }
-    ptx = check(decode_contexts_kernel, torch.bfloat16, chosen, cache=cache, num_warps=4, launch_pdl=True)
+    options = {"num_warps": 4, "launch_pdl": True}
+    ptx = check(decode_contexts_kernel, torch.bfloat16, chosen, cache=cache, spilled=8, **options)
     assert "ld.global.v4" in ptx
     assert "st.global.v4" in ptx
 
