@@ -1,8 +1,8 @@
 """The op that adds the requests' adapters to the result of a linear, and its two kernels.
 
 y[t] + B[s] A[s] x[t], where s is the slot of token t's adapter: a token has one adapter or none. Slots hold A and B at
-the largest rank; `ranks_SM` says how much of that each adapter uses, and the kernels read no more, so a batch may mix
-ranks. A scale is multiplied into B when an adapter is placed.
+the largest rank; `ranks_SM` says how much of that each adapter uses, so a batch may mix ranks. What is beyond counts as
+zero. A scale is multiplied into B when an adapter is placed.
 
 The first kernel (shrink) computes z = A x for all members of a merged linear at once, the second one (expand) adds B z.
 Nothing is sorted or counted, on the host or on the device, and the grids depend on shapes alone, so CUDA graphs hold
