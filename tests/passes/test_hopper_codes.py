@@ -142,9 +142,10 @@ def test_it_computes_the_reference(case: Case, tiles: CodesTiles, scheme: str, d
     if why_not_on_the_left(case.num_rows, case.silu_mul, parsed) is not None:
         pytest.skip("the kernel does not take it")
     given = arguments_of(case, scheme, dtype, "cuda")
-    expected = reference(**given).float()
     assert parsed.inputs is not None
     codes_TK, inputs_CT = round_inputs.launch(given["x_TK"], parsed.inputs, None)
+    rounded = {"x_TK": codes_TK, "input_scales_CT": inputs_CT, "dtype": str(dtype).removeprefix("torch.")}
+    expected = reference(**given | rounded).float()
     scaling = scaling_of(given["scales_RC"], inputs_CT, parsed)
     found = []
     for _ in range(2):
