@@ -64,8 +64,8 @@ class _Checkpoint:
         """Return this rank's part of the values that a quantised weight represents, in fp32."""
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
-            values = self.read(self.weights[name]).float()
-            codes, scales = _rounded(values, rounding, None)
+            weight = self.weights[name]
+            codes, scales = _rounded(self.read(weight).float(), _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
         codes, scales = self._stored(name)
         return self._of_rank(codes.float() * _at(scales, rounding, *codes.shape), self.weights[name].shard)
@@ -143,6 +143,18 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
         raise VerificationError(f"{name} cannot be computed: {error}") from error
     if not (error_T <= TOLERANCE[dtype] * expected_TN.abs().amax(1)).all():
         raise VerificationError(f"{name} is off by {float(error_T.max()):.3g} on rank {checkpoint.rank}")
+
+
+def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
+    """The tiles of a weight that is quantised while it is loaded: each rank rounds what it reads."""
+    shard, (rows, columns) = weight.shard, weight.shape
+    lengths = [rows] if shard is None or shard.dim != 0 else [length // parts for length, parts in shard.sections]
+    divided = rounding.columns and shard is not None and shard.divides_input
+    return Rounding(
+        rounding.element,
+        math.gcd(rounding.rows or 1, *lengths),
+        math.gcd(rounding.columns, columns) if divided else rounding.columns,
+    )
 
 
 def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
