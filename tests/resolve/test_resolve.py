@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.config import GraphMode
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.registry import passes_of_quantised, passes_of_ranks, registered_passes
 from compiled_engine.resolve.engine import resolve
 
 
@@ -23,8 +23,8 @@ def test_defaults_on_a_cpu_have_reasons() -> None:
     assert config.device == torch.device("cpu")
     assert config.model.dtype is torch.float32
     assert (config.compile.enabled, config.graph.mode) == (True, GraphMode.RECORDED)
-    alone = [p.name for p in registered_passes() if "tensor_parallel" not in getattr(p, "requires", ())]
-    assert config.compile.passes == tuple(alone)
+    others = passes_of_ranks() | passes_of_quantised()
+    assert config.compile.passes == tuple(each.name for each in registered_passes() if each.name not in others)
     assert config.attention_backend == "cpp"
     for name in ("model.path", "model.dtype", "compile.enabled", "attention_backend", "scheduler.max_num_seqs"):
         assert config.reasons[name]

@@ -19,8 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.bench.results import conditions
-from compiled_engine.bench.variants import chosen as choose
-from compiled_engine.bench.variants import variants as variants_of
 from compiled_engine.bench.workloads import summary
 
 if TYPE_CHECKING:
@@ -87,6 +85,8 @@ def measure(
     for name in beside:
         if name not in BESIDE:
             raise ValueError(f"beside is {name!r}; allowed: {', '.join(BESIDE)}")
+    from compiled_engine.bench.variants import chosen as choose  # imports torch
+    from compiled_engine.bench.variants import variants as variants_of
     from compiled_engine.llm import LLM
 
     given: dict[str, Any] = {"runner": "pooling", "skip_tokenizer_init": True} | dict(options) | {"progress": False}
