@@ -181,14 +181,19 @@ TYPES = {"eps": "fp32", "addresses_ptr": "*i64", "ids_ptr": "*i64", "epochs_ptr"
 NUMBERS = ("rank", "num_ranks", "num_slots", "data_offset", "first_row", "num_rows")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_compiled_for_hopper(kernel: object) -> None:
+@pytest.mark.parametrize(("kernel", "rounds"), [*((kernel, False) for kernel in KERNELS), (KERNELS[0], True)])
+def test_compiled_for_hopper(kernel: object, rounds: bool) -> None:
     """Needs no GPU. What goes to other GPUs is released, and acquired from them, for the whole system."""
     names = kernel.arg_names  # type: ignore[attr-defined]
     constants = {"D": 4096, "BLOCK_D": 4096, "DEPENDENT_LAUNCH": 1}
     if "OFFSET" in names:
         constants |= {"OFFSET": 0.0, "WIDE": False, "inner_weight_ptr": None}
-    types = TYPES | dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(constants, "constexpr")
+    types = TYPES | dict.fromkeys(NUMBERS, "i32")
+    if "COLUMNS" in names:
+        constants |= {"static_ptr": None, "COLUMNS": 128, "GROUPS": 32, "LARGEST": 448.0, "SMALLEST": 1e-12}
+        constants |= {} if rounds else {"scales_ptr": None}
+        types |= {"scale_stride": "i32", "scales_ptr": "*fp32"} | ({"normed_ptr": "*fp8e4nv"} if rounds else {})
+    types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         getattr(kernel, "jit_function", kernel),
         {name: types.get(name, "*bf16") for name in names},
