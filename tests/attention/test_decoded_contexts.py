@@ -99,4 +99,5 @@ LONG_CASES = (
 @pytest.mark.parametrize("case", LONG_CASES, ids=[case.name for case in LONG_CASES])
 def test_prompts_read_them_on_a_gpu(case: Case, name: str) -> None:
     assert sum(request.query_len for request in case.requests) >= FEWEST_TOKENS
-    assert outcome("triton", replace(case, storage=name), "cuda", torch.bfloat16) == "right"
+    # Keys and values are rounded once more, to 16 bits.
+    assert outcome("triton", replace(case, storage=name), "cuda", torch.bfloat16, tolerance=1.5e-2) == "right"

@@ -370,8 +370,10 @@ def refusal(backend_name: str, case: AttentionCase) -> str | None:
     return None
 
 
-def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
-    """What is wrong with the cache and the output after a step; None when nothing is."""
+def mistake(case: Case, batch: Batch, out_THd: torch.Tensor, tolerance: float | None = None) -> str | None:
+    """What is wrong with the cache and the output after a step; None when nothing is. tolerance: of the dtype, if
+    none is given."""
+    tolerance = tolerance or TOLERANCE[out_THd.dtype]
     cache_N2PKd, out_THd = batch.kv_cache_N2PKd.cpu(), out_THd.cpu()
     if not same_cache(cache_N2PKd, batch.expected_cache_N2PKd):
         return "the cache is not what was to be written"
@@ -379,8 +381,8 @@ def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
     if out_THd[padding_T].any():
         return "padding rows are not zeros"
     error_THd = (out_THd.double() - batch.expected_THd).abs() / (1 + batch.expected_THd.abs())
-    if not bool((error_THd <= TOLERANCE[out_THd.dtype]).all()):
-        return f"largest error {error_THd.max().item():.2g}, not at most {TOLERANCE[out_THd.dtype]}"
+    if not bool((error_THd <= tolerance).all()):
+        return f"largest error {error_THd.max().item():.2g}, not at most {tolerance}"
     return None
 
 
@@ -411,14 +413,14 @@ def values_in(cache_N2PKd: torch.Tensor) -> torch.Tensor:
     return decode(codes, scales[0] if scales else None, cache_N2PKd.dtype)
 
 
-def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype) -> str:
-    """Run a case: "right", "refused: " and the reason, or "wrong: " and what is."""
+def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype, tolerance: float | None = None) -> str:
+    """Run a case: "right", "refused: " and the reason, or "wrong: " and what is. tolerance: see mistake."""
     case = case.sized(backend_name)
     reason = refusal(backend_name, case.asked(torch.device(device).type, dtype))
     if reason:
         return f"refused: {reason}"
     batch = build(case, dtype, device)
-    wrong = mistake(case, batch, step(backend_name, case, batch))
+    wrong = mistake(case, batch, step(backend_name, case, batch), tolerance)
     return f"wrong: {wrong}" if wrong else "right"
 
 
