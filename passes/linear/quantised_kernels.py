@@ -1,8 +1,8 @@
 """The kernels of quantised linears: which one computes what, and why not a faster one.
 
 A Hopper has kernels of its own, for few tokens at memory bandwidth, and for many. On other GPUs the library multiplies
-many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch
-what no kernel takes. Inputs are rounded by a kernel before, which computes the norm as well, or they come as codes.
+many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch what no kernel takes.
+Inputs are rounded by a kernel before, which computes the norm as well, or they come as codes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
 
 MOST_FEW = TOKEN_BUCKETS[-1]
-# With more tokens than this, Hopper's product of codes is the fastest.
-FEWEST_OF_CODES = 64
+# Hopper's product of codes is the fastest with more tokens than this.
+MOST_BEFORE_CODES = 64
 
 HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
 LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
-
-
 _END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
 
 
@@ -69,7 +67,7 @@ def choose(
         return Choice(TORCH, reason)
     is_hopper, many = capability[0] == 9, num_tokens > MOST_FEW
     by_hopper = why_not_on_hopper(num_rows, k, silu_mul, scheme, dtype) if is_hopper else "it is no Hopper"
-    if by_hopper is None and not bias and num_tokens > FEWEST_OF_CODES:
+    if by_hopper is None and not bias and num_tokens > MOST_BEFORE_CODES:
         by_codes = why_not_on_the_left(num_rows, silu_mul, scheme)
         if by_codes is None:
             return Choice(HOPPER_CODES)

@@ -25,8 +25,8 @@ from compiled_engine.passes.framework.op_library import PLAIN
 from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
 from compiled_engine.passes.linear.quantised_kernels import (
-    FEWEST_OF_CODES,
     HOPPER_CODES,
+    MOST_BEFORE_CODES,
     MOST_FEW,
     capability_of,
     choose,
@@ -77,9 +77,9 @@ class Quantise(GraphPass):
             capability = capability_of(x_TK.device)
             few, many = (
                 choose(capability, count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype)
-                for count in (FEWEST_OF_CODES, MOST_FEW + 1)
+                for count in (MOST_BEFORE_CODES, MOST_FEW + 1)
             )
-            most = FEWEST_OF_CODES if many.kernel == HOPPER_CODES else MOST_FEW
+            most = MOST_BEFORE_CODES if many.kernel == HOPPER_CODES else MOST_FEW
             kernels = f"any number of tokens: {few}" if few == many else f"up to {most} tokens: {few}; more: {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
         return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernels}"
