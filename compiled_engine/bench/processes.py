@@ -157,8 +157,9 @@ class Ready(NamedTuple):
         own = psutil.Process(self.pid)
         found = {}
         for process in (own, *own.children(recursive=True)):
-            times = process.cpu_times()
-            found[f"{'server' if process.pid == self.pid else 'child'} {process.pid}"] = times.user + times.system
+            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                times = process.cpu_times()
+                found[f"{'server' if process.pid == self.pid else 'child'} {process.pid}"] = times.user + times.system
         return found
 
 

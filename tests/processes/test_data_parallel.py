@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 from async_engines import ENGINE, collect, run
+from left_over import running
 from serve_process import SMALL, Served, served
 from small_engines import PROMPTS
 from token_masks import OneOf
@@ -56,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def cores_below(process: psutil.Process) -> list[psutil.Process]:
     """The processes of engine cores, those of replicas last."""
-    return [each for each in process.children(recursive=True) if any("core_main" in part for part in each.cmdline())]
+    return running("core_main", process)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from left_over import running
 from serve_process import SMALL, Served, served
 from test_server_faults import figures, wait_until
 
@@ -38,10 +39,8 @@ def server() -> Iterator[Served]:
 
 def processes(server: Served) -> dict[int, psutil.Process]:
     """Those that serve beside the first one, by their numbers."""
-    children = psutil.Process(server.process.pid).children()
-    return {
-        int(each.cmdline()[-1]): each for each in children if any("api_server_main" in part for part in each.cmdline())
-    }
+    found = running("api_server_main", psutil.Process(server.process.pid))
+    return {int(each.cmdline()[-1]): each for each in found}
 
 
 def connections(server: Served) -> list[int]:

@@ -17,9 +17,19 @@ import torch
 SOON_S = 10.0
 
 
+def running(program: str, of: psutil.Process | None = None) -> list[psutil.Process]:
+    """The processes below one that run this module of the engine."""
+    found = []
+    for process in (of or psutil.Process()).children(recursive=True):
+        # It may have ended since it was listed, or wait for its parent to read its status.
+        with suppress(psutil.NoSuchProcess):
+            if any(program in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
 def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
-    found = (of or psutil.Process()).children(recursive=True)
-    return [process for process in found if any("worker_main" in part for part in process.cmdline())]
+    return running("worker_main", of)
 
 
 def of_this_test(temporary: Path) -> list[int]:
