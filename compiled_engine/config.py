@@ -406,6 +406,11 @@ class SpeculationConfig:
     adapts: bool = False
 
 
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """The numbers of drafts between which a step chooses: 0, 1, powers of 2 and `most`. Each is measured."""
+    return tuple(sorted({0, most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)}))
+
+
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
     """The shape that each of num_ranks ranks computes: its heads, and its parts of the MLP and of the vocabulary.
 

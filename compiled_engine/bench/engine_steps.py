@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -183,6 +183,12 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
     assert found["step"] is not None
     by_token = (tokens, found["step"] / tokens) if most > 1 else (None, None)
     return found | dict(zip(("tokens", "token"), by_token, strict=True))
+
+
+def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of an engine's metrics that the number of drafts is chosen by; none if it does not adapt."""
+    names = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
+    return {name: metrics[name] for name in names if name in metrics}
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:

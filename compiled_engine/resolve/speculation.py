@@ -17,6 +17,7 @@ from compiled_engine.config import (
     GraphMode,
     ModelConfig,
     SpeculationConfig,
+    draft_lengths,
     json_value,
     local_share,
 )
@@ -92,6 +93,12 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             "max_num_batched_tokens"
         )
     rates, adapts = _acceptance_rates(given, num_tokens), given.get("enable_adaptive_verification", False)
+    if adapts:
+        *numbers, most_drafts = map(str, draft_lengths(num_tokens))
+        config.reasons["speculation.adapts"] = (
+            f"a step has {', '.join(numbers)} or {most_drafts} drafts, by measured times and acceptance; /metrics and "
+            "compiled-engine bench step show them"
+        )
     _check_together(options, config, method)
     if method in WITH_MODEL:
         draft, taps = resolve_draft(options, given, config, progress)
