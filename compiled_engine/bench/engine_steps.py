@@ -186,8 +186,10 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
 
 
 def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of an engine's metrics that the number of drafts is chosen by; none if it does not adapt."""
+    """Return those of an engine's metrics that the number of drafts and their sharpness are chosen by; none if they are
+    fixed."""
     names = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
+    names += ("draft_sharpness", "draft_sharpness_shares")
     return {name: metrics[name] for name in names if name in metrics}
 
 

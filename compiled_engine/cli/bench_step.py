@@ -42,10 +42,11 @@ def step(
 
     host is all but waiting. device is from a step's first kernel to its last one, device idle the share of the time in
     which no step was on the device. With drafts: the tokens that a step yields for a request, and the time of one; if
-    their number adapts, the times and the acceptance by which it is chosen.
+    their number or sharpness is chosen, the times and the acceptance that decide.
 
     JSON: benchmark, results (a list of batch_size and each figure with median and spread), repeats, date, machine,
-    model, options, versions, command; drafts, if their number adapts: the metrics of these names.
+    model, options, versions, command; drafts, if their number or sharpness is chosen: the metrics that
+    decide, by name.
 
     Examples:
 
@@ -103,13 +104,19 @@ def _show(results: list[dict[str, Any]]) -> None:
 def _show_choice(choice: dict[str, Any]) -> None:
     from rich.table import Table
 
+    out = console()
+    if "draft_sharpness" in choice:
+        shares = ", ".join(f"{share:.2f} with {name}" for name, share in choice["draft_sharpness_shares"].items())
+        said = f"sharpness of drafts: {choice['draft_sharpness']}; share of right first drafts: {shares}"
+        out.print(said, highlight=False)
+    if "draft_lengths" not in choice:
+        return
     lengths = list(choice["draft_lengths"])
     headings = [f"{length} drafts, ms" for length in lengths]
     table = Table("requests", *headings, "chosen", title="Numbers of drafts: mean times of their steps")
     for size, times in choice["draft_step_ms"].items():
         cells = [f"{times[length]:.3f}" if length in times else "" for length in lengths]
         table.add_row(f"up to {size}", *cells, str(choice["draft_length_chosen"][size]))
-    out = console()
     out.print(table)
     shares = ", ".join(f"{share:.2f}" for share in choice["draft_shares"])
     out.print(f"share of right drafts by position, if those before are right: {shares}", highlight=False)

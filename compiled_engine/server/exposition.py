@@ -63,6 +63,11 @@ LABELLED = {
     "adapter_requests": ("adapter_requests", "adapter", "Completions that named an adapter."),
 }
 LABELLED_GAUGES = {
+    "draft_sharpness_shares": (
+        "spec_decode_draft_sharpness_acceptance_rate",
+        "sharpness",
+        "Share of first drafts that are right, by the factor on the logits of a head.",
+    ),
     "draft_length_chosen": (
         "spec_decode_chosen_num_drafts",
         "batch_size",
@@ -148,7 +153,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
 
 
 def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return what the number of drafts is chosen by; without samples if it is not chosen."""
+    """Return what the number of drafts is chosen by, and their sharpness; without samples if these are not chosen."""
     values = list(labels.values())
     text = "Newest share of right drafts among those whose predecessors are right, by position, from 0."
     shares = GaugeMetricFamily(PREFIX + "spec_decode_acceptance_rate_per_pos", text, labels=[*labels, "position"])
@@ -159,7 +164,11 @@ def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> l
     for size, times in engine.get("draft_step_ms", {}).items():
         for num_drafts, milliseconds in times.items():
             steps.add_metric([*values, size, num_drafts], milliseconds / 1e3)
-    return [shares, steps]
+    text = "The factor on the logits of a head with which most drafts are right: 1."
+    sharpness = GaugeMetricFamily(PREFIX + "spec_decode_draft_sharpness", text, labels=[*labels, "sharpness"])
+    if "draft_sharpness" in engine:
+        sharpness.add_metric([*values, engine["draft_sharpness"]], 1)
+    return [shares, steps, sharpness]
 
 
 def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from compiled_engine.core.draft_length import DraftLength
+from compiled_engine.core.draft_sharpness import DraftSharpness
 from compiled_engine.server.exposition import engine_families
 
 
@@ -40,8 +41,19 @@ def test_the_table_of_numbers_of_drafts() -> None:
     assert shares["0",] < 0.9 < shares["1",]
 
 
+def test_the_sharpness_in_use() -> None:
+    sharpness = DraftSharpness((3.0, 1.0))
+    for _ in range(400):
+        choice = sharpness.choose()
+        sharpness.verified(choice, right=choice == 1.0)
+    families = engine_families(sharpness.metrics(), {"model_name": "bundled"})
+    assert values(families, "spec_decode_draft_sharpness", "sharpness") == {("1",): 1}
+    shares = values(families, "spec_decode_draft_sharpness_acceptance_rate", "sharpness")
+    assert shares == {("3",): 0, ("1",): 1}
+
+
 def test_without_a_choice_there_are_no_values() -> None:
     engine: dict[str, Any] = {"draft_tokens": 3}
     families = engine_families(engine, {"model_name": "bundled"})
-    for name in ("spec_decode_step_seconds", "spec_decode_acceptance_rate_per_pos", "spec_decode_chosen_num_drafts"):
-        assert values(families, name) == {}
+    for name in ("step_seconds", "acceptance_rate_per_pos", "chosen_num_drafts", "draft_sharpness"):
+        assert values(families, f"spec_decode_{name}") == {}
