@@ -474,6 +474,17 @@ class EngineConfig:
         return 1 + self.speculation.num_tokens
 
     @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """The numbers of drafts that steps may have."""
+        speculation = self.speculation
+        return draft_lengths(speculation.num_tokens) if speculation.adapts else (speculation.num_tokens,)
+
+    @property
+    def fewer_queries(self) -> tuple[int, ...]:
+        """The numbers of a request's newest token and drafts that steps may have between 1 and the most."""
+        return tuple(1 + length for length in self.draft_lengths if 0 < length < self.speculation.num_tokens)
+
+    @property
     def cache_dtype(self) -> torch.dtype:
         """The dtype of the KV cache's tensors."""
         return cache_dtype(self.cache.kv_dtype, self.model.dtype)

@@ -112,7 +112,7 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             f"a step has {', '.join(numbers)} or {most_drafts} drafts, by measured times and acceptance; /metrics and "
             "compiled-engine bench step show them"
         )
-    _check_together(options, config, method)
+    _check_together(options, config)
     if method in WITH_MODEL:
         draft, taps = resolve_draft(options, given, config, progress)
         speculation = SpeculationConfig(
@@ -302,15 +302,13 @@ def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float,
     return tuple(map(float, rates))
 
 
-def _check_together(options: EngineOptions, config: EngineConfig, method: str) -> None:
+def _check_together(options: EngineOptions, config: EngineConfig) -> None:
     """Raise ValueError for options that drafts do not go with."""
     reason = None
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"
     elif config.model.recurrences is not None:
         reason = "the model has recurrences, whose states cannot go back to before a draft"
-    elif config.device.type != "cpu" and method == EAGLE3:
-        reason = f"the device is {config.device}, and heads run on a CPU alone"
     elif config.parallel.num_stages > 1:
         reason = f"pipeline_parallel_size is {config.parallel.num_stages}: drafts take one stage"
     elif options.logits_processors:

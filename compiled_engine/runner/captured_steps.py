@@ -1,7 +1,8 @@
 """CUDA graphs of steps: what is captured, which graph serves a batch, and its replay.
 
 A graph of decodes holds the whole step, another full graph the forward with its inputs, graphs in parts the forward
-alone, and the graph of a draft model all of its passes that make a step's drafts.
+alone, and the graph of a draft model or a head all of its passes that make a step's drafts. A further graph of a head
+computes the tokens of a step behind it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
+from compiled_engine.runner.eagle_graphs import EagleGraphs
 from compiled_engine.runner.input_batch import InputBatch, empty_batch, prepare
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.runner.ngram import NgramProposer
@@ -38,7 +40,7 @@ ADAPTERS = KeyField("adapters", (1,))
 class PaddedStep:
     """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. samples: whether
     the result is logits, not the input of the next pipeline stage. proposer: launches drafts in the step; None where
-    there are none, or where they are there before.
+    there are none, or where they are there before. head: takes what it reads of the forward.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class PaddedStep:
         max_model_len: int,
         samples: bool = True,
         proposer: NgramProposer | None = None,
+        head: EagleGraphs | None = None,
     ):
         self.forward, self.sampling, self.states = forward, sampling, states
         self.model, self.buffers, self.kv_caches = forward.model, forward.buffers, forward.kv_caches
         self._max_model_len = max_model_len
-        self.samples, self.proposer = samples, proposer
+        self.samples, self.proposer, self.head = samples, proposer, head
 
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
@@ -79,12 +82,18 @@ class PaddedStep:
         if key.kind is GraphKind.FULL:
             self.prepare(batch)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
+        self.take(output)
         if not key.is_decode:
             return output.tensor
         if not self.samples:
             self.sampling.without_tokens(batch, batch.num_rows)
             return output.tensor
         return self.sampling.every_row(output, batch, batch.num_rows)
+
+    def take(self, output: ForwardOutput) -> None:
+        """Let a head take what it reads of a forward."""
+        if self.head is not None:
+            self.head.take(output.taps)
 
     def prepare(self, batch: InputBatch) -> None:
         """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
@@ -143,13 +152,13 @@ def affordable(
 
 @dataclass(frozen=True)
 class _EitherStep:
-    """Implements `GraphStep` for the keys of the engine's model and of its draft model."""
+    """Implements `GraphStep` for the keys of the engine's model and of its draft model or head."""
 
     own: PaddedStep
-    draft: DraftModelProposer
+    draft: DraftModelProposer | EagleGraphs
 
     def _of(self, key: GraphKey) -> GraphStep:
-        return self.draft if key.drafts else self.own
+        return self.draft if key.drafts or key.follows else self.own
 
     def fill(self, key: GraphKey) -> None:
         self._of(key).fill(key)
@@ -173,11 +182,12 @@ class CapturedSteps:
         graph: GraphConfig,
         step: PaddedStep,
         capture: Capture | None,
-        draft: DraftModelProposer | None = None,
+        draft: DraftModelProposer | EagleGraphs | None = None,
     ):
         self._step, self._draft = step, draft
         fields = () if config.adapters is None else (ADAPTERS,)
-        self.dispatcher = Dispatcher(graph, config.scheduler, fields, config.most_new_tokens)
+        queries, fewer = config.most_new_tokens, config.fewer_queries
+        self.dispatcher = Dispatcher(graph, config.scheduler, fields, queries, fewer)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]
         if in_parts and by_request:  # their number is not that of the capture
@@ -218,10 +228,9 @@ class CapturedSteps:
         return None
 
     def draft(self, drafting: Drafting) -> None:
-        """Let the draft model make a step's drafts: by one launch, but for prompts."""
+        """Let the draft model or the head make a step's drafts: by one launch, but for prompts."""
         assert self._draft is not None
-        key = drafting.key
-        if key is None:
+        if (key := drafting.key) is None:
             self._draft.draft(drafting)
         else:
             assert self.graphs is not None
@@ -229,12 +238,27 @@ class CapturedSteps:
             self.counters.replay(key, drafting.num_tokens)
         self._draft.read_prompts(drafting)
 
+    def follow(self, batch: InputBatch) -> None:
+        """Let the head, if there is one, compute a step whose tokens the states have: by one launch after decodes."""
+        head = self._step.head
+        if head is None:
+            return
+        key = None if batch.key is None else head.key_to_follow(batch.key)
+        if key is None:
+            head.follow(batch)
+        else:
+            assert self.graphs is not None
+            self.graphs.replay(key, None)
+            self.counters.replay(key, batch.num_tokens)
+
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
         """Replay the graph if the batch has a key; otherwise run the forward. hidden_wanted: return no logits."""
         if batch.key is not None:
             return self.replay(batch)
         self._step.prepare(batch)
-        return self._step.forward(batch, hidden_wanted=hidden_wanted)
+        output = self._step.forward(batch, hidden_wanted=hidden_wanted)
+        self._step.take(output)
+        return output
 
     def replay(self, batch: InputBatch) -> ForwardOutput:
         """Replay the forward of a batch that has a key, on what was staged; of decodes the whole step."""

@@ -169,6 +169,8 @@ def keep_drafts_kernel(
     token_ids_ptr: tl.tensor,
     drafts_ptr: tl.tensor,
     numbers_ptr: tl.tensor,
+    head_ids_ptr: tl.tensor,
+    head_positions_ptr: tl.tensor,
     num_rows: tl.tensor,
     draft: tl.tensor,
     NUM_DRAFTS: tl.constexpr,
@@ -186,4 +188,10 @@ def keep_drafts_kernel(
     token_R = tl.load(token_ids_ptr + place_R, mask=inside_R, other=0).to(tl.int32)
     kept_R = tl.where(draft < room_R, tl.maximum(token_R, 0), -1)
     tl.store(drafts_ptr + row_R.to(tl.int64) * NUM_DRAFTS + draft, kept_R, mask=row_R >= 0)
-    tl.store(numbers_ptr + place_R, tl.zeros([TILE], tl.int32) + (draft + 1), mask=inside_R)
+    if head_ids_ptr is None:
+        tl.store(numbers_ptr + place_R, tl.zeros([TILE], tl.int32) + (draft + 1), mask=inside_R)
+    else:
+        tl.store(numbers_ptr + place_R, tl.zeros([TILE], tl.int32) + draft, mask=inside_R)
+        tl.store(head_ids_ptr + place_R, tl.maximum(token_R, 0).to(tl.int64), mask=inside_R)
+        position_R = tl.load(head_positions_ptr + place_R, mask=inside_R, other=0)
+        tl.store(head_positions_ptr + place_R, position_R + 1, mask=inside_R)

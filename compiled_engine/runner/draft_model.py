@@ -53,7 +53,7 @@ class Drafting:
 
     rows: int32 [R], of the requests that have sampled, those with most room for drafts first. num_drafting: for each
     draft, how many requests have room for it. longest: bound of the contexts. key: of the graph, None without one.
-    prompts: what is computed of prompts, None if nothing is.
+    prompts: what is computed of prompts, None if nothing is. num_tokens: of the first pass.
     """
 
     rows: np.ndarray
@@ -61,14 +61,20 @@ class Drafting:
     longest: int
     key: GraphKey | None
     prompts: InputBatch | None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the first pass."""
-        return FIRST * len(self.rows)
+    num_tokens: int
 
 
-def _single_tokens(num_rows: int, queries: int, longest: int) -> InputBatch:
+def drafting_rows(step: SchedulerOutput, states: RequestStates) -> tuple[np.ndarray, np.ndarray, int]:
+    """The rows of a step's requests that have sampled, those with most room for drafts first, how much room each has,
+    and a bound of their contexts."""
+    rows_R, starts_R = states.rows(step.request_ids), np.array(step.starts, np.int32)
+    counts_R = np.array(step.counts, np.int32)
+    indices = np.flatnonzero(starts_R >= states.num_known[rows_R])
+    indices = indices[np.lexsort((-starts_R[indices], 1 - counts_R[indices]))]
+    return rows_R[indices], counts_R[indices] - 1, int((starts_R + counts_R)[indices].max(initial=1))
+
+
+def single_tokens(num_rows: int, queries: int, longest: int) -> InputBatch:
     """Return a batch of num_rows rows of a token each, of which `queries` in turn share a request."""
     nothing = np.empty(0, np.int32)
     host = num_rows, queries, longest
@@ -95,15 +101,19 @@ class DraftModelProposer:
     drafts of the pass before. Prompts are read after these passes. If a request ends or is preempted, a block in the
     prefix cache may lack K and V of a last draft, which makes later drafts worse, but no token wrong.
 
+    queries: rows of a request in its passes, but for one.
+
     Implements `GraphStep`: a graph holds all passes over a number of requests. A pass depends on the device alone: a
     request without room for a draft is padding in the passes behind it. Drafts in a graph are sampled by temperature
     alone; elsewhere the request's filters count too.
     """
 
+    queries = (FIRST,)
+
     def __init__(
         self,
         config: EngineConfig,
-        num_drafts: int,
+        lengths: Sequence[int],
         states: RequestStates,
         sampler: Sampler,
         group: Group,
@@ -112,9 +122,10 @@ class DraftModelProposer:
         progress: Progress,
         timeline: Timeline,
     ) -> None:
-        """config: of the draft model. Raises what the compiler and the loader raise."""
+        """config: of the draft model. lengths: the numbers of drafts that steps may have, ascending. Raises what the
+        compiler and the loader raise."""
         self.config, self._states, self._sampler = config, states, sampler
-        self._num_drafts = num_drafts
+        self._lengths, self._num_drafts = lengths, lengths[-1]
         self.compiled: CompiledModel | None = None
         if config.compile.enabled:
             self.compiled = compile_in_turn(config, group, model_to_trace, progress, timeline)
@@ -143,7 +154,7 @@ class DraftModelProposer:
         self._room = states.writes.field(most_requests)
         self._staged_room = np.empty(0, np.int32)
         self._dispatcher = Dispatcher(config.graph, scheduler, queries=FIRST)
-        self.keys = pass_keys(self._dispatcher, num_drafts)
+        self.keys = tuple(key for length in lengths if length for key in pass_keys(self._dispatcher, length))
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
@@ -164,20 +175,12 @@ class DraftModelProposer:
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage what the passes of a step are over. The requests have their rows and blocks."""
         states = self._states
-        rows_R, starts_R = states.rows(step.request_ids), np.array(step.starts, np.int32)
-        counts_R = np.array(step.counts, np.int32)
-        has_sampled_R = starts_R >= states.num_known[rows_R]
-        indices = np.flatnonzero(has_sampled_R)
-        room_R = counts_R[indices] - 1
-        order = np.lexsort((-starts_R[indices], -room_R))
-        indices, room_R = indices[order], room_R[order]
-        longest = int((starts_R + counts_R)[indices].max(initial=1))
-        key = self._key(len(indices), longest)
-        padded = len(indices) if key is None else key.num_requests // FIRST
-        self._stage_rows(rows_R[indices], room_R, padded)
+        rows_R, room_R, longest = drafting_rows(step, states)
+        key = self._key(len(rows_R), longest, int(room_R.max(initial=0)))
+        self._stage_rows(rows_R, room_R, len(rows_R) if key is None else key.num_requests // FIRST)
         num_drafting = [int((room_R > draft).sum()) for draft in range(self._num_drafts)]
-        of_prompts = np.flatnonzero(~has_sampled_R)
-        of_prompts = of_prompts[np.argsort(counts_R[of_prompts] > 1, kind="stable")].tolist()
+        of_prompts = np.flatnonzero(np.array(step.starts) < states.num_known[states.rows(step.request_ids)])
+        of_prompts = of_prompts[np.argsort(np.array(step.counts)[of_prompts] > 1, kind="stable")].tolist()
         prompts = None
         if of_prompts:
             chunks = replace(
@@ -188,11 +191,12 @@ class DraftModelProposer:
                 samples=[False] * len(of_prompts),
             )
             prompts = make_batch(chunks, states, self.prompts.buffers, None)
-        return Drafting(rows_R[indices], num_drafting, longest, key, prompts)
+        return Drafting(rows_R, num_drafting, longest, key, prompts, FIRST * len(rows_R))
 
-    def _key(self, num_requests: int, longest: int) -> GraphKey | None:
+    def _key(self, num_requests: int, longest: int, num_drafts: int) -> GraphKey | None:
         key = self._dispatcher.dispatch(FIRST * num_requests, num_requests, FIRST, longest)
-        return None if key is None or not key.is_decode else replace(key, drafts=self._num_drafts)
+        length = next(length for length in self._lengths if length >= max(1, num_drafts))  # the first pass always runs
+        return None if key is None or not key.is_decode else replace(key, drafts=length)
 
     def _stage_rows(self, rows_R: np.ndarray, room_R: np.ndarray, padded: int) -> None:
         """Stage requests for the passes. room_R: most drafts of each."""
@@ -247,7 +251,7 @@ class DraftModelProposer:
         """Run the model on num_rows rows, and sample a draft of each of the first `count` requests; returns the logits,
         None for no requests. rows: of these in the states, for the filters; None: by temperature alone."""
         forward, queries = (self.further, 1) if draft else (self.first, FIRST)
-        batch = _single_tokens(num_rows, queries, longest)
+        batch = single_tokens(num_rows, queries, longest)
         prepare(batch, self._states, forward.buffers)
         output = forward(batch, hidden_wanted=not count, distinct=distinct)
         if not count:
@@ -282,8 +286,8 @@ class DraftModelProposer:
         """Fill the buffers of the passes with padding for `count` requests."""
         self._stage_rows(np.empty(0, np.int32), np.empty(0, np.int32), count)
         self._states.writes.apply()
-        prepare(_single_tokens(FIRST * count, FIRST, longest), self._states, self.first.buffers)
-        prepare(_single_tokens(count, 1, longest), self._states, self.further.buffers)
+        prepare(single_tokens(FIRST * count, FIRST, longest), self._states, self.first.buffers)
+        prepare(single_tokens(count, 1, longest), self._states, self.further.buffers)
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Run a pass over padding alone, without a trace. host_3: see AttentionInputs; its queries tell the pass, if
@@ -321,7 +325,7 @@ class DraftModelProposer:
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
         count, logits_RV = key.num_requests // FIRST, None
-        for draft in range(self._num_drafts):
+        for draft in range(key.drafts):
             num_rows = count if draft else key.num_requests
             logits_RV = self._pass(draft, num_rows, count, key.max_seq_len, distinct=distinct)
         assert logits_RV is not None

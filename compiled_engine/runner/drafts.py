@@ -17,6 +17,7 @@ attention reads the keys of a request once for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,8 +62,9 @@ class StepRows:
         return int(self.lens_A.sum())
 
     @classmethod
-    def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool) -> StepRows:
-        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have."""
+    def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, lengths: Sequence[int] = ()) -> StepRows:
+        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have. lengths:
+        the numbers of drafts that a step may have, ascending; by default the most that the states hold."""
         assert states.drafts_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
         step_starts_R = np.array(step.starts, np.int32)
@@ -74,7 +76,9 @@ class StepRows:
         num_rows_R = num_drafts_R + 1
         queries, order_R = None, np.argsort(~single_R, kind="stable")
         if not known and single_R.all():
-            queries = 1 + states.drafts_SK.shape[1] if num_drafts_R.any() else 1
+            most = int(num_drafts_R.max())
+            queries = 1 + next(length for length in (*lengths, states.drafts_SK.shape[1]) if length >= most)
+            queries = queries if most else 1
             num_rows_R = np.full_like(num_rows_R, queries)
             order_R = np.argsort(-step_starts_R, kind="stable")  # see make_batch
         num_rows_R = num_rows_R[order_R]
@@ -280,29 +284,51 @@ def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tupl
     return (uniform_R[:, None] < np.array(rates)).sum(1)
 
 
+@dataclass(frozen=True)
+class HeadInputs:
+    """What a pass of a head reads of the draft before, int64 [rows]: its token, and where the next one will be."""
+
+    token_ids_T: torch.Tensor
+    positions_R: torch.Tensor
+
+
 def keep_drafts(
-    states: RequestStates, buffers: InputBuffers, room_R: torch.Tensor, token_ids_R: torch.Tensor, draft: int
+    states: RequestStates,
+    buffers: InputBuffers,
+    room_R: torch.Tensor,
+    token_ids_R: torch.Tensor,
+    draft: int,
+    head: HeadInputs | None = None,
 ) -> None:
     """Store the tokens that a pass of a draft model sampled, int64 [R], as draft `draft` of the first R rows of the
     batch in `buffers`; where a row has room for no more drafts than that (room_R, int32) there is no such draft.
 
-    The rows' numbers are then those of these drafts, for the next pass. May be captured.
+    The rows' numbers are then those of these drafts, for the next pass; of a head, whose entry of a position comes of
+    the token behind, those before, and `head` has its inputs. May be captured.
     """
     assert states.drafts_SK is not None
     assert buffers.draft_numbers_R is not None
     if buffers.rows_R.device.type != "cpu":
-        launch_keep_drafts(states, buffers, room_R, token_ids_R, draft)
+        launch_keep_drafts(states, buffers, room_R, token_ids_R, draft, head)
         return
     count = len(token_ids_R)
     rows_R, kept_R = buffers.rows_R.numpy()[:count], token_ids_R.clamp(min=0).numpy()
     real_R = rows_R >= 0
     kept_R = np.where(draft < room_R.numpy()[:count], kept_R, -1)
     states.drafts_SK.numpy()[rows_R[real_R], draft] = kept_R[real_R]
-    buffers.draft_numbers_R[:count] = draft + 1
+    buffers.draft_numbers_R[:count] = draft + (head is None)
+    if head is not None:
+        head.token_ids_T[:count] = token_ids_R.clamp(min=0)
+        head.positions_R[:count] += 1
 
 
 def launch_keep_drafts(
-    states: RequestStates, buffers: InputBuffers, room_R: torch.Tensor, token_ids_R: torch.Tensor, draft: int
+    states: RequestStates,
+    buffers: InputBuffers,
+    room_R: torch.Tensor,
+    token_ids_R: torch.Tensor,
+    draft: int,
+    head: HeadInputs | None = None,
 ) -> None:
     """Launch the kernel of keep_drafts."""
     from compiled_engine.runner.draft_kernels import KEPT, keep_drafts_kernel  # Triton is not installed everywhere
@@ -315,6 +341,8 @@ def launch_keep_drafts(
         token_ids_R,
         states.drafts_SK,
         buffers.draft_numbers_R,
+        None if head is None else head.token_ids_T,
+        None if head is None else head.positions_R,
         count,
         draft,
         NUM_DRAFTS=states.drafts_SK.shape[1],

@@ -1,43 +1,30 @@
-"""Drafts of an EAGLE-3 head, which reads what the model knows of the tokens that are verified."""
+"""Drafts of an EAGLE-3 head, which reads what the model knows of the tokens that are verified.
+
+Here the host knows the tokens, as on a CPU; eagle_graphs.py is for devices where it does not.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import nn
 
 from compiled_engine.attention.inputs import arguments_of, attention_inputs_of
-from compiled_engine.config import EngineConfig, GraphMode
-from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
 from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner import kv_cache
 from compiled_engine.runner.drafts import stage_numbered
+from compiled_engine.runner.head import load_head
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, empty_batch, prepare, step_of_batch
-from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
+from compiled_engine.runner.model_forward import threads_for_step
 from compiled_engine.runner.ngram import wanted_drafts
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import start_up_batches
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
-
-
-def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
-    """The embedding of the engine's model, for a head (`config`) that has none of its own. Raises ValueError if the
-    model has none of that shape."""
-    head = config.local_model
-    if has_embedding(head):
-        return None
-    shape = head.vocab_size, head.hidden_size
-    found = next((parameter for parameter in model.parameters() if tuple(parameter.shape) == shape), None)
-    if found is None:
-        raise ValueError(f"{head.path} has no {EMBEDDING}, and the model has none of {list(shape)} that it could use")
-    return found.data
 
 
 class EagleProposer:
@@ -55,7 +42,6 @@ class EagleProposer:
     def __init__(
         self,
         config: EngineConfig,
-        num_drafts: int,
         states: RequestStates,
         sampler: Sampler,
         group: Group,
@@ -63,20 +49,13 @@ class EagleProposer:
         timeline: Timeline,
         embedding_VD: torch.Tensor | None,
     ) -> None:
-        """config: of the head. embedding_VD: the model's, None if the head has its own. Raises what the compiler and
-        the loader raise."""
+        """config: of the head. embedding_VD: see load_head, which may raise."""
         self._config, self._states, self._sampler = config, states, sampler
-        self.compiled: CompiledModel | None = None
-        if config.compile.enabled:
-            self.compiled = compile_in_turn(config, group, build_model, progress, timeline)
-        shared = {} if embedding_VD is None else {EMBEDDING: embedding_VD}
-        with timeline.span("load weights"):
-            model, named = load_model(config, self.compiled, group, progress, shared)
-            self._token_ids_V = draft_tokens(config.model)
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-        scheduler, recorded = config.scheduler, config.graph.mode is GraphMode.RECORDED
-        most_tokens, blocks = scheduler.max_num_batched_tokens, states.block_table_SB.shape[1]
-        self.model = ModelForward(model, self.compiled, named, None, most_tokens, recorded)
+        self._head = head = load_head(config, group, build_model, None, progress, timeline, embedding_VD)
+        self.compiled, self.model, self.kv_caches = head.compiled, head.model, head.kv_caches
+        self._token_ids_V, self._num_parameters = head.token_ids_V, head.num_parameters
+        scheduler, blocks = config.scheduler, states.block_table_SB.shape[1]
+        most_tokens = scheduler.max_num_batched_tokens
         self._buffers = InputBuffers(
             most_tokens,
             scheduler.max_num_seqs + 1,
@@ -90,16 +69,14 @@ class EagleProposer:
         num_rows = states.num_computed_S.shape[0]
         # The head's newest hidden state of each row.
         self._hidden_SD = torch.zeros(num_rows, config.model.hidden_size, dtype=config.model.dtype)
-        self.kv_caches = kv_cache.allocate(config, 1)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
-        self.kv_caches[:] = kv_cache.allocate(self._config, num_blocks)
+        self._head.allocate(num_blocks)
 
     def close(self) -> None:
         """Drop the last references to the weights and the cache."""
-        self.kv_caches.clear()
-        self.model.close()
+        self._head.close()
 
     def forget_staged(self) -> None:
         """Forget what was staged: it did not reach the device."""

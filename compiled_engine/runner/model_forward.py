@@ -176,8 +176,9 @@ class ModelForward:
             ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
             if (combine := getattr(model, "combine", None)) is not None:
                 ends["combine"] = combine
-            whole = Forwards(_EagerTaps(model, taps) if taps else model, **ends)
-            parts = whole if on_attention is None else Forwards(_EagerParts(model, on_attention))
+            called = _EagerTaps(model, taps) if taps else model
+            whole = Forwards(called, **ends)
+            parts = whole if on_attention is None else Forwards(_EagerParts(called, on_attention))
             self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
         whole = self._variant.whole
         self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
@@ -310,9 +311,9 @@ class BatchForward:
 class _EagerParts:
     """The eager model with its attention ops passed on."""
 
-    def __init__(self, model: nn.Module, on_attention: OnAttention):
+    def __init__(self, model: Callable[..., Any], on_attention: OnAttention):
         self._model, self._on_attention = model, on_attention
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         with AttentionsOfEagerCode(self._on_attention):
             return self._model(*arguments)

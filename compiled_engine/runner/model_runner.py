@@ -32,7 +32,9 @@ from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.drafts import StepRows, make_drafted_batch
-from compiled_engine.runner.eagle import EagleProposer, embedding_of
+from compiled_engine.runner.eagle import EagleProposer
+from compiled_engine.runner.eagle_graphs import EagleGraphs
+from compiled_engine.runner.head import embedding_of
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import (
     BatchForward,
@@ -160,21 +162,6 @@ class Runner:
         recurrences = config.model.recurrences
         self._state_rows = None if recurrences is None else StateRows(recurrences, named)
         self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
-        self._draft: DraftModelProposer | None = None
-        self._head: EagleProposer | None = None
-        if (draft := config.draft) is not None:
-            of_engine = speculation.num_tokens, self.states, self.sampler, self._group
-            with timeline.span("draft model"):
-                if draft.model.head is None:
-                    self._draft = DraftModelProposer(
-                        draft, *of_engine, model_to_trace, on_attention, progress, timeline
-                    )
-                else:
-                    self._head = EagleProposer(draft, *of_engine, progress, timeline, embedding_of(model, draft))
-        self._drafter = self._draft or self._head
-        from_history = speculation.num_tokens and self._drafter is None
-        ngrams = NgramProposer(speculation, self.states) if from_history else None
-        self._proposer = self._drafter or ngrams
         self.knows_drafts = not on_gpu and not captures
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
@@ -189,8 +176,27 @@ class Runner:
             config.device,
             work_length,
             tensors_beside_steps(config),
-            has_drafts=self._proposer is not None,
+            has_drafts=speculation.num_tokens > 0,
         )
+        # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
+        self._head: EagleProposer | None = None
+        self._draft: DraftModelProposer | EagleGraphs | None = None
+        if (draft := config.draft) is not None:
+            sampler, of_start = self.sampler, (progress, timeline)
+            with timeline.span("draft model"):
+                if draft.model.head is None:
+                    of_engine = config.draft_lengths, self.states, sampler, self._group
+                    self._draft = DraftModelProposer(draft, *of_engine, model_to_trace, on_attention, *of_start)
+                elif self.knows_drafts:
+                    embedding = embedding_of(model, draft)
+                    self._head = EagleProposer(draft, self.states, sampler, self._group, *of_start, embedding)
+                else:
+                    of_steps = config, self.states, self.buffers, sampler, self._group, model_to_trace, on_attention
+                    self._draft = EagleGraphs(draft, *of_steps, *of_start, embedding_of(model, draft))
+        self._drafter = self._draft or self._head
+        from_history = speculation.num_tokens and self._drafter is None
+        ngrams = NgramProposer(speculation, self.states) if from_history else None
+        self._proposer = self._head or (self._draft if isinstance(self._draft, DraftModelProposer) else None) or ngrams
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling = StepSampling(
             self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic, speculation
@@ -202,7 +208,13 @@ class Runner:
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
         self.step = PaddedStep(
-            forward, self._sampling, self.states, length, self._samples, None if self.knows_drafts else ngrams
+            forward,
+            self._sampling,
+            self.states,
+            length,
+            self._samples,
+            None if self.knows_drafts else ngrams,
+            self._draft if isinstance(self._draft, EagleGraphs) else None,
         )
 
     @torch.inference_mode()
@@ -296,13 +308,14 @@ class Runner:
         adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         drafting: Drafting | None = None
-        if self._proposer is None:
+        if not self._config.speculation.num_tokens:
             key = graph_for(step.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
             if self._draft is not None and not self.knows_drafts:
                 drafting = self._draft.stage(step)
-            rows = StepRows.of(step, self.states, known=self.knows_drafts)
+            lengths = self._config.draft_lengths
+            rows = StepRows.of(step, self.states, known=self.knows_drafts, lengths=lengths)
             longest = max(map(add, step.starts, step.counts), default=0)
             key = graph_for(
                 rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, queries=rows.queries
@@ -365,6 +378,8 @@ class Runner:
             self.runs_begun += 1
             self._head.follow(batch, self.buffers, self._taps)
             self.runs_ended += 1
+        elif self._draft is not None:
+            self.captured.follow(batch)
 
     def _run_without_sampling(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """Run a non-final pipeline stage, or a model that pools; the result's tokens are unused."""

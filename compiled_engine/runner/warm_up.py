@@ -39,7 +39,8 @@ from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner.captured_steps import PaddedStep
-from compiled_engine.runner.draft_model import FIRST, DraftModelProposer
+from compiled_engine.runner.draft_model import DraftModelProposer
+from compiled_engine.runner.eagle_graphs import EagleGraphs
 from compiled_engine.runner.input_batch import empty_batch, padding_starts
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.sampling.edits import StepMasks
@@ -82,14 +83,18 @@ class BatchShape(NamedTuple):
         return 0, max(2, self.num_tokens // self.num_requests), self.max_seq_len
 
 
-def start_up_batches(config: EngineConfig, queries: int | None = None) -> list[BatchShape]:
+def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[BatchShape]:
     """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    With drafts a request has several rows, `queries` of them: by default as many as a step may yield tokens.
+    With drafts a request has several rows, one of `queries`: by default as many as a step may yield tokens.
     Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
     contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
-    scheduler, graph, queries = config.scheduler, config.graph, queries or config.most_new_tokens
+    scheduler, graph, queries = (
+        config.scheduler,
+        config.graph,
+        queries or (*config.fewer_queries, config.most_new_tokens),
+    )
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = scheduler.max_model_len
     num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
@@ -115,11 +120,11 @@ def start_up_batches(config: EngineConfig, queries: int | None = None) -> list[B
     shapes = [*product(few, bounds), *product(sizes, bounds[:1])]
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     verified: list[BatchShape] = []
-    if queries > 1:
+    for number in queries if queries[-1] > 1 else ():
         kinds = [*((size, longest) for size in sizes), *graph.short_decodes, *shapes]
-        verified = [BatchShape(size * queries, size * queries, bound, queries) for size, bound in kinds]
-        verified = [shape for shape in verified if shape.num_tokens <= max_tokens]
-    most_rows = min(max_requests * queries, max_tokens)
+        of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
+        verified += [shape for shape in of_number if shape.num_tokens <= max_tokens]
+    most_rows = min(max_requests * queries[-1], max_tokens)
     return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *verified, *short, *of_any_length]
 
 
@@ -148,17 +153,17 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     return peak
 
 
-def draft_batches(draft: DraftModelProposer) -> list[BatchShape]:
-    """Those of a draft model, by itself: rows of its first pass, rows of its further passes, and prompts."""
+def draft_batches(draft: DraftModelProposer | EagleGraphs) -> list[BatchShape]:
+    """Those of a draft model or a head, by itself: rows of its first pass, rows of its further passes, and prompts."""
     config = draft.config
     most = config.scheduler.max_num_seqs
-    shapes = start_up_batches(config, FIRST)
+    shapes = start_up_batches(config, draft.queries)
     return [
         shape if shape.queries > 1 else shape._replace(num_requests=min(shape.num_requests, most)) for shape in shapes
     ]
 
 
-def warm_up_draft(draft: DraftModelProposer, progress: Progress) -> int:
+def warm_up_draft(draft: DraftModelProposer | EagleGraphs, progress: Progress) -> int:
     """Run the start-up batches of a draft model; returns the peak bytes of a pass beyond what was there before."""
     device, shapes = draft.config.device, draft_batches(draft)
     on_gpu = device.type == "cuda"
@@ -265,7 +270,7 @@ def compile_kernels(
     step: PaddedStep,
     workers: KernelWorkers,
     progress: Progress,
-    draft: DraftModelProposer | None = None,
+    draft: DraftModelProposer | EagleGraphs | None = None,
 ) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     with _asked(config, workers) as kernels:

@@ -170,6 +170,8 @@ def block_best_kernel(
     threshold_ptr: tl.tensor,
     masks_ptr: tl.tensor,
     mask_index_ptr: tl.tensor,
+    known_ids_ptr: tl.tensor,
+    sharpness_ptr: tl.tensor,
     best_score_ptr: tl.tensor,
     best_token_ptr: tl.tensor,
     first_token: tl.tensor,
@@ -179,7 +181,8 @@ def block_best_kernel(
     """Program (logits row, block): the best of BLOCK_V consecutive tokens, and its score.
 
     best_score_ptr: float32 [S, blocks], infinity where a score is NaN; best_token_ptr: int32 [S, blocks].
-    first_token: the id of the first column's. Other arguments: see sample.
+    first_token: the id of the first column's. known_ids_ptr: of all columns, None where they follow one another. Other
+    arguments: see sample.
     """
     sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -200,7 +203,12 @@ def block_best_kernel(
         if inverse_temperature > 0:
             seed = tl.load(seeds_ptr + row).to(tl.uint64)
             key = splitmix64(seed, tl.load(positions_ptr + sample).to(tl.uint64))
-            noise = gumbel(splitmix64(key, (first_token + token_ids).to(tl.uint64)))
+            named_ids = first_token + token_ids
+            if known_ids_ptr is not None:
+                named_ids = tl.load(known_ids_ptr + token_ids, mask=token_ids < VOCAB_SIZE, other=0)
+            noise = gumbel(splitmix64(key, named_ids.to(tl.uint64)))
+            if sharpness_ptr is not None:
+                inverse_temperature *= tl.load(sharpness_ptr)
             scores = logits * inverse_temperature + noise
             if threshold_ptr is not None:
                 scores = tl.where(logits < tl.load(threshold_ptr + sample), -float("inf"), scores)
@@ -210,7 +218,11 @@ def block_best_kernel(
         best_score, best = tl.max(scores, axis=0, return_indices=True)
         slot = sample * tl.num_programs(1) + block
         tl.store(best_score_ptr + slot, best_score)
-        tl.store(best_token_ptr + slot, first_token + block * BLOCK_V + best)
+        best_token = first_token + block * BLOCK_V + best
+        if known_ids_ptr is not None:
+            # Beyond the last column nothing is best unless nothing is allowed.
+            best_token = tl.load(known_ids_ptr + tl.minimum(best_token, VOCAB_SIZE - 1)).to(tl.int32)
+        tl.store(best_token_ptr + slot, best_token)
 
 
 @quick_launches
@@ -247,9 +259,12 @@ def sample(
     token_ids_S: torch.Tensor,
     masks: StepMasks | None = None,
     vocabulary: VocabularySlice | None = None,
+    known_ids_V: torch.Tensor | None = None,
+    sharpness_1: torch.Tensor | None = None,
 ) -> None:
     """Like gumbel.sample, but logits_SV may have any floating dtype and a row stride. masks: forbidden tokens are
-    neither drawn nor read. vocabulary: the columns of this rank; None for all. The ranks choose together.
+    neither drawn nor read. vocabulary: the columns of this rank; None for all. The ranks choose together. known_ids_V:
+    int64, the token of each column, if these are not all tokens. sharpness_1: float32, a factor on all logits.
 
     Nothing depends on values on the host, so this may be captured in a CUDA graph.
     """
@@ -270,6 +285,8 @@ def sample(
         threshold_S,
         None if masks is None else masks.masks_MW,
         None if masks is None else masks.mask_index_S,
+        known_ids_V,
+        sharpness_1,
         best_score_SB,
         best_token_SB,
         0 if vocabulary is None else vocabulary.first,

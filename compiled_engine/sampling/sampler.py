@@ -207,6 +207,27 @@ class Sampler:
         """
         self._choose_above(None, logits_SV, row_index_S, positions_S, token_ids_S)
 
+    def sample_drafts(
+        self,
+        logits_SV: torch.Tensor,
+        known_ids_V: torch.Tensor,
+        sharpness_1: torch.Tensor,
+        row_index_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        token_ids_S: torch.Tensor,
+    ) -> None:
+        """Choose drafts as `sample_by_temperature` chooses tokens, from a head's logits times sharpness_1 (float32).
+
+        logits_SV: of the tokens known_ids_V (int64 [V], device), all of them on each rank. May be captured.
+        """
+        arguments = row_index_S, positions_S, *self._temperature_and_seed, None, token_ids_S
+        if self._rows.triton:
+            self._operations.choose(logits_SV, *arguments, known_ids_V=known_ids_V, sharpness_1=sharpness_1)
+            return
+        whole_SV = torch.full((len(logits_SV), self.vocabulary.whole_size), -torch.inf)
+        whole_SV[:, known_ids_V] = logits_SV.float() * sharpness_1
+        self._operations.choose(whole_SV, *arguments)
+
     def sample(
         self,
         logits_SV: torch.Tensor,

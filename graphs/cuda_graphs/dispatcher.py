@@ -20,32 +20,38 @@ class Dispatcher:
     """Defined for every batch: the key of the smallest size that holds it, graphs of decodes before any other."""
 
     def __init__(
-        self, graph: GraphConfig, scheduler: SchedulerConfig, fields: Sequence[KeyField] = (), queries: int = 1
+        self,
+        graph: GraphConfig,
+        scheduler: SchedulerConfig,
+        fields: Sequence[KeyField] = (),
+        queries: int = 1,
+        fewer: Sequence[int] = (),
     ):
         """fields: what passes add to the keys; there is a graph of each size for each combination. queries: of a
-        request, its newest token and its drafts."""
+        request, its newest token and its drafts, at most. fewer: other numbers of these, between 1 and queries."""
         most, longest = scheduler.max_num_seqs * queries, scheduler.max_model_len
-        self._queries = queries
         self._fields = tuple(fields)
         self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
         short_keys = [decode_key(*shape, short=True) for shape in sorted(graph.short_decodes)]
-        self.verify_keys: tuple[GraphKey, ...] = ()
-        if queries > 1:
-            most_requests = scheduler.max_num_batched_tokens // queries
+        verify_keys: dict[int, tuple[GraphKey, ...]] = {}
+        for number in (*fewer, queries) if queries > 1 else ():
+            most_requests = scheduler.max_num_batched_tokens // number
             fitting = (size for size in graph.decode_sizes if size <= most_requests)
-            self.verify_keys = tuple(verify_key(size, queries, longest) for size in sorted(fitting))
+            verify_keys[number] = tuple(verify_key(size, number, longest) for size in sorted(fitting))
             short_keys += [
-                verify_key(size, queries, context, short=True)
+                verify_key(size, number, context, short=True)
                 for size, context in sorted(graph.short_decodes)
                 if size <= most_requests
             ]
+        self.verify_keys = tuple(key for keys in verify_keys.values() for key in keys)
         self.short_keys = tuple(short_keys)
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
             mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
             for size in sorted(graph.token_sizes)
         )
-        self._decode_table, self._verify_table = _table(self.decode_keys), _table(self.verify_keys)
+        self._decode_table = _table(self.decode_keys)
+        self._verify_tables = {number: _table(keys) for number, keys in verify_keys.items()}
         # By queries of a request and size, short contexts first.
         self._short_keys: dict[tuple[int, int], list[GraphKey]] = {}
         for key in self.short_keys:
@@ -90,8 +96,9 @@ class Dispatcher:
             return None
         if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
             return self._shortest(self._decode_table[num_tokens], longest)
-        if uniform_query_len == self._queries > 1 and num_tokens < len(self._verify_table):
-            return self._shortest(self._verify_table[num_tokens], longest)
+        verify_table = self._verify_tables.get(uniform_query_len or 0, ())
+        if num_tokens < len(verify_table):
+            return self._shortest(verify_table[num_tokens], longest)
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
     def _shortest(self, key: GraphKey, longest: int) -> GraphKey:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, draft_lengths
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
@@ -233,17 +233,43 @@ def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dic
     decodes = [("", size) for size in config["graph"]["decode_sizes"]]
     decodes += [(f"short-{context}", size) for size, context in config["graph"].get("short_decodes", ())]
     sizes = [(kind or "decode", size) for kind, size in decodes]
-    if (queries := 1 + config.get("speculation", {}).get("num_tokens", 0)) > 1:
-        verified = [(f"verify-{queries}-{kind}".rstrip("-"), size * queries) for kind, size in decodes]
-        most_tokens = config["scheduler"]["max_num_batched_tokens"]
-        sizes += [(kind, size) for kind, size in verified if size <= most_tokens]
-        if draft := config["speculation"].get("draft"):
-            drafted = [("", size) for size in draft["graph"]["decode_sizes"]]
-            drafted += [(f"short-{context}", size) for size, context in draft["graph"]["short_decodes"]]
-            drafted = [(f"draft-{queries - 1}-{kind}".rstrip("-"), size * 2) for kind, size in drafted]
-            sizes += [(kind, size) for kind, size in drafted if size <= most_tokens]
+    sizes += _captures_of_drafts(config["scheduler"]["max_num_batched_tokens"], decodes, config.get("speculation", {}))
     sizes += [(mixed, size) for size in config["graph"]["token_sizes"]]
     return [{"kind": kind, "size": size, "bytes": used.get(f"{kind} {size}")} for kind, size in sizes]
+
+
+def _captures_of_drafts(
+    most_tokens: int, decodes: Sequence[tuple[str, int]], speculation: Mapping[str, Any]
+) -> list[tuple[str, int]]:
+    """Kinds and sizes of the graphs that verify drafts, make them, and follow a step with a head. decodes: of the
+    model's graphs."""
+    if not (most := speculation.get("num_tokens", 0)):
+        return []
+    lengths = [length for length in draft_lengths(most) if length] if speculation.get("adapts") else [most]
+    verified = [
+        (f"verify-{1 + length}-{kind}".rstrip("-"), size * (1 + length)) for length in lengths for kind, size in decodes
+    ]
+    sizes = [(kind, size) for kind, size in verified if size <= most_tokens]
+    if draft := speculation.get("draft"):
+        drafting = [("", size) for size in draft["graph"]["decode_sizes"]]
+        drafting += [(f"short-{context}", size) for size, context in draft["graph"]["short_decodes"]]
+        is_head = draft.get("model", {}).get("head") is not None
+        tokens = 1 if is_head else 2
+        sizes += [
+            (f"draft-{length}-{kind}".rstrip("-"), size * tokens)
+            for length in lengths
+            for kind, size in drafting
+            if size * tokens <= most_tokens
+        ]
+        if is_head:
+            followed = [(kind or "decode", size) for kind, size in drafting]
+            followed += [
+                (f"verify-{1 + length}-{kind}".rstrip("-"), size * (1 + length))
+                for length in lengths
+                for kind, size in drafting
+            ]
+            sizes += [(f"follow-{kind}", size) for kind, size in followed if size <= most_tokens]
+    return sizes
 
 
 def _output_code(folder: Path, key: str) -> str:

@@ -123,8 +123,8 @@ def make_bigram_model(folder: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def write_exact_head(folder: Path, target: Path) -> Path:
-    """The head of a model that `make_bigram_model` has changed, always right.
+def write_exact_head(folder: Path, target: Path, factor: float = 1.0) -> Path:
+    """The head of a model that `make_bigram_model` has changed, always right. factor: of its logits.
 
     Attention puts the normalised embedding in the place of the features, whose norm is themselves.
     """
@@ -135,7 +135,7 @@ def write_exact_head(folder: Path, target: Path) -> Path:
     sharp_attention(config, tensors, torch.cat((one, -one), 1))
     tensors["fc.weight"].zero_()
     tensors["norm.weight"] = model["model.norm.weight"]
-    tensors["lm_head.weight"] = model.get("lm_head.weight", model["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = factor * model.get("lm_head.weight", model["model.embed_tokens.weight"])
     return write_head(folder, config, tensors)
 
 
