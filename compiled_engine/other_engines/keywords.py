@@ -135,9 +135,7 @@ HONOURED: Rows = {
         "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size runner convert pooler_config enable_lora max_loras max_lora_rank max_cpu_loras"
     ),
-    "speculative_config": Honoured(
-        "`speculative_config`; EAGLE-3 heads on a CPU alone", "speculative_config", nothing=({},)
-    ),
+    "speculative_config": Honoured("`speculative_config`", "speculative_config", nothing=({},)),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
         "dtype",

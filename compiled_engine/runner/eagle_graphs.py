@@ -8,7 +8,7 @@ Their entries are behind the newest token, where the next drafts are written bef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
 from compiled_engine.attention.op import OnAttention
-from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.config import EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
@@ -164,6 +164,13 @@ def launch_begin_drafts(
     )
 
 
+def follow_keys(graph: GraphConfig, scheduler: SchedulerConfig, queries: Sequence[int]) -> dict[GraphKey, GraphKey]:
+    """Return the keys of the graphs that follow steps, by those of the steps. queries: the numbers of a request's
+    newest token and drafts, ascending."""
+    steps = Dispatcher(graph, scheduler, queries=queries[-1], fewer=queries[:-1])
+    return {key: replace(key, follows=True) for key in steps.keys if key.is_decode}
+
+
 class EagleGraphs:
     """A head's passes, see the module's docstring. Implements `GraphStep`.
 
@@ -229,10 +236,7 @@ class EagleGraphs:
         self._sharpness = states.writes.field(1, dtype=torch.float32, initial=1.0)
         self._staged_room, self._staged_sharpness = np.empty(0, np.int32), 1.0
         self._dispatcher = Dispatcher(config.graph, scheduler)
-        followed = Dispatcher(
-            replace(config.graph, token_sizes=()), scheduler, queries=self.queries[-1], fewer=self.queries[:-1]
-        )
-        self._follow_keys = {key: replace(key, follows=True) for key in followed.keys if key.is_decode}
+        self._follow_keys = follow_keys(config.graph, scheduler, self.queries)
         self.keys: tuple[GraphKey, ...] = (
             *self._follow_keys.values(),
             *(replace(key, drafts=length) for length in self._lengths if length for key in self._dispatcher.keys),

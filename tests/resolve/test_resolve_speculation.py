@@ -206,10 +206,5 @@ def test_the_passes_of_a_draft_model_are_captured(
     )
 
 
-def test_heads_run_on_a_cpu(bundled_model_path: Path) -> None:
-    with pytest.raises(ValueError, match="the device is cuda:0, and heads run on a CPU alone"):
-        resolved(of(method="eagle3", model=bundled_model_path), "cuda:0")
-
-
 def test_the_number_of_drafts_may_adapt() -> None:
     assert [resolved(of(**given)).adapts for given in ({}, {"enable_adaptive_verification": True})] == [False, True]
