@@ -210,6 +210,7 @@ def measure(
     run: Run = run_worker,
 ) -> list[dict[str, Any]]:
     """A record for each variant, in order: name, options, and figures, or error, or both where a later repeat failed.
+    Ctrl-C ends the measurement; records then have the figures of the repeats before it.
 
     shared: engine options of all variants, as JSON. run: starts a worker.
 
@@ -220,16 +221,23 @@ def measure(
     """
     errors = _prepare(chosen, shared, preparation, progress, run)
     results: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}
-    for repeat in range(1, repeats + 1):
-        for variant in chosen:
-            if variant.name in errors:
-                continue
-            with progress.stage(f"repeat {repeat} of {repeats}: {variant.name}", total=1) as advance:
-                try:
-                    results[variant.name].append(run(variant.engine_options(shared), workload.task()))
-                except ProcessError as error:
-                    errors[variant.name] = str(error)
-                advance(1)
+    try:
+        for repeat in range(1, repeats + 1):
+            for variant in chosen:
+                if variant.name in errors:
+                    continue
+                with progress.stage(f"repeat {repeat} of {repeats}: {variant.name}", total=1) as advance:
+                    try:
+                        results[variant.name].append(run(variant.engine_options(shared), workload.task()))
+                    except ProcessError as error:
+                        errors[variant.name] = str(error)
+                    advance(1)
+    except KeyboardInterrupt:
+        if not any(results.values()):
+            raise
+        for name, found in results.items():
+            if len(found) < repeats:
+                errors.setdefault(name, f"was interrupted after {len(found)} of {repeats} repeats")
     records = []
     for variant in chosen:
         record: dict[str, Any] = {"name": variant.name, "options": dict(variant.options)}

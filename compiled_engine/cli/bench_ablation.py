@@ -59,7 +59,8 @@ def ablation(
     "compiled in fp8" and "compiled in fp8_block", on a GPU "compiled + full in fp8", quantise linears while they are
     loaded; they are measured only if they are named.
 
-    A variant that fails is marked in the result, the others are kept, and the exit code is 1.
+    A variant that fails is marked in the result, the others are kept, and the exit code is 1. Ctrl-C ends the
+    measurement in the same way, with the repeats before it.
 
     JSON: benchmark, variants (name, options, and the figures, each with median and spread, or error), bound, workload,
     repeats, notes, date, machine, model, options, versions, rates, command.
