@@ -44,8 +44,9 @@ def one() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LLM]:
-    """Compiled, and a step is launched before the results of the one before it are there."""
-    with LLM(mode="compiled", strict_passes=True, async_scheduling=True, **ENGINE, **TWO) as llm:
+    """A step is launched before the results of the one before it are there. Compiled ranks: test_adapters.py, and with
+    stages test_pipeline_parallel_engine.py."""
+    with LLM(mode="eager", async_scheduling=True, **ENGINE, **TWO) as llm:
         yield llm
 
 
@@ -82,14 +83,6 @@ def test_the_tokens_are_those_of_one(one: LLM, two: LLM) -> None:
     metrics = two.metrics()
     assert metrics["preemptions"] > 0
     assert metrics["collectives"] == "gloo"
-    assert metrics["cache"] in ("hit", "miss")
-    for name, counts in metrics["passes"].items():
-        summed = counts["tensor_parallel"]
-        if name.startswith("logits/"):  # ranks sample from their own columns
-            assert summed["matches"] == summed["contract"] == 0
-            continue
-        assert summed["matches"] == summed["contract"] == 2 * 6 + 1
-        assert counts["all_reduce_residual_rms_norm"]["matches"] == 2 * 6
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
