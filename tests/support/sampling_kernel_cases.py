@@ -169,7 +169,7 @@ def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
     on_cpu, on_device = RowFields(NUM_ROWS, "cpu"), RowFields(NUM_ROWS, device, triton=True)
     for fields in (on_cpu, on_device):
         edited = EditedRows(fields, VocabularySlice.of(vocab_size, None))
-        for row in row_index_S.tolist():
+        for row in sorted({*range(len(requests)), *row_index_S.tolist()}):
             edited.add_row(row, requests[row % len(requests)], [1] * 4, 4, [EOS])
         fields.lengthen("tail", 3)
         fields.writes.apply()
