@@ -393,7 +393,8 @@ class SpeculationConfig:
     draft_model or eagle3, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is
     the share of drafts whose first i + 1 tokens are. Empty where drafts are compared. taps: the layers of the model
     whose inputs a head drafts from, in the order in which it reads them; empty without a head. adapts: a step has as
-    many drafts as pay, by measured times and acceptance.
+    many drafts as pay, by measured times and acceptance. sharpnesses: factors on a head's logits with which drafts are
+    sampled; of several the best is found by acceptance.
     """
 
     method: str = "none"
@@ -404,6 +405,16 @@ class SpeculationConfig:
     acceptance_rates: tuple[float, ...] = ()
     taps: tuple[int, ...] = ()
     adapts: bool = False
+    sharpnesses: tuple[float, ...] = (1.0,)
+
+
+GREEDY_DRAFTS = 1e6
+"""A sharpness that leaves the noise of sampling no influence."""
+
+
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """The numbers of drafts between which a step chooses: 0, 1, powers of 2 and `most`. Each is measured."""
+    return tuple(sorted({0, most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)}))
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:

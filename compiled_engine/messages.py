@@ -282,6 +282,7 @@ class SchedulerOutput:
     awaits_masks: nothing is sampled before the step's TokenMasks come.
     placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
     snapshots: by id, the slots that the recurrent states of requests are copied to after the step.
+    draft_sharpness: see SpeculationConfig.sharpnesses.
     """
 
     step: int
@@ -295,6 +296,7 @@ class SchedulerOutput:
     awaits_masks: bool = False
     placed_adapters: dict[int, str] = field(default_factory=dict)
     snapshots: dict[str, int] = field(default_factory=dict)
+    draft_sharpness: float = 1.0
 
     @property
     def num_tokens(self) -> int:

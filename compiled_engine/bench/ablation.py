@@ -21,10 +21,12 @@ from compiled_engine.bench.processes import ProcessError, run_worker
 from compiled_engine.bench.results import conditions, plain_options
 from compiled_engine.bench.variants import (
     GRAPHS_NEED_CUDA,
+    NGRAM_DRAFTS,
     QUANTISED_NOTE,
     Variant,
     check_options,
     chosen,
+    drafting_variants,
     parallel_variants,
     quantised_variants,
     variants,
@@ -58,8 +60,8 @@ QUICK_PASSES = ("merge_linears",)
 class Asked:
     """The user's choices; None leaves the default of the device, or of a quick run.
 
-    alone: also the variants with no pass, and with each alone. variants: names; those of quantised linears are measured
-    only if they are named.
+    alone: also the variants with no pass, and with each alone. variants: names; those of quantised linears, and of
+    n-grams where the options have no drafts, are measured only if they are named.
     """
 
     batch_sizes: tuple[int, ...] | None = None
@@ -108,8 +110,12 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     known = variants(config.device.type, passes, left_out, asked.alone, records)
     if not asked.quick or asked.variants:
         known += parallel_variants(config)
+    drafting = drafting_variants(config, options)
+    if config.speculation.num_tokens:
+        known += drafting
     if asked.variants:
         known += quantised_variants(config)
+        known += () if config.speculation.num_tokens else drafting
     found = chosen(known, asked.variants)
     for variant in found:
         _resolve_variant(variant, shared)
@@ -158,6 +164,9 @@ def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) ->
         "output_len": asked.output_len,
     }
     workload = replace(workload, **{name: value for name, value in asked_for.items() if value is not None})
+    drafting = any(name.endswith("with drafts of n-grams") for name in asked.variants)
+    most_new_tokens = max(config.most_new_tokens, 1 + NGRAM_DRAFTS if drafting else 1)
+    workload = replace(workload, most_new_tokens=most_new_tokens)
     longest = min(config.model.max_model_len, options.get("max_model_len", MAX_MODEL_LEN))
     return replace(workload, prefill_len=max(1, min(workload.prefill_len, longest - 1)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -52,7 +52,8 @@ def mixed_step_ms(
     scheduling, sampling and output, divided by their number, in ms.
     """
     total_steps = num_steps + SETTLING_STEPS
-    with decodes(llm, generator, num_decodes, decode_context, outputs_needed(num_steps)) as core:
+    output_len = outputs_needed(num_steps, llm.config.most_new_tokens)
+    with decodes(llm, generator, num_decodes, decode_context, output_len) as core:
         arriving = enumerate(random_prompts(llm, generator, [prompt_len] * total_steps))
 
         def steps(count: int) -> None:
@@ -69,7 +70,8 @@ def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, conte
     """Return times of a step of `num_requests` unchanged decodes, which start from `context` tokens of prompt:
     STEP_SAMPLES times the wall time of `num_steps` consecutive steps, with scheduling and output, divided by their
     number, in ms."""
-    with decodes(llm, generator, num_requests, context, outputs_needed(STEP_SAMPLES * num_steps)) as core:
+    output_len = outputs_needed(STEP_SAMPLES * num_steps, llm.config.most_new_tokens)
+    with decodes(llm, generator, num_requests, context, output_len) as core:
 
         def steps() -> None:
             for _ in range(num_steps):
@@ -86,7 +88,7 @@ def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: 
     """
     if not _runs_on_gpu(llm.config):
         return None
-    with decodes(llm, generator, 1, context, outputs_needed(num_steps)) as core:
+    with decodes(llm, generator, 1, context, outputs_needed(num_steps, llm.config.most_new_tokens)) as core:
         torch.cuda.synchronize(llm.config.device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(num_steps):
@@ -183,6 +185,14 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
     assert found["step"] is not None
     by_token = (tokens, found["step"] / tokens) if most > 1 else (None, None)
     return found | dict(zip(("tokens", "token"), by_token, strict=True))
+
+
+def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of an engine's metrics that the number of drafts and their sharpness are chosen by; none if they are
+    fixed."""
+    of_length = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
+    names = (*of_length, "draft_sharpness", "draft_sharpness_shares")
+    return {name: metrics[name] for name in names if name in metrics}
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:

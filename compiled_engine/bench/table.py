@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.bench.bounds import ModelSizes, Rates, device_rates, model_sizes
+from compiled_engine.bench.drafts import drafts_of
 from compiled_engine.bench.large_tokenizer import write_tokenizer
 from compiled_engine.bench.processes import ProcessError
 from compiled_engine.bench.results import model_record, plain_options, provenance
@@ -99,7 +100,7 @@ def _options(
     subject: Subject, limits: Limits, given: Mapping[str, Any], folder: Path, *, starts: bool
 ) -> dict[str, Any]:
     """The engine's options: what the user gave wins over the row's limits."""
-    options = {name: value for name, value in asdict(limits).items() if value is not None}
+    options = {name: value for name, value in asdict(limits).items() if value is not None and name != "drafts"}
     if subject.shape is not None:
         path = folder / (subject.prefix + "-start" * starts)
         if not path.exists():
@@ -111,6 +112,10 @@ def _options(
         longest = resolve(make_options(given)).model.max_model_len
         options["max_model_len"] = min(limits.max_model_len, longest)
     options |= given
+    if limits.drafts is not None:
+        options["load_format"] = "dummy"
+        model = resolve(make_options(options)).model
+        options["speculative_config"] = drafts_of(limits.drafts, model, folder)
     if starts:
         for name in OF_A_START:
             options.pop(name, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -18,9 +18,11 @@ from compiled_engine.bench.bounds import (
     tpot_seconds,
     workload_seconds,
 )
+from compiled_engine.bench.drafts import LENGTH, SAID
 from compiled_engine.bench.engine_steps import PROMPTS_IN_FLIGHT, mixed_chunks, mixed_step_ms, outputs_needed
 from compiled_engine.bench.workloads import generate_seconds, random_prompts, request_lengths, tpot_ms
 from compiled_engine.llm import LLM
+from compiled_engine.resolve.speculation import DRAFT_MODEL, EAGLE3, NGRAM
 from compiled_engine.schema import unknown_name_message
 
 WARM_UP_TOKENS = 4
@@ -63,16 +65,22 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class TimePerToken:
-    """(time for `output` tokens - time for 1) / (output - 1) of `batch` requests with prompts of `prompt` tokens."""
+    """(time for `output` tokens - time for 1) / (output - 1) of `batch` requests with prompts of `prompt` tokens.
+
+    drafts: what drafts; None for one token a step. tokens: that a step yields for a request.
+    """
 
     batch: int
     prompt: int = 128
     output: int = 257
+    drafts: str | None = None
+    tokens: float = 1.0
     unit: ClassVar[str] = "ms"
     better: ClassVar[str] = LOWER
 
     def what(self) -> str:
-        return f"time per output token, {self.batch} x {self.prompt:,} tokens of context"
+        said = "" if self.drafts is None else f", {SAID[self.drafts]}"
+        return f"time per output token, {self.batch} x {self.prompt:,} tokens of context{said}"
 
     def needs(self) -> Needs:
         longest = self.prompt + self.output
@@ -86,7 +94,7 @@ class TimePerToken:
         return tpot_ms(llm, generator, self.batch, self.prompt, self.output)
 
     def bound(self, sizes: ModelSizes, rates: Rates, max_num_seqs: int) -> float:
-        return tpot_seconds(sizes, rates, self.batch, self.prompt, self.output) * 1e3
+        return tpot_seconds(sizes, rates, self.batch, self.prompt, self.output) * 1e3 / self.tokens
 
 
 @dataclass(frozen=True)
@@ -215,10 +223,12 @@ def _range(lengths: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """Engine options of a row that the defaults do not decide; rows with equal ones have one engine."""
+    """Engine options of a row that the defaults do not decide; rows with equal ones have one engine. drafts: what
+    drafts, see `drafts_of`; weights are random then."""
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    drafts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -304,6 +314,23 @@ ON_A_CPU: Declared = {
     "start-warm": (ANY, Start("warm")),
 }
 
+
+def _with_drafts(limits: Limits, output: int, prompt: int, methods: Sequence[str], batches: Sequence[int]) -> Declared:
+    return {
+        f"tpot-{batch}-{method}": (
+            replace(limits, drafts=method),
+            TimePerToken(batch, prompt, output, method, 1.0 if method == NGRAM else LENGTH),
+        )
+        for method in methods
+        for batch in batches
+    }
+
+
+# Measured if they are chosen.
+DRAFTS_OF_SMALL = _with_drafts(SERVING, 257, 128, (NGRAM,), (1, 8, 64))
+DRAFTS_OF_LARGE = _with_drafts(SERVING, 257, 128, (NGRAM, DRAFT_MODEL), (1, 8, 64))
+DRAFTS_ON_A_CPU = _with_drafts(ANY, 33, 16, (NGRAM, EAGLE3), (1, 8))
+
 BY_BATCH, BY_CONTEXT, BY_QUEUE = "batch", "context", "queue"
 WIDE = Limits(4096, 512)
 # The number of concurrent requests for the curve of time per token against context.
@@ -344,7 +371,12 @@ def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
         large = {name: ON_A_GPU[name] for name in OF_THE_LARGE_SHAPE}
         shapes = rows_of(SMALL_SHAPE, ON_A_GPU, on_gpu=True) + rows_of(LARGE_SHAPE, large, on_gpu=True)
         bundled = rows_of(BUNDLED, ON_A_CPU, on_gpu=False)
-        rows, default = shapes + bundled, shapes if on_gpu else bundled
+        default = shapes if on_gpu else bundled
+        drafting = {SMALL_SHAPE: DRAFTS_OF_SMALL, LARGE_SHAPE: DRAFTS_OF_LARGE, BUNDLED: DRAFTS_ON_A_CPU}
+        rows = shapes + bundled
+        rows += [
+            Row(f"{one.prefix}-{name}", one, *what) for one, those in drafting.items() for name, what in those.items()
+        ]
     return rows, default
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
 # Options that the variants decide.
 RESERVED = ("mode", "graph_mode")
 GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes")
+# Drafts of the variant with n-grams.
+NGRAM_DRAFTS = 3
 QUANTISED_NOTE = "the bound is that of weights in the model's dtype: a step of quantised linears reads fewer bytes"
 GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no variants with graphs"
 
@@ -115,6 +118,25 @@ def quantised_variants(config: EngineConfig) -> list[Variant]:
     whole = _whole(config.device.type)
     schemes = ONLINE if config.model.quantisation is None else ()
     return [Variant(f"{whole.name} in {name}", {**whole.options, "quantization": name}) for name in schemes]
+
+
+def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[Variant]:
+    """The whole engine with other drafts than the user's: none, and as many as pay; of an engine without drafts, those
+    of n-grams. options: the user's."""
+    whole = _whole(config.device.type)
+    given = options.get("speculative_config")
+    given = json.loads(given) if isinstance(given, str) else given
+    others: dict[str, dict[str, Any] | None] = {}
+    if not config.speculation.num_tokens:
+        others["with drafts of n-grams"] = {"method": "ngram", "num_speculative_tokens": NGRAM_DRAFTS}
+    else:
+        others["without drafts"] = None
+        if not config.speculation.adapts:
+            others["with as many drafts as pay"] = {**(given or {}), "enable_adaptive_verification": True}
+    return [
+        Variant(f"{whole.name} {how}", {**whole.options, "speculative_config": drafts})
+        for how, drafts in others.items()
+    ]
 
 
 def _whole(device_type: str) -> Variant:

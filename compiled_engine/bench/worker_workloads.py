@@ -35,7 +35,7 @@ class AblationWorkload:
 
     batch_sizes, prompt_len, output_len: of the time per output token. mixed_decodes, mixed_prompt_len: the decodes and
     the prompt of a mixed step; num_steps: mixed steps, and decode steps with counted kernels. prefill_prompts,
-    prefill_len: of the prefill. seed: of all prompts.
+    prefill_len: of the prefill. seed: of all prompts. most_new_tokens: of a request in a step, for any variant.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8, 64, 256)
@@ -47,13 +47,14 @@ class AblationWorkload:
     prefill_prompts: int = 8
     prefill_len: int = 4000
     seed: int = 0
+    most_new_tokens: int = 1
 
     def requests_at_once(self) -> int:
         return max(*self.batch_sizes, self.mixed_decodes + PROMPTS_IN_FLIGHT, self.prefill_prompts)
 
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        mixed = self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps)
+        mixed = self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps, self.most_new_tokens)
         return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1)
 
     def num_blocks(self, block_size: int) -> int:
@@ -62,10 +63,14 @@ class AblationWorkload:
         def blocks(num_requests: int, tokens: int) -> int:
             return num_requests * -(-tokens // block_size)
 
-        mixed = blocks(self.mixed_decodes, self.prompt_len + outputs_needed(self.num_steps))
+        of_mixed, of_steps = (
+            outputs_needed(num_steps, self.most_new_tokens)
+            for num_steps in (self.num_steps, STEP_SAMPLES * self.num_steps)
+        )
+        mixed = blocks(self.mixed_decodes, self.prompt_len + of_mixed)
         return 1 + max(
             blocks(max(self.batch_sizes), self.prompt_len + self.output_len),
-            blocks(max(self.batch_sizes), self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps)),
+            blocks(max(self.batch_sizes), self.prompt_len + of_steps),
             mixed + blocks(PROMPTS_IN_FLIGHT, self.mixed_prompt_len + 1),
             blocks(self.prefill_prompts, self.prefill_len + 1),
         )

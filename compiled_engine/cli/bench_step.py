@@ -41,10 +41,12 @@ def step(
     """Split the time of a decode step, in microseconds: schedule, prepare, launch, wait, output, device.
 
     host is all but waiting. device is from a step's first kernel to its last one, device idle the share of the time in
-    which no step was on the device. With drafts: the tokens that a step yields for a request, and the time of one.
+    which no step was on the device. With drafts: the tokens that a step yields for a request, and the time of one; if
+    their number or sharpness is chosen, the times and the acceptance that decide.
 
     JSON: benchmark, results (a list of batch_size and each figure with median and spread), repeats, date, machine,
-    model, options, versions, command.
+    model, options, versions, command; drafts, if their number or sharpness is chosen: the metrics that
+    decide, by name.
 
     Examples:
 
@@ -54,7 +56,7 @@ def step(
 
       compiled-engine bench step --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
     """
-    from compiled_engine.bench.engine_steps import CONTEXT, outputs_needed, step_split
+    from compiled_engine.bench.engine_steps import CONTEXT, draft_choice, outputs_needed, step_split
     from compiled_engine.bench.engine_steps import profile as write_profile
     from compiled_engine.bench.results import conditions
     from compiled_engine.bench.workloads import Rounds
@@ -69,15 +71,19 @@ def step(
             make_folder("profile", profile)
         with LLM(**options) as llm:
             results = step_split(llm, sizes, steps, Rounds(warm_up, repeats, config.model.seed), RichProgress())
+            choice = draft_choice(llm.metrics())
             if profile is not None:
                 for size in sizes:
                     write_profile(llm, size, 8, str(profile / f"decode_{size}.json"))
     head = {"benchmark": "step", "results": results, "repeats": repeats, "command": command_line()}
+    head |= {"drafts": choice} if choice else {}
     result = head | conditions(config, options, shape)
     if as_json:
         print_json(result)
     else:
         _show(results)
+        if choice:
+            _show_choice(choice)
 
 
 def _show(results: list[dict[str, Any]]) -> None:
@@ -93,3 +99,24 @@ def _show(results: list[dict[str, Any]]) -> None:
         by_token = [f"{record['tokens']['median']:.2f}", f"{record['token']['median']:.0f}"] if drafts else []
         table.add_row(str(record["batch_size"]), *cells, idle, *by_token)
     console().print(table)
+
+
+def _show_choice(choice: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    out = console()
+    if "draft_sharpness" in choice:
+        shares = ", ".join(f"{share:.2f} with {name}" for name, share in choice["draft_sharpness_shares"].items())
+        said = f"sharpness of drafts: {choice['draft_sharpness']}; share of right first drafts: {shares}"
+        out.print(said, highlight=False)
+    if "draft_lengths" not in choice:
+        return
+    lengths = list(choice["draft_lengths"])
+    headings = [f"{length} drafts, ms" for length in lengths]
+    table = Table("requests", *headings, "chosen", title="Numbers of drafts: mean times of their steps")
+    for size, times in choice["draft_step_ms"].items():
+        cells = [f"{times[length]:.3f}" if length in times else "" for length in lengths]
+        table.add_row(f"up to {size}", *cells, str(choice["draft_length_chosen"][size]))
+    out.print(table)
+    shares = ", ".join(f"{share:.2f}" for share in choice["draft_shares"])
+    out.print(f"share of right drafts by position, if those before are right: {shares}", highlight=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from compiled_engine.config import draft_lengths
+
 # Weight of the newest observation: of a draft, and of a step's time.
 DRAFT_WEIGHT, TIME_WEIGHT = 0.02, 0.1
 # Steps of a number of drafts before it may be judged; the first may be slower than all others.
@@ -36,7 +38,7 @@ class _Times:
 
 
 class DraftLength:
-    """Chooses 0 to `most` drafts for each step. Numbers between are 1 and powers of 2: each is measured.
+    """Chooses 0 to `most` drafts for each step, see `draft_lengths`.
 
     The expected tokens of a step with K drafts are 1 + a_1 + a_1 a_2 + ... up to K factors, where a_i is the share of
     drafts at position i that are right if those before were (Leviathan, Kalman and Matias, 2023, with a share for each
@@ -44,7 +46,7 @@ class DraftLength:
     """
 
     def __init__(self, most: int) -> None:
-        self._lengths = sorted({0, most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)})
+        self._lengths = draft_lengths(most)
         self._shares = [FIRST_GUESS] * most
         self._times: dict[int, _Times] = {}
         self._chosen = dict.fromkeys(self._lengths, 0)
@@ -90,7 +92,8 @@ class DraftLength:
 
     def metrics(self) -> dict[str, Any]:
         """draft_lengths: steps by number of drafts. draft_shares: a_i by position. draft_step_ms: mean time of a step,
-        by number of requests, rounded up to a power of 2, and number of drafts."""
+        by number of requests, rounded up to a power of 2, and number of drafts. draft_length_chosen: the number of
+        drafts that is best by these, by the same numbers of requests."""
         return {
             "draft_lengths": {str(length): count for length, count in self._chosen.items()},
             "draft_shares": [round(share, 3) for share in self._shares],
@@ -98,4 +101,5 @@ class DraftLength:
                 str(size): {str(length): round(1e3 * seconds, 3) for length, seconds in sorted(times.seconds.items())}
                 for size, times in sorted(self._times.items())
             },
+            "draft_length_chosen": {str(size): times.current for size, times in sorted(self._times.items())},
         }

@@ -75,6 +75,7 @@ class EngineCore:
             pools=config.model.pooling is not None,
             whole=not config.model.causal,
             adapts_drafts=config.speculation.adapts,
+            draft_sharpnesses=config.speculation.sharpnesses,
             adapters=config.adapters,
             snapshots=_snapshots(config),
         )

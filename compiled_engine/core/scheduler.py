@@ -18,6 +18,7 @@ stages of a pipeline work at steps side by side, steps.Lanes says which requests
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.constraints import MaskMaker
 from compiled_engine.core.draft_length import DraftLength
+from compiled_engine.core.draft_sharpness import DraftSharpness
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
@@ -139,7 +141,8 @@ class Scheduler:
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
     token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
     prompt is computed in one step, and holds no blocks (num_blocks is 0). adapts_drafts: steps have as many drafts as
-    pay, up to most_new_tokens - 1. snapshots: of recurrent states, where the model has them and prefixes are cached.
+    pay, up to most_new_tokens - 1. draft_sharpnesses: see SpeculationConfig. snapshots: of recurrent states, where the
+    model has them and prefixes are cached.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class Scheduler:
         *,
         whole: bool = False,
         adapts_drafts: bool = False,
+        draft_sharpnesses: Sequence[float] = (1.0,),
         adapters: AdapterConfig | None = None,
         snapshots: StateSnapshots | None = None,
     ) -> None:
@@ -179,6 +183,8 @@ class Scheduler:
         self._counts = SchedulerCounts(least_free=num_blocks)
         self._drafts = DraftCounts([0] * (most_new_tokens - 1))
         self._draft_length = DraftLength(most_new_tokens - 1) if adapts_drafts else None
+        self._draft_sharpness = DraftSharpness(draft_sharpnesses) if len(draft_sharpnesses) > 1 else None
+        self._fixed_sharpness = draft_sharpnesses[0]
         self._updated_s = 0.0  # when the last step was taken in, in seconds of time.perf_counter
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
@@ -237,7 +243,8 @@ class Scheduler:
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
-        step = StepInFlight.of(number, draft, removed, registered, placed, constraints=constraints)
+        sharpness = self._fixed_sharpness if self._draft_sharpness is None else self._draft_sharpness.choose()
+        step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, constraints=constraints)
         self._in_flight.append(step)
         return step.output
 
@@ -427,6 +434,8 @@ class Scheduler:
                 self._drafts.verified(num_drafts, count - 1)
                 if self._draft_length is not None:
                     self._draft_length.verified(num_drafts, count - 1)
+                if self._draft_sharpness is not None and not request.sampling_params.greedy:
+                    self._draft_sharpness.verified(in_flight.output.draft_sharpness, right=count > 1)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
@@ -487,11 +496,14 @@ class Scheduler:
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics and AdapterTable.metrics."""
+        """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
+        AdapterTable.metrics."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
-        lengths = {} if self._draft_length is None else self._draft_length.metrics()
-        return counts | self._drafts.metrics() | lengths | self.adapters.metrics()
+        chosen = {} if self._draft_length is None else self._draft_length.metrics()
+        if self._draft_sharpness is not None:
+            chosen |= self._draft_sharpness.metrics()
+        return counts | self._drafts.metrics() | chosen | self.adapters.metrics()
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

@@ -172,6 +172,7 @@ class StepInFlight:
         removed: tuple[str, ...],
         registered: list[list[int]],
         placed_adapters: dict[int, str],
+        draft_sharpness: float,
         *,
         constraints: bool,
     ) -> StepInFlight:
@@ -195,6 +196,7 @@ class StepInFlight:
             awaits_masks=bool(constrained),
             placed_adapters=placed_adapters,
             snapshots=draft.snapshots,
+            draft_sharpness=draft_sharpness,
         )
         requests, lane, bounds = shares.requests, draft.lane, draft.bounds
         of_decodes = not (draft.longer.requests or draft.bounds)

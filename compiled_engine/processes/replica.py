@@ -97,7 +97,10 @@ HELD = (
     *("graph_bytes_used", "graph_bytes_predicted"),
     *("adapters_loaded", "adapters_in_slots"),
 )
-COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason", "accepted_by_position", "adapter_requests")
+COUNTED_BY_NAME = (
+    *("graph_replays_by_key", "graph_fallbacks_by_reason"),
+    *("accepted_by_position", "draft_lengths", "adapter_requests"),
+)
 HELD_BY_NAME = ("adapter_requests_running", "adapter_requests_waiting")
 OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")
 

@@ -10,6 +10,7 @@ from typing import Any
 from compiled_engine.attention.backend import AttentionChoice, choose_backend
 from compiled_engine.attention.case import GraphSupport, cases_of
 from compiled_engine.config import (
+    GREEDY_DRAFTS,
     CompileConfig,
     DraftConfig,
     EngineConfig,
@@ -17,6 +18,7 @@ from compiled_engine.config import (
     GraphMode,
     ModelConfig,
     SpeculationConfig,
+    draft_lengths,
     json_value,
     local_share,
 )
@@ -28,7 +30,7 @@ from compiled_engine.resolve.compile import resolve_compile
 from compiled_engine.resolve.cuda_graphs import decode_graphs, default_capture_sizes, recording_obstacle
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
 from compiled_engine.resolve.parallel import check_model
-from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, text, unknown_name_message
+from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, require, text, unknown_name_message
 
 NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
 WITH_MODEL = (DRAFT_MODEL, EAGLE3)
@@ -36,6 +38,9 @@ STANDARD, SYNTHETIC = "standard", "synthetic"
 LOOKUP = 5
 MOST_DRAFTS = 64
 _LENGTH = integer(1, 1024)
+AUTO, GREEDY = "auto", "greedy"
+# The first drafts until the best is known.
+SHARPNESSES = (3.0, 1.0, 1.5, GREEDY_DRAFTS)
 _SHARE = number("from 0 to 1", lambda share: 0 <= share <= 1)
 KEYS = {
     "method": one_of(NGRAM, *WITH_MODEL),
@@ -46,6 +51,14 @@ KEYS = {
     "revision": text(),
     "draft_tensor_parallel_size": integer(1),
     "enable_adaptive_verification": SWITCH,
+    "draft_sharpness": Kind(
+        require(
+            f"{AUTO}, {GREEDY}, or a number above 0 and at most 1000",
+            lambda value: isinstance(value, str | int | float) and not isinstance(value, bool),
+            lambda value: value in (AUTO, GREEDY) if isinstance(value, str) else 0 < value <= 1000,
+        ),
+        {"type": ["string", "number"]},
+    ),
     "rejection_sample_method": one_of(STANDARD, SYNTHETIC),
     "synthetic_acceptance_rates": Kind(lambda name, value: value, {"type": "array"}),
     "synthetic_acceptance_length": number("at least 1", lambda length: length >= 1),
@@ -58,6 +71,7 @@ NEEDED = {
     "model": ("method", WITH_MODEL),
     "revision": ("method", WITH_MODEL),
     "draft_tensor_parallel_size": ("method", WITH_MODEL),
+    "draft_sharpness": ("method", (EAGLE3,)),
     "synthetic_acceptance_rates": ("rejection_sample_method", (SYNTHETIC,)),
     "synthetic_acceptance_length": ("rejection_sample_method", (SYNTHETIC,)),
 }
@@ -92,12 +106,32 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             "max_num_batched_tokens"
         )
     rates, adapts = _acceptance_rates(given, num_tokens), given.get("enable_adaptive_verification", False)
+    if adapts:
+        *numbers, most_drafts = map(str, draft_lengths(num_tokens))
+        config.reasons["speculation.adapts"] = (
+            f"a step has {', '.join(numbers)} or {most_drafts} drafts, by measured times and acceptance; /metrics and "
+            "compiled-engine bench step show them"
+        )
     _check_together(options, config, method)
     if method in WITH_MODEL:
         draft, taps = resolve_draft(options, given, config, progress)
-        return SpeculationConfig(method, num_tokens, draft=draft, acceptance_rates=rates, taps=taps, adapts=adapts)
+        speculation = SpeculationConfig(
+            method, num_tokens, draft=draft, acceptance_rates=rates, taps=taps, adapts=adapts
+        )
+        return replace(speculation, sharpnesses=_sharpnesses(given, config.reasons)) if taps else speculation
     longest, shortest = _lookup(given, config.reasons)
     return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates, adapts=adapts)
+
+
+def _sharpnesses(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[float, ...]:
+    sharpness = given.get("draft_sharpness", AUTO)
+    # Synthetic acceptance does not depend on the drafts.
+    if sharpness == AUTO and given.get("rejection_sample_method") != SYNTHETIC:
+        reasons["speculation.sharpnesses"] = "that with which most drafts are right is found while requests run"
+        return SHARPNESSES
+    if sharpness in (AUTO, GREEDY):
+        return (GREEDY_DRAFTS if sharpness == GREEDY else 1.0,)
+    return (float(sharpness),)
 
 
 def resolve_draft(

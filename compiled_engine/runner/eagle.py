@@ -149,7 +149,7 @@ class EagleProposer:
                 if draft:
                     ones_A, features_AD = np.ones_like(rows_A), self._hidden_SD[torch.from_numpy(rows_A)]
                     self._pass(rows_A, (draft - 1) * ones_A, ones_A, drafts_SK[rows_A, draft - 1], features_AD)
-                drafts_SK[rows_A, draft] = self._sample(rows_A, draft)
+                drafts_SK[rows_A, draft] = self._sample(rows_A, draft, step.draft_sharpness)
 
     def _pass(
         self,
@@ -179,12 +179,12 @@ class EagleProposer:
         inputs = attention_inputs_of(step, self._config.attention_backend)
         return self.model.run(batch.padded_tokens, arguments_of(step, inputs, self.kv_caches)).tensor
 
-    def _sample(self, rows_A: np.ndarray, draft: int) -> np.ndarray:
-        """Sample draft `draft` of these rows as step_sampling.py does for the engine's model: a token that the head
-        does not know is never chosen."""
+    def _sample(self, rows_A: np.ndarray, draft: int, sharpness: float) -> np.ndarray:
+        """Sample draft `draft` of these rows as step_sampling.py does for the engine's model, from `sharpness` times
+        the logits: a token that the head does not know is never chosen."""
         vocabulary, index_A = self._sampler.vocabulary, torch.from_numpy(rows_A)
         logits_AV = torch.full((len(rows_A), self._config.model.vocab_size), -torch.inf)
-        logits_AV[:, self._token_ids_V] = self.model.logits(self._hidden_SD[index_A]).float()
+        logits_AV[:, self._token_ids_V] = sharpness * self.model.logits(self._hidden_SD[index_A]).float()
         logits_AV = logits_AV[:, vocabulary.first : vocabulary.first + vocabulary.size].contiguous()
         positions_A = torch.from_numpy(self._states.num_computed_S.numpy()[rows_A].astype(np.int64) + 1 + draft)
         if self._sampler.sampler_class(rows_A) is SamplerClass.GENERAL:

@@ -59,9 +59,20 @@ LABELLED = {
         "position",
         "Right draft tokens, by their position in the draft, from 0.",
     ),
+    "draft_lengths": ("spec_decode_num_steps", "num_drafts", "Steps with a chosen number of drafts, by that number."),
     "adapter_requests": ("adapter_requests", "adapter", "Completions that named an adapter."),
 }
 LABELLED_GAUGES = {
+    "draft_sharpness_shares": (
+        "spec_decode_draft_sharpness_acceptance_rate",
+        "sharpness",
+        "Share of first drafts that are right, by the factor on the logits of a head.",
+    ),
+    "draft_length_chosen": (
+        "spec_decode_chosen_num_drafts",
+        "batch_size",
+        "The number of drafts that yields most tokens in a second.",
+    ),
     "adapter_requests_running": ("adapter_requests_running", "adapter", "Completions of an adapter that run."),
     "adapter_requests_waiting": ("adapter_requests_waiting", "adapter", "Completions of an adapter that wait."),
 }
@@ -128,7 +139,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
         for value, count in engine.get(key, {}).items():
             labelled.add_metric([*values, value], count)
         families.append(labelled)
-    families += [*_of_replicas(engine, labels), _lora_requests_info(engine)]
+    families += [*_of_chosen_drafts(engine, labels), *_of_replicas(engine, labels), _lora_requests_info(engine)]
     matches = GaugeMetricFamily(PREFIX + "pass_matches", "Matches of FX passes.", labels=[*names, "range", "pass"])
     for compile_range, passes in engine.get("passes", {}).items():
         for name, counts in passes.items():
@@ -139,6 +150,25 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
     cache.add_metric(values, {"status": str(engine.get("cache", "off")), "why": str(engine.get("cache_why", ""))})
     return [*families, matches, stages, cache]
+
+
+def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
+    """Return what the number of drafts is chosen by, and their sharpness; without samples if these are not chosen."""
+    values = list(labels.values())
+    text = "Newest share of right drafts among those whose predecessors are right, by position, from 0."
+    shares = GaugeMetricFamily(PREFIX + "spec_decode_acceptance_rate_per_pos", text, labels=[*labels, "position"])
+    for position, share in enumerate(engine.get("draft_shares", ())):
+        shares.add_metric([*values, str(position)], share)
+    text = "Mean time of a step by number of requests, rounded up to a power of 2, and of drafts."
+    steps = GaugeMetricFamily(PREFIX + "spec_decode_step_seconds", text, labels=[*labels, "batch_size", "num_drafts"])
+    for size, times in engine.get("draft_step_ms", {}).items():
+        for num_drafts, milliseconds in times.items():
+            steps.add_metric([*values, size, num_drafts], milliseconds / 1e3)
+    text = "The factor on the logits of a head with which most drafts are right: 1."
+    sharpness = GaugeMetricFamily(PREFIX + "spec_decode_draft_sharpness", text, labels=[*labels, "sharpness"])
+    if "draft_sharpness" in engine:
+        sharpness.add_metric([*values, engine["draft_sharpness"]], 1)
+    return [shares, steps, sharpness]
 
 
 def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:

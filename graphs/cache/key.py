@@ -145,6 +145,7 @@ OTHER_FIELDS = (
     "speculation.draft",  # a draft model has an entry of its own
     "speculation.acceptance_rates",
     "speculation.adapts",
+    "speculation.sharpnesses",
     "adapters",  # None, for an engine without them
 )
 

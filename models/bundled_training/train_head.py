@@ -38,6 +38,8 @@ LAYERS = (1, 3, 5)
 STATE, REPORT_SECONDS, SAVE_SECONDS = "training_state.pt", 5.0, 30.0
 # Prompts of held-out text, and tokens generated for each, of which the acceptance is measured.
 HELD_OUT_PROMPTS, PROMPT_CHARACTERS, GENERATED, MEASURED_DRAFTS = 24, 400, 64, 4
+# Drafts a step, prompts, and the engine's mode, of which the speed is measured.
+SPEED_DRAFTS, SPEED_PROMPTS, SPEED_MODE = 3, 6, "auto"
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ def train(out: Path, recipe: HeadRecipe, device: torch.device, corpus_folder: Pa
     record = {
         "validation_agreement": agreement,
         "acceptance": {str(temperature): acceptance(out, temperature) for temperature in (0.0, 0.8)},
+        "cpu_tokens_per_second": cpu_speed(out),
         "recipe": asdict(recipe),
         "layers": list(LAYERS),
         "known_share": sum(counts[token] for token in known_V.tolist()) / len(train_ids),
@@ -281,12 +284,34 @@ def save_head(out: Path, head: Eagle3Head, shape: ModelConfig, known_V: Tensor) 
     (out / "config.json").write_text(json.dumps(fields_of_shape, indent=2) + "\n", encoding="utf-8")
 
 
-def acceptance(head: Path, temperature: float) -> dict[str, float | list[float]]:
-    """What the engine accepts of the head's drafts behind prompts of held-out text: mean tokens a step, and for each
-    position the share of steps whose draft there, and all before, were right."""
+def held_out_prompts() -> list[str]:
+    """Return prompts of text that neither the model nor the head was trained on."""
     text = (BUNDLED_MODEL_PATH / "held_out.txt").read_bytes().decode()
     distance = (len(text) - PROMPT_CHARACTERS) // HELD_OUT_PROMPTS
-    prompts = [text[distance * i : distance * i + PROMPT_CHARACTERS] for i in range(HELD_OUT_PROMPTS)]
+    return [text[distance * i : distance * i + PROMPT_CHARACTERS] for i in range(HELD_OUT_PROMPTS)]
+
+
+def cpu_speed(head: Path) -> dict[str, float]:
+    """Tokens a second of one request at a time on this CPU, behind held-out text, without and with drafts of the head.
+    `compiled-engine demo` uses the head if it is no slower."""
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": SPEED_DRAFTS}
+    prompts, params = held_out_prompts()[:SPEED_PROMPTS], SamplingParams(max_tokens=GENERATED, ignore_eos=True, seed=0)
+    found = {}
+    for name, config in (("without", None), ("with", drafts)):
+        with LLM(device="cpu", mode=SPEED_MODE, max_model_len=512, progress=False, speculative_config=config) as llm:
+            llm.generate(prompts[0], params, use_tqdm=False)
+            llm.reset_prefix_cache()
+            start = time.perf_counter()
+            for prompt in prompts:
+                llm.generate(prompt, params, use_tqdm=False)
+            found[name] = len(prompts) * GENERATED / (time.perf_counter() - start)
+    return found
+
+
+def acceptance(head: Path, temperature: float) -> dict[str, Any]:
+    """What the engine accepts of the head's drafts behind prompts of held-out text: mean tokens a step, and for each
+    position the share of steps whose draft there, and all before, were right."""
+    prompts = held_out_prompts()
     shared = SamplingParams(temperature=temperature, max_tokens=GENERATED, ignore_eos=True)
     params = [shared.clone() for _ in prompts]
     for seed, each in enumerate(params):
@@ -297,7 +322,8 @@ def acceptance(head: Path, temperature: float) -> dict[str, float | list[float]]
         metrics = llm.metrics()
     steps, by_position = metrics["drafted_requests"], metrics["accepted_by_position"]
     shares = [by_position.get(str(position), 0) / steps for position in range(MEASURED_DRAFTS)]
-    return {"length": 1 + metrics["accepted_tokens"] / steps, "by_position": shares}
+    length = 1 + metrics["accepted_tokens"] / steps
+    return {"length": length, "by_position": shares, "sharpness": metrics["draft_sharpness"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -151,6 +151,7 @@ PERTURBED: dict[str, Any] = {
     "speculation.acceptance_rates": (0.5,),
     "speculation.taps": (0,),
     "speculation.adapts": True,
+    "speculation.sharpnesses": (3.0,),
 }
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.

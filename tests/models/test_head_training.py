@@ -78,6 +78,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options += ["--device=cpu", f"--corpus={corpus}"]
     monkeypatch.setattr(train_head, "HELD_OUT_PROMPTS", 2)
     monkeypatch.setattr(train_head, "GENERATED", 8)
+    monkeypatch.setattr(train_head, "SPEED_MODE", "eager")
     main([*options, f"--out={tmp_path / 'whole'}"])
     monkeypatch.setattr(train_head, "SAVE_SECONDS", 0.0)
     save, saved = torch.save, []
@@ -97,4 +98,6 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     record = json.loads((tmp_path / "parts" / "training.json").read_text())
     assert record["acceptance"]["0.8"]["length"] >= 1
+    assert record["acceptance"]["0.8"]["sharpness"] in ("1", "1.5", "3", "greedy")
+    assert record["cpu_tokens_per_second"].keys() == {"without", "with"}
     assert len(record["validation_agreement"]) == RECIPE.test_steps

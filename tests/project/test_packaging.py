@@ -18,6 +18,10 @@ def folder_of(package: str) -> Path:
     return REPOSITORY / SETUPTOOLS["package-dir"][nearest] / package[len(nearest) :].strip(".").replace(".", "/")
 
 
+# Of a head of the bundled model, which is trained on a GPU.
+NOT_IN_EVERY_VERSION = ("head/*.json", "head/*.safetensors")
+
+
 def files() -> set[Path]:
     found = (path for root in SETUPTOOLS["package-dir"].values() for path in (REPOSITORY / root).rglob("*"))
     return {path for path in found if path.is_file() and "__pycache__" not in path.parts}
@@ -28,7 +32,7 @@ def test_every_file_is_in_the_wheel() -> None:
     for package, patterns in SETUPTOOLS["package-data"].items():
         for pattern in patterns:
             matched = set(folder_of(package).glob(pattern))
-            assert matched, f"{package}: no file is {pattern!r}"
+            assert matched or pattern in NOT_IN_EVERY_VERSION, f"{package}: no file is {pattern!r}"
             taken |= matched
     left_out = {path for package in LEFT_OUT for path in folder_of(package).glob("*.py")}
     assert left_out

@@ -1,0 +1,62 @@
+"""Drafts of the table: what drafts, for which model, and how many of them are accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.bench.shapes import write_shape
+from compiled_engine.config import ModelConfig
+from compiled_engine.resolve.speculation import DRAFT_MODEL, EAGLE3, NGRAM
+
+NUM_DRAFTS = 3
+# The share of steps in which a draft and all before it are accepted, as heads of models of this size reach it, and the
+# tokens that a step then yields.
+RATES = (0.8, 0.56, 0.43)
+LENGTH = 1 + sum(RATES)
+# The shape of the draft model, and of a head's vocabulary.
+DRAFT_SHAPE, HEAD_VOCABULARY = "qwen3-0.6b", 32_000
+SAID = {
+    NGRAM: "drafts of n-grams, compared",
+    DRAFT_MODEL: f"drafts of the {DRAFT_SHAPE} shape, {LENGTH:.2f} tokens a step at random",
+    EAGLE3: f"drafts of a head, {LENGTH:.2f} tokens a step at random",
+}
+
+
+def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Return the engine's speculative_config. Drafts of n-grams are compared: random prompts hold few of them. Those of
+    a draft model and a head, whose weights are random, are accepted at random.
+
+    folder: where configurations are written, which are to be loaded with load_format "dummy".
+    """
+    found: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+    if method == NGRAM:
+        return found
+    if method == DRAFT_MODEL:
+        path = write_shape(folder / "draft", DRAFT_SHAPE)
+    else:
+        path = folder / f"head-{model.hidden_size}"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(head_of(model)))
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(RATES)}
+    return found | synthetic | {"model": str(path)}
+
+
+def head_of(model: ModelConfig) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head as they are published for such a model: one layer of its shape."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": model.vocab_size,
+        "draft_vocab_size": min(model.vocab_size, HEAD_VOCABULARY),
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope.theta,
+        "hidden_act": "silu",
+    }
