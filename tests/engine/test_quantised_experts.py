@@ -12,9 +12,11 @@ import torch
 from checkpoints import make_checkpoint
 from quantised_checkpoints import LAYOUTS, Layout, compressed, load_all, write_quantised
 from safetensors.torch import save_file
-from test_quantised_engine import IDS, OPTIONS, compare
+from test_quantised_engine import IDS, OPTIONS, compare, generated
+from typer.testing import CliRunner
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.cli.app import app
 from compiled_engine.passes.framework.rounding import codes_of, decode, scales_of
 from compiled_engine.quantisation import Rounding
 
@@ -86,3 +88,14 @@ def test_experts_are_quantised_while_they_are_loaded(quantization: str, tmp_path
         found.append(torch.tensor([next(iter(row.values())).logprob for row in rows]))
     distance = float((found[0] - found[1]).abs().mean())
     assert 0 < distance < 0.2 * float(found[0].std())  # of random weights, whose logits are large
+
+
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+def test_a_written_folder_has_the_codes_that_loading_makes(quantization: str, tmp_path: Path) -> None:
+    sizes = MOE | {"moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes, dtype=torch.bfloat16)
+    command = ["quantise", str(tmp_path / "plain"), str(tmp_path / "fp8"), "--scheme", quantization]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    made, read = generated(tmp_path / "plain", quantization=quantization), generated(tmp_path / "fp8")
+    assert made == read
