@@ -198,10 +198,13 @@ def test_a_written_folder_computes_what_loading_quantises(
     make_checkpoint(tmp_path / "plain", "llama", **sizes, dtype=torch.bfloat16)
     command = ["quantise", str(tmp_path / "plain"), str(tmp_path / "fp8"), "--scheme", quantization]
     assert CliRunner().invoke(app, command).exit_code == 0
+    made, read = generated(tmp_path / "plain", quantization=quantization), generated(tmp_path / "fp8")
+    assert made == read
+
+
+def generated(folder: Path, **options: Any) -> list[tuple[Any, ...]]:
+    """Tokens, and log-probabilities of prompts and of tokens."""
     params = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=3, prompt_logprobs=1, detokenize=False)
-    found = []
-    for folder, options in ((tmp_path / "plain", {"quantization": quantization}), (tmp_path / "fp8", {})):
-        with LLM(folder, **OPTIONS, compile_ranges=(), skip_tokenizer_init=True, **options) as llm:
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in IDS], params, use_tqdm=False)
-        found.append([(list(o.outputs[0].token_ids), list(o.outputs[0].logprobs), o.prompt_logprobs) for o in outputs])
-    assert found[0] == found[1]
+    with LLM(folder, **OPTIONS, compile_ranges=(), skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in IDS], params, use_tqdm=False)
+    return [(list(o.outputs[0].token_ids), list(o.outputs[0].logprobs), o.prompt_logprobs) for o in outputs]
