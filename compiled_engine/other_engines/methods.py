@@ -35,7 +35,7 @@ MISSING = {
 
 _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids': ids}"
 
-# Arguments of generate and chat; None has no effect.
+# Arguments of generate and chat, and of the methods that pool; None has no effect.
 ARGUMENTS = {
     "prompt_token_ids": _AS_PROMPTS,
     "input_ids": _AS_PROMPTS,
@@ -44,6 +44,9 @@ ARGUMENTS = {
     "mm_processor_kwargs": "models take only text",
     "chat_template_content_format": "contents are strings, or lists of strings",
     "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
+    "truncate_prompt_tokens": "give PoolingParams(truncate_prompt_tokens=...)",
+    "lora_request": "models that pool have no adapters for each request",
+    "chat_template": "a pair is written in the template of the checkpoint, or as its tokenizer joins two texts",
 }
 
 
