@@ -172,7 +172,7 @@ class LLM:
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
-        refuse_arguments("encode", others)
+        refuse_arguments("encode", others, pools=True)
         return self._pooled(self._pooler().process(prompts, pooling_params, pooling_task, prompt_name), use_tqdm)
 
     def embed(
@@ -185,7 +185,7 @@ class LLM:
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt; otherwise as `encode`."""
-        refuse_arguments("embed", others)
+        refuse_arguments("embed", others, pools=True)
         requests = self._pooler().process(prompts, pooling_params, "embed", prompt_name)
         return embeddings(self._pooled(requests, use_tqdm))
 
@@ -198,7 +198,7 @@ class LLM:
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of each label for each prompt; otherwise as `encode`."""
-        refuse_arguments("classify", others)
+        refuse_arguments("classify", others, pools=True)
         return classifications(self._pooled(self._pooler().process(prompts, pooling_params, "classify"), use_tqdm))
 
     def score(
@@ -215,7 +215,7 @@ class LLM:
 
         By a model with one label, or by the cosine of embeddings. instruction: of a reranker whose template has one.
         """
-        refuse_arguments("score", others)
+        refuse_arguments("score", others, pools=True)
         scoring = self._pooler().score(queries, documents, pooling_params, instruction)
         return scoring.scores(self._pooled(scoring.requests, use_tqdm))
 

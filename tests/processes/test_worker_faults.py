@@ -161,9 +161,8 @@ def test_what_fails_on_all_ranks_alike_fails_alone() -> None:
         assert len(llm.core.executor.call(ControlCall("metrics"))) == 2
         after = llm.generate(PROMPTS, SHORT, use_tqdm=False)
     assert [each.outputs for each in after] == [each.outputs for each in before]
-    now_descriptors, now_threads = left()
-    assert now_descriptors <= descriptors
-    assert now_threads <= threads
+    assert left()[0] <= descriptors
+    wait_until(lambda: left()[1] <= threads, SOON_S)  # the watch over the failed step ends by itself
 
 
 def test_a_rank_that_cannot_start() -> None:
