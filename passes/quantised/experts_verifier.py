@@ -21,7 +21,7 @@ from compiled_engine.passes.framework.parameter import CODES, SCALES, Parameter,
 from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.experts_codes import experts_weight, projections_of
-from compiled_engine.passes.quantised.quantise_verifier import at_each_element, random_values, rounded
+from compiled_engine.passes.quantised.quantise_verifier import at_each_element, random_codes, random_values, rounded
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
@@ -101,10 +101,8 @@ class _Checkpoint:
         made = []
         for expert in range(num_experts):
             for projection in projections:
-                own, shape = f"{name} {expert} {projection}", (num_rows // len(projections), k)
-                codes = random_values(own, shape, self.device) * rounding.largest / 4
-                scales = random_values(f"{own} scales", rounding.grid(*shape), self.device).exp() * 1e-3
-                made.append(part(codes.clamp(-rounding.largest, rounding.largest).to(rounding.dtype), scales))
+                shape = num_rows // len(projections), k
+                made.append(part(*random_codes(f"{name} {expert} {projection}", shape, rounding, self.device)))
         return torch.cat(made).unflatten(0, (num_experts, -1))
 
     def _rounding(self, name: str) -> Rounding:

@@ -89,10 +89,9 @@ class _Checkpoint:
 
     def _stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The undivided codes, and scales over three decades, as the rules state them."""
-        weight, rounding = self.weights[name], self._scheme(name).weight
+        weight = self.weights[name]
         shape = weight.shape if weight.shard is None else weight.shard.whole
-        codes = (self._random(name, shape) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
-        return codes.to(rounding.dtype), self._random(f"{name} scales", rounding.grid(*shape)).exp() * 1e-3
+        return random_codes(name, shape, self._scheme(name).weight, self.device)
 
     def _scheme(self, name: str) -> LinearScheme:
         scheme = self.quantisation.scheme_of(name.removesuffix(".weight"))
@@ -111,6 +110,14 @@ def random_values(name: str, shape: tuple[int, ...], device: torch.device) -> to
     """Return normally distributed values that depend on the name alone."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def random_codes(
+    name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of this shape, and scales over three decades, which depend on the name alone."""
+    codes = (random_values(name, shape, device) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
+    return codes.to(rounding.dtype), random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
 
 
 def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> None:

@@ -206,6 +206,16 @@ def count_layers_and_caches(model: Any) -> None:
     model.model.__class__ = Model
 
 
+def add_before(norm: Any) -> None:
+    """The norm is given two values, and takes their sum."""
+
+    class Joined(type(norm)):  # type: ignore[misc]
+        def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            return super().forward(given[0] + given[1])
+
+    norm.__class__ = Joined
+
+
 def hand_on_two_values(last: float) -> Callable[[nn.Module], None]:
     """Each layer but the first takes two. last: a setting of the last one, equal to that of the others, which has it
     use the second value first, and the first one later."""
@@ -220,14 +230,10 @@ def hand_on_two_values(last: float) -> Callable[[nn.Module], None]:
                 x_TD = two * weight_D * 3 + one if self.turned > 0.4 else one * weight_D + two
                 return super().forward(x_TD, *arguments), x_TD
 
-        class Joined(type(norm)):  # type: ignore[misc]
-            def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
-                return super().forward(given[0] + given[1])
-
         for number, layer in enumerate(stack_of(model)):
             layer.__class__ = Layer
             layer.turned = _Sly(last if number == 7 else 0.25)  # type: ignore[assignment]
-        norm.__class__ = Joined
+        add_before(norm)
 
     return change
 
@@ -245,14 +251,10 @@ def take_one_value_twice(model: Any) -> None:
             x_TD = one * self.input_layernorm.weight + two
             return super().forward(x_TD, *arguments), x_TD
 
-    class Joined(type(norm)):  # type: ignore[misc]
-        def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
-            return super().forward(given[0] + given[1])
-
     for number, layer in enumerate(stack_of(model)):
         layer.__class__ = Layer
         layer.turned = _Sly(0.5 if number in (1, 4) else 0.25)  # type: ignore[assignment]
-    norm.__class__ = Joined
+    add_before(norm)
 
 
 def name_the_layers_of(kind: type) -> Callable[[nn.Module], None]:

@@ -222,7 +222,7 @@ def make_infinite(tensors: dict[str, torch.Tensor]) -> None:
         (["plain", "out", "--scheme", "fp8", "--ignore", "lm_hed"], "ignore has 'lm_hed', which matches no linear"),
         (["plain", "out", "--scheme", "fp8", "--ignore", "re:.*"], "there is no linear to quantise"),
         (["plain", "out", "--scheme", "fp8", "--ignore", "re:("], "has 're:(': missing )"),
-        (["plain", "out", "--scheme", "fp8", "--text", "plain/config.jsn"], "No such file or directory"),
+        (["plain", "out", "--scheme", "fp8", "--text", "plain/config.jsn"], "config.jsn', which cannot be read: "),
         (["plain", "out", "--scheme", "fp8", "--text", "empty"], "empty', which is empty; allowed: a file with text"),
         (["plain", "out", "--scheme", "fp8", "--text", "binary"], "binary', which is not UTF-8"),
         (["plain", "out", "--scheme", "fp8", "--revision", "main"], "revision is 'main', but model is "),
