@@ -163,6 +163,7 @@ class LLM:
         use_tqdm: bool = True,
         pooling_task: str | None = None,
         prompt_name: str | None = None,
+        **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one or many prompts, given as for `generate`, by a model that pools.
 
@@ -171,6 +172,7 @@ class LLM:
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
+        refuse_arguments("encode", others, pools=True)
         return self._pooled(self._pooler().process(prompts, pooling_params, pooling_task, prompt_name), use_tqdm)
 
     def embed(
@@ -180,8 +182,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
         prompt_name: str | None = None,
+        **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt; otherwise as `encode`."""
+        refuse_arguments("embed", others, pools=True)
         requests = self._pooler().process(prompts, pooling_params, "embed", prompt_name)
         return embeddings(self._pooled(requests, use_tqdm))
 
@@ -191,8 +195,10 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of each label for each prompt; otherwise as `encode`."""
+        refuse_arguments("classify", others, pools=True)
         return classifications(self._pooled(self._pooler().process(prompts, pooling_params, "classify"), use_tqdm))
 
     def score(
@@ -203,11 +209,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         instruction: str | None = None,
+        **others: Any,
     ) -> list[ScoringRequestOutput]:
         """A score for each pair: of one query and each document, or of as many queries as documents.
 
         By a model with one label, or by the cosine of embeddings. instruction: of a reranker whose template has one.
         """
+        refuse_arguments("score", others, pools=True)
         scoring = self._pooler().score(queries, documents, pooling_params, instruction)
         return scoring.scores(self._pooled(scoring.requests, use_tqdm))
 

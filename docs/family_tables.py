@@ -24,9 +24,12 @@ SHOWN_PASSES = {
 
 def families(result: Result, *compiled: Result) -> str:
     """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts; if
-    `compiled` is given, the difference and output tokens per second of the compiled engine."""
-    headings = ["model type", "eager", "after passes", *["compiled", "tok/s"] * len(compiled), *SHOWN_PASSES.values()]
+    `compiled` is given, the difference and, where it was measured, output tokens per second of the compiled engine."""
     elsewhere = {record["family"]: record for each in compiled for record in each["results"]}
+    modes = ["eager", "fused", *(["compiled"] if compiled else [])]
+    rated = any(record.get("compiled", {}).get("tokens_per_s") for record in elsewhere.values())
+    shown = [{"fused": "after passes"}.get(mode, mode) for mode in modes]
+    headings = ["model type", *shown, *(["tok/s"] if rated else []), *SHOWN_PASSES.values()]
     rows = []
     for record in result["results"]:
         if "refused" in record:
@@ -36,13 +39,27 @@ def families(result: Result, *compiled: Result) -> str:
         counts = [passes[name] for name in SHOWN_PASSES]
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
         every = elsewhere.get(record["family"], {}) | record
-        modes = ("eager", "fused", "compiled") if compiled else ("eager", "fused")
         found = [f"{every[mode]['largest']:.0e}" if mode in every else "" for mode in modes]
-        if compiled:
+        if rated:
             rate = every.get("compiled", {}).get("tokens_per_s")
             found.append("" if rate is None else f"{rate:,.0f}")
         rows.append([record["family"], *found, *matches])
     return below(markdown(headings, rows), result, *compiled)
+
+
+def family_counts(*results: Result) -> str:
+    """A row for each way to run: the families that were run so in any of the results, how many are right, the largest
+    difference, and how many of those whose tokens were compared have the greedy tokens of transformers."""
+    ways = {"eager": "eager", "fused": "after passes", "compiled": "compiled"}
+    rows = []
+    for mode, shown in ways.items():
+        found = {each["family"]: each[mode] for result in results for each in result["results"] if mode in each}
+        compared = [each["tokens_equal"] for each in found.values() if each.get("tokens_equal") is not None]
+        largest = max(each["largest"] for each in found.values())
+        right = sum(each["right"] for each in found.values())
+        tokens = f"{sum(compared)} of {len(compared)}" if compared else ""
+        rows.append([shown, str(len(found)), str(right), f"{largest:.0e}", tokens])
+    return markdown(["", "families", "right", "largest difference", "greedy tokens equal"], rows)
 
 
 def families_on_a_gpu(result: Result) -> str:

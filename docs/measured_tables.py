@@ -22,6 +22,8 @@ HIGHLIGHTS = (
     "0.6b-start-cold",
     "0.6b-start-warm",
 )
+# Contenders of `bench embed`, in the order of their columns.
+EMBEDDERS = ("engine", "transformers", "sentence-transformers")
 
 
 def ablation(result: Result) -> str:
@@ -298,19 +300,17 @@ def grid(result: Result) -> str:
 
 
 def embeddings(*results: Result) -> str:
-    """A row for each model and workload: texts a second of the engine and of transformers."""
-    headings = ["model", "texts x tokens", "engine, texts/s", "transformers, texts/s", "best to best"]
-    rows = [
-        [
-            result["model"]["name"],
-            row["workload"].replace("x", " x "),
-            *(f"{row['contenders'][name]['texts_per_s']['median']:,.0f}" for name in ("engine", "transformers")),
-            f"{row['ratio']:.2f}",
-        ]
-        for result in results
-        for row in result["results"]
-    ]
-    return below(markdown(headings, rows), *results)
+    """A row for each model and workload: texts a second of the engine and of those that were measured next to it."""
+    rows = [(result, row) for result in results for row in result["results"]]
+    names = [name for name in EMBEDDERS if any(name in row["contenders"] for _, row in rows)]
+    headings = ["model", "texts x tokens", *(f"{name}, texts/s" for name in names), "best to best"]
+    cells = []
+    for result, row in rows:
+        rates = [row["contenders"].get(name) for name in names]
+        figures = ["" if rate is None else f"{rate['texts_per_s']['median']:,.0f}" for rate in rates]
+        workload = row["workload"].replace("x", " x ")
+        cells.append([result["model"]["name"], workload, *figures, f"{row['ratio']:.2f}"])
+    return below(markdown(headings, cells), *results)
 
 
 def kv_cache_loss(result: Result) -> str:

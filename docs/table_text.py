@@ -7,7 +7,14 @@ from typing import Any
 
 Result = Mapping[str, Any]
 # Versions that matter for speed, by the names that they are shown under.
-SHOWN_VERSIONS = {"torch": "torch", "triton": "Triton", "cuda": "CUDA", "transformers": "transformers", "vllm": "vLLM"}
+SHOWN_VERSIONS = {
+    "torch": "torch",
+    "triton": "Triton",
+    "cuda": "CUDA",
+    "transformers": "transformers",
+    "sentence-transformers": "sentence-transformers",
+    "vllm": "vLLM",
+}
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -42,6 +43,11 @@ SKIPPED = {
 
 # Packages of quick tests. Their files come last, so that processes side by side end at about the same time.
 QUICK = ("cli", "frontend", "grammars", "kernels", "other_engines", "process", "resolve", "rows", "runner", "tune")
+
+# For a listener of this logger torch.compile writes out every graph; pytest would be one if it did not propagate.
+_traces = logging.getLogger("torch.__trace")
+_traces.propagate = True
+_traces.handlers.clear()
 
 # How fast a machine is may not decide whether a test passes.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

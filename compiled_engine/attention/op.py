@@ -141,6 +141,22 @@ ATTENTION_OPS: dict[str, Callable[..., None]] = {
 }
 
 
+_LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")
+
+
+def call_directly(ops: dict[str, Callable[..., None]]) -> None:
+    """Let the dispatcher call these functions themselves for custom ops on a CPU and on a GPU.
+
+    custom_op wraps them for Dynamo, which the first call would import: seconds of a start in eager mode.
+    """
+    for name, function in ops.items():
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, function, key)
+
+
+call_directly(ATTENTION_OPS)
+
+
 def attention(
     q_THd: torch.Tensor,
     k_TKd: torch.Tensor,

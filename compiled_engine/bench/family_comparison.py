@@ -55,7 +55,8 @@ class Difference:
     transformers in the engine's own dtype, to compare. tokens_per_s: of the output, where an engine ran. from_float64:
     the largest of an engine in fp32 from transformers' in float64; transformers_from_float64: that of transformers in
     fp32. medians: the engine's and transformers', in less than fp32 for families with experts: where two experts are
-    nearly as good, a rounding sends a token to another one, and few such tokens decide a mean."""
+    nearly as good, a rounding sends a token to another one, and few such tokens decide a mean. tokens_equal: whether
+    each greedy token of an engine is the likeliest one of transformers in fp32 or, as for `largest`, in float64."""
 
     largest: float
     mean: float
@@ -64,6 +65,7 @@ class Difference:
     from_float64: float | None = None
     transformers_from_float64: float | None = None
     medians: tuple[float, float] | None = None
+    tokens_equal: bool | None = None
 
     def is_right(self, dtype: torch.dtype) -> bool:
         if dtype == torch.float32:
@@ -135,12 +137,17 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
     differences: list[float] = []
     of_transformers: list[float] = []
     from_float64: list[tuple[float, float]] = []
+    tokens_equal = True
     for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
         completion = output.outputs[0]
         ids = torch.tensor([prompt + list(completion.token_ids)], device=device)
         exact_TV = oracle(ids).logits[0].float().log_softmax(-1)
         narrow_TV = exact_TV if narrow is None else narrow(ids).logits[0].float().log_softmax(-1)
         wide_TV = None if wide is None else wide(ids.cpu()).logits[0].log_softmax(-1)
+        greedy = slice(len(prompt) - 1, -1)
+        choices = [each_TV[greedy].argmax(-1) for each_TV in (exact_TV, wide_TV) if each_TV is not None]
+        chosen = [{int(one) for one in row} for row in zip(*choices, strict=True)]
+        tokens_equal &= all(token in allowed for token, allowed in zip(completion.token_ids, chosen, strict=True))
         before = list(output.prompt_logprobs[1:]) if output.prompt_logprobs else []
         entries = [*before, *(completion.logprobs or [])]
         first = ids.shape[1] - len(entries)
@@ -157,7 +164,7 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
     routed = narrow is not None and any(getattr(oracle.config.get_text_config(), name, 0) for name in _EXPERTS)
     medians = (statistics.median(differences), statistics.median(of_transformers)) if routed else None
     means = sum(differences) / count, sum(of_transformers) / count
-    return Difference(max(differences), *means, rate, ours, theirs, medians)
+    return Difference(max(differences), *means, rate, ours, theirs, medians, tokens_equal)
 
 
 def tokens_per_s(llm: LLM) -> float:

@@ -40,8 +40,8 @@ def families(
     transformers in the same type.
 
     JSON: benchmark, ranks, results (family, architecture, implementation, and for each mode largest, mean,
-    mean_of_transformers, from_float64, transformers_from_float64, medians, tokens_per_s, right; passes: matches and
-    contract of each; refused: why it cannot be run), date, machine, versions, command.
+    mean_of_transformers, from_float64, transformers_from_float64, medians, tokens_equal, tokens_per_s, right; passes:
+    matches and contract of each; refused: why it cannot be run), date, machine, versions, command.
     """
     from compiled_engine.bench.families import FAMILIES, WRAPPERS
     from compiled_engine.bench.families import family as known

@@ -82,10 +82,11 @@ def make_room(name: str, path: Path | None) -> None:
 
 
 def read_text(name: str, path: Path) -> str:
-    """Read a file of text. Raises OSError if it cannot be read, ValueError, naming the option, if it is not UTF-8, or
-    empty."""
+    """Read a file of text. Raises ValueError, naming the option, if it cannot be read, is not UTF-8, or empty."""
     try:
         words = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{name} is {str(path)!r}, which cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is {str(path)!r}, which is not UTF-8: {error}") from error
     if not words.strip():

@@ -16,7 +16,6 @@ from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.passes.registry import check_registered, load_plugins
 from compiled_engine.process.begin_gpu import cuda_context
-from compiled_engine.process.in_background import import_apart
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -82,8 +81,6 @@ class InProcessExecutor:
         if config.device.type == "cuda":  # while the model is compiled, or found and its weights are read
             cuda_context(config.device.index or 0)
             triton_digests(config.device)
-        if not config.compile.enabled:
-            import_apart("torch._dynamo")  # as the first call of a custom op does
         with self._own_context():
             self.runner = Runner(config, progress, timeline, clock, logits_processors, group, link)
         self.num_blocks = self.runner.num_blocks

@@ -35,7 +35,7 @@ MISSING = {
 
 _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids': ids}"
 
-# Arguments of generate and chat; None has no effect.
+# Arguments of generate and chat, and of the methods that pool; None has no effect.
 ARGUMENTS = {
     "prompt_token_ids": _AS_PROMPTS,
     "input_ids": _AS_PROMPTS,
@@ -45,12 +45,19 @@ ARGUMENTS = {
     "chat_template_content_format": "contents are strings, or lists of strings",
     "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
 }
+# Further ones of the methods that pool.
+POOLING_ARGUMENTS = {
+    "truncate_prompt_tokens": "give PoolingParams(truncate_prompt_tokens=...)",
+    "lora_request": "models that pool have no adapters for each request",
+    "chat_template": "a pair is written in the template of the checkpoint, or as its tokenizer joins two texts",
+}
 
 
-def refuse_arguments(method: str, given: Mapping[str, Any]) -> None:
+def refuse_arguments(method: str, given: Mapping[str, Any], *, pools: bool = False) -> None:
     """Raise TypeError for an argument that the method does not have; one of another engine's that is None is none."""
+    known = ARGUMENTS | POOLING_ARGUMENTS if pools else ARGUMENTS
     for name, value in given.items():
-        if name not in ARGUMENTS:
+        if name not in known:
             raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
         if value is not None:
-            raise TypeError(f"LLM.{method}() has no {name}, which is {value!r}; {ARGUMENTS[name]}")
+            raise TypeError(f"LLM.{method}() has no {name}, which is {value!r}; {known[name]}")

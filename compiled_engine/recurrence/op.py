@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from compiled_engine.attention.op import call_directly
 from compiled_engine.recurrence.convolution import convolve_reference
 from compiled_engine.recurrence.delta_rule import apply_rule_reference
 from compiled_engine.recurrence.sequences import Sequences
@@ -116,6 +117,7 @@ RECURRENCE_OPS: dict[str, Callable[..., None]] = {
     "compiled_engine::conv_state": convolve,
     "compiled_engine::delta_rule": apply_rule,
 }
+call_directly(RECURRENCE_OPS)
 # For each value the op that it stands for, the name of the op's result, and that of the argument that it is like.
 VALUES = {
     CONV_STATE_VALUE: (CONV_STATE, "out_TD", "x_TD"),

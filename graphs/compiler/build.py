@@ -257,8 +257,8 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
-        if config.model.experts.count and config.model.transformers is None and num_ranks == 1:
-            found.append(QuantiseExperts(config.model.quantisation, config.device))
+        if config.model.experts.count and config.model.transformers is None:
+            found.append(QuantiseExperts(config.model.quantisation, config.device, num_ranks, before))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
     if taps:

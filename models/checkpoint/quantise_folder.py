@@ -1,8 +1,8 @@
 """Quantise a checkpoint: write a folder in the layout of compressed-tensors, which transformers and others load.
 
-The linears are those that `quantization` would quantise while the checkpoint is loaded, and codes and scales are the
-same, except where rows are no multiple of a tile's. Files are read and written a tensor at a time, in the source's
-shards. A folder has its name once it is complete.
+The linears are those that `quantization` would quantise while the checkpoint is loaded, matrices of experts included,
+and codes and scales are the same, except where rows are no multiple of a tile's. Files are read and written a tensor at
+a time, in the source's shards. A folder has its name once it is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from compiled_engine.passes.framework.rounding import codes_of, scales_of
 from compiled_engine.process.progress import Advance, Progress
 from compiled_engine.quantisation import LinearScheme, Quantisation, matches
 
-# Matrices of experts are kept as they are: they are no modules of their own in the model.
+# Names the matrices of all experts, whether a checkpoint holds them one by one or together.
 EXPERTS = r"re:.*\.experts\..*"
 _WEIGHT, _SCALES = ".weight", ".weight_scale"
 _MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers
@@ -53,8 +53,8 @@ _CHUNK_ROWS = 1024
 class QuantisePlan:
     """The work for one checkpoint.
 
-    schemes: of each tensor of codes to be, by its name in the files. kept: the linears that stay as they are, with the
-    reason. ignore: their targets, as the folder states them.
+    schemes: of each tensor of codes to be, by its name in the files. kept: the linears, and matrices of experts, that
+    stay as they are, with the reason. ignore: their targets, as the folder states them.
     """
 
     path: Path
@@ -94,22 +94,25 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
     read = match_tensors(tensors, model, config, cache_dir).read
     file_names = {id(tensor): name for name, tensor in files.items()}
 
-    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    if unused := [target for target in asked if not any(matches(target, name) for name in linears)]:
-        raise ValueError(
-            f"ignore has {unused[0]!r}, which matches no linear of the model; it has {name_some([*linears])}"
-        )
+    held = {
+        name: [_is_whole(each, layer.weight) for each in read.get(f"{name}{_WEIGHT}", ())] == [True]
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    held |= _experts(tensors, dict(model.named_parameters(remove_duplicate=False)), read)
+    if unused := [target for target in asked if not any(matches(target, module) for module in held)]:
+        raise ValueError(f"ignore has {unused[0]!r}, which matches no linear of the model; it has {name_some([*held])}")
 
     schemes: dict[str, LinearScheme] = {}
     kept: dict[str, str] = {}
-    for module, layer in linears.items():
-        scheme, placements = rules.scheme_of(module), read.get(f"{module}{_WEIGHT}", ())
+    for module, is_held in held.items():
+        scheme = rules.scheme_of(module)
         if scheme is None:
             kept[module] = rules.why_not(module)
-        elif [_is_whole(placement, layer.weight) for placement in placements] != [True]:
-            kept[module] = "the checkpoint holds it in parts, or under another name"
+        elif not is_held:
+            kept[module] = "the checkpoint holds it in parts, together with others, or under another name"
         else:
-            schemes[file_names[id(tensors[placements[0].source])]] = scheme
+            schemes[file_names[id(tensors[f"{module}{_WEIGHT}"])]] = scheme
     if not schemes:
         reasons = name_some([f"{module} ({reason})" for module, reason in kept.items()])
         raise ValueError(f"{config.path}: there is no linear to quantise: {reasons or 'the model has none'}")
@@ -127,7 +130,7 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
         rules,
         schemes,
         kept,
-        _ignore(rules, [*plain, *kept]),
+        _ignore(rules, [*plain, *kept], quantised=[name.removesuffix(_WEIGHT) for name in schemes]),
         sum(tensor.nbytes for tensor in files.values()),
         sum(each.nbytes for described in sizes for each in described.values()),
     )
@@ -175,10 +178,29 @@ def _is_whole(placement: Placement, weight: torch.Tensor) -> bool:
     return same and placement.taken == placement.placed == all_of_it
 
 
-def _ignore(rules: Quantisation, modules: list[str]) -> tuple[str, ...]:
-    """Return the targets that name these modules: those of the rules, all experts, and names."""
+def _experts(
+    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], read: Mapping[str, Sequence[Placement]]
+) -> dict[str, bool]:
+    """Return the checkpoint's names for matrices of experts, each with whether its tensor is one matrix as it is.
+
+    own: the model's parameters by name, of which those of experts have three dimensions.
+    """
+    found: dict[str, bool] = {}
+    for name, placements in read.items():
+        for placement in placements if name in own and own[name].dim() == 3 else ():
+            if matches(EXPERTS, placement.source):
+                shape = tuple(tensors[placement.source].shape)
+                sizes = tuple(end - start for start, end in placement.placed)
+                is_one = len(shape) == 2 and sizes == (1, *shape) and not placement.transposed
+                found[placement.source.removesuffix(_WEIGHT)] = is_one and placement.source.endswith(_WEIGHT)
+    return found
+
+
+def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
+    """Return the targets that name these modules: those of the rules, all experts if none is quantised, and names."""
     targets = list(rules.ignore)
-    if any(matches(EXPERTS, module) for module in modules):
+    stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)
+    if stay and not any(matches(EXPERTS, module) for module in quantised):
         targets.append(EXPERTS)
     matching = replace(rules, ignore=tuple(targets))
     return tuple(dict.fromkeys([*targets, *(name for name in modules if matching.scheme_of(name) is not None)]))

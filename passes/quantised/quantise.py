@@ -145,11 +145,12 @@ def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: b
 
 
 def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
-    """Return the part of the scales for a part of a weight, with tiles that end where the part does."""
-    whole = scheme.weight.grid(*shard.whole)
+    """Return the part of the scales for a part of a weight [N, K], or [E, N, K] of which E is not divided, with tiles
+    that end where the part does."""
+    whole = *shard.whole[:-2], *scheme.weight.grid(*shard.whole[-2:])
     if shard.dim is None:
         return Shard(whole)
-    tile = (scheme.weight.rows, scheme.weight.columns)[shard.dim]
+    tile = (scheme.weight.rows, scheme.weight.columns)[shard.dim - len(shard.whole)]
     if not tile:  # every rank has the scales of whole rows
         return Shard(whole)
     return Shard(whole, shard.dim, tuple(Section(s.length // tile, s.parts) for s in shard.sections))

@@ -2,7 +2,8 @@
 
 Why: with few tokens a mixture of experts costs the bytes of the experts that are touched, and those of FP8 are half as
 many; and twice as many experts fit. A product reads what the op experts_weight decodes; the pass experts then gives
-codes and scales to its own op. Rules name each projection of each expert, as checkpoints do.
+codes and scales to its own op. Rules name each projection of each expert, as checkpoints do. As in `quantise`, what the
+pass sees is a rank's share, and tiles are cut smaller where a share does not end with one.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from torch import fx
 
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.framework.matching import emit, fake_mode_of, named
-from compiled_engine.passes.framework.parameter import CODES, SCALES, WEIGHT, Parameter, compute
-from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle
+from compiled_engine.passes.framework.matching import emit, fake_mode_of
+from compiled_engine.passes.framework.parameter import CODES, SCALES, WEIGHT, Parameter
+from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle, projections_of
+from compiled_engine.passes.quantised.quantise import scales_shard
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
-
-# A parameter's part of the name, with the projections whose rows it has.
-_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class QuantiseExperts(GraphPass):
-    """Of textbook models on one device; elsewhere codes of experts are decoded when they are loaded."""
+    """Of textbook models; with the code of transformers, codes of experts are decoded when they are loaded."""
 
     name = "quantise_experts"
     required = True  # with its parameters the loader reads codes
 
-    def __init__(self, quantisation: Quantisation, device: torch.device):
-        self._quantisation, self._device = quantisation, device
+    def __init__(
+        self, quantisation: Quantisation, device: torch.device, num_ranks: int = 1, before: fx.Graph | None = None
+    ):
+        """before: a copy of the graph, with which `verify` compares; None if it is not to be called."""
+        self._quantisation, self._device, self._num_ranks, self._before = quantisation, device, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """One for each matrix of experts that the rules name and the kernels take."""
@@ -58,11 +59,12 @@ class QuantiseExperts(GraphPass):
 
     def _rounding(self, node: fx.Node) -> Rounding | str:
         """How a matrix [E, N, K] of experts is rounded; or why it stays, "" for any other input."""
-        prefix, _, own = parameter_of(node).name.rpartition(".") if is_parameter(node) else ("", "", "")
-        if own not in _PROJECTIONS or node.meta["val"].dim() != 3:
+        if not is_parameter(node) or node.meta["val"].dim() != 3 or not projections_of(parameter_of(node).name):
             return ""
-        num_experts, num_rows, _ = parameter_of(node).shape
-        modules = [f"{prefix}.{expert}.{part}" for expert in range(num_experts) for part in _PROJECTIONS[own]]
+        weight, projections = parameter_of(node), projections_of(parameter_of(node).name)
+        num_experts, num_rows, num_columns = weight.shape
+        prefix = weight.name.rpartition(".")[0]
+        modules = [f"{prefix}.{expert}.{part}" for expert in range(num_experts) for part in projections]
         schemes = {self._quantisation.scheme_of(module) for module in modules}
         if len(schemes) > 1:
             return "stays in 16 bits: the rules differ among its experts"
@@ -70,24 +72,17 @@ class QuantiseExperts(GraphPass):
         if scheme is None:
             return f"stays in 16 bits: {self._quantisation.why_not(modules[0])}"
         # Its rows are those of each projection, one below the other.
-        rounding = LinearScheme(scheme.weight, None).dividing(num_rows // len(_PROJECTIONS[own]), 0).weight
+        of_share = num_columns if weight.shard is not None and weight.shard.divides_input else 0
+        rounding = LinearScheme(scheme.weight, None).dividing(num_rows // len(projections), of_share).weight
         reason = obstacle(rounding, self._device)
         return rounding if reason is None else f"stays in 16 bits: {reason}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare what each op decodes, of random codes and scales, with the scalar definition of the layout."""
-        for replacement in result.replacements:
-            arguments = named(replacement.after)
-            name = f"pass quantise_experts: {replacement.after.name}, which replaced {replacement.before},"
-            codes, scales = (parameter_of(arguments[each]) for each in ("codes_ENK", "scales_ERC"))
-            rounding = Rounding.parse(arguments["scheme"])
-            values = {leaf.name: _random(leaf, rounding, device) for each in (codes, scales) for leaf in each.leaves()}
-            found, of_scales = (_computed(each, values) for each in (codes, scales))
-            weight = replacement.after.target(found, of_scales, arguments["scheme"], "float32")  # type: ignore[operator]
-            expected = _stands_for(values, codes, scales, rounding)
-            if not torch.allclose(weight, expected, rtol=1e-5, atol=0.0):
-                raise VerificationError(f"{name} is off by {float((weight - expected).abs().max()):.3g}")
-        return len(result.replacements)
+        """Compare each matrix, on each rank, with the checkpoint's own layout; see experts_verifier."""
+        from compiled_engine.passes.quantised.experts_verifier import verify_experts
+
+        assert self._before is not None
+        return verify_experts(self._before, result, self._quantisation, self._num_ranks, device)
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, quantisation: Quantisation) -> fx.Node:
@@ -101,6 +96,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, quantisation: Q
             replace(each, role=WEIGHT, members=(weight,), make=((each.role, text),), scheme="")
             for each in (codes, scales)
         )
+    elif weight.shard is not None:
+        codes = replace(codes, shard=weight.shard)
+        scales = replace(scales, shard=scales_shard(weight.shard, LinearScheme(rounding, None)))
     inputs = []
     for parameter in (codes, scales):
         with graph.inserting_before(node), fake_mode_of(like):
@@ -112,37 +110,6 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, quantisation: Q
         new = emit(graph, experts_weight, *inputs, text, weight.dtype)
     node.replace_all_uses_with(new)
     return new
-
-
-def _computed(parameter: Parameter, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    return compute(parameter, lambda leaf: values[leaf.name])
-
-
-def _random(leaf: Parameter, rounding: Rounding, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(len(leaf.name))
-    values = torch.randn(leaf.shape, generator=generator).to(device)
-    if leaf.role == SCALES:
-        return values.exp()
-    return (values * rounding.largest / 4).clamp(-rounding.largest, rounding.largest).to(leaf.torch_dtype)
-
-
-def _stands_for(
-    values: dict[str, torch.Tensor], codes: Parameter, scales: Parameter, rounding: Rounding
-) -> torch.Tensor:
-    """[E, N, K]: of stored codes by the place of each element; of a weight by the largest value of each tile."""
-    weight = values[codes.members[0].name if codes.members else codes.name].float()
-    _, num_rows, k = weight.shape
-    rows, columns = torch.arange(num_rows) // (rounding.rows or num_rows), torch.arange(k) // (rounding.columns or k)
-    if not codes.members:
-        return weight * values[scales.name][:, rows[:, None], columns[None, :]]
-    expected = torch.empty_like(weight)
-    for row in rows.unique():
-        for column in columns.unique():
-            place = slice(None), (rows == row).nonzero().flatten()[:, None], (columns == column).nonzero().flatten()
-            largest = weight[place].abs().amax((1, 2), keepdim=True)
-            scale = largest / torch.full_like(largest, rounding.largest)
-            expected[place] = (weight[place] / scale).to(rounding.dtype).float() * scale
-    return expected
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -65,10 +65,10 @@ class _Checkpoint:
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
             weight = self.weights[name]
-            codes, scales = _rounded(self.read(weight).float(), _ending_with_the_share(rounding, weight), None)
+            codes, scales = rounded(self.read(weight).float(), _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
         codes, scales = self._stored(name)
-        return self._of_rank(codes.float() * _at(scales, rounding, *codes.shape), self.weights[name].shard)
+        return self._of_rank(codes.float() * at_each_element(scales, rounding, *codes.shape), self.weights[name].shard)
 
     def input_scale(self, name: str) -> torch.Tensor:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
@@ -89,10 +89,9 @@ class _Checkpoint:
 
     def _stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The undivided codes, and scales over three decades, as the rules state them."""
-        weight, rounding = self.weights[name], self._scheme(name).weight
+        weight = self.weights[name]
         shape = weight.shape if weight.shard is None else weight.shard.whole
-        codes = (self._random(name, shape) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
-        return codes.to(rounding.dtype), self._random(f"{name} scales", rounding.grid(*shape)).exp() * 1e-3
+        return random_codes(name, shape, self._scheme(name).weight, self.device)
 
     def _scheme(self, name: str) -> LinearScheme:
         scheme = self.quantisation.scheme_of(name.removesuffix(".weight"))
@@ -104,8 +103,21 @@ class _Checkpoint:
         return whole if shard is None else shard.of(whole, self.rank, self.num_ranks)
 
     def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        return random_values(name, shape, self.device)
+
+
+def random_values(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return normally distributed values that depend on the name alone."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def random_codes(
+    name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of this shape, and scales over three decades, which depend on the name alone."""
+    codes = (random_values(name, shape, device) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
+    return codes.to(rounding.dtype), random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
 
 
 def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> None:
@@ -118,7 +130,7 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
     expected_TK = x_TK
     if scheme.inputs is not None:
         static = checkpoint.input_scale(weight.name) if scheme.inputs.static else None
-        codes, scales = _rounded(x_TK, scheme.inputs, static)
+        codes, scales = rounded(x_TK, scheme.inputs, static)
         expected_TK = codes.float() * scales
         # Away from where a code is as near as the next, so that an ulp of x decides nothing.
         x_TK = torch.where(x_TK.abs() > expected_TK.abs().amax(), x_TK, expected_TK + (x_TK - expected_TK) / 4)
@@ -168,20 +180,20 @@ def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
     return LinearScheme(scheme.weight, Rounding(scheme.inputs.element, scheme.inputs.rows, columns))
 
 
-def _at(scales: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """The scale of each element, by its place."""
+def at_each_element(scales: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
+    """Return the scale of each element, by its place."""
     rows = torch.arange(num_rows, device=scales.device) // (rounding.rows or num_rows)
     columns = torch.arange(num_columns, device=scales.device) // (rounding.columns or num_columns)
     return scales[rows[:, None], columns[None, :]]
 
 
-def _rounded(
-    values: torch.Tensor, rounding: Rounding, static: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and the scale of each element."""
+def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes, and the scale of each element."""
     rows, columns = rounding.grid(*values.shape)
     if static is None:
-        place = _at(torch.arange(rows * columns, device=values.device).view(rows, columns), rounding, *values.shape)
+        place = at_each_element(
+            torch.arange(rows * columns, device=values.device).view(rows, columns), rounding, *values.shape
+        )
         largest = torch.zeros(rows * columns, device=values.device)
         largest.scatter_reduce_(0, place.flatten(), values.abs().flatten(), "amax")
         # By a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number, and a tie would round the other way.

@@ -62,8 +62,17 @@ VARIANTS = [
 ]
 
 
+def without_machine_code(*compilation: Any) -> tuple[str, str]:
+    """A hook of triton.compile: it ends with LLVM's code, before which shared memory is laid out."""
+    if compilation:
+        _, stages, *_ = compilation
+        stages["ptx"] = lambda _, metadata: metadata.update(name="none") or ""
+        stages["cubin"] = lambda *_: b""
+    return "without machine code", "without machine code"  # in the key of Triton's cache
+
+
 @pytest.fixture
-def check(tmp_path: Path) -> Callable[..., str]:
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Compile a kernel, assert that it fits (so many programs on a multiprocessor) and spills at most so many bytes a
     thread, and return its PTX."""
 
@@ -109,7 +118,9 @@ def check(tmp_path: Path) -> Callable[..., str]:
             constexprs[(kernel.arg_names.index("DEPENDENT_LAUNCH"),)] = False
         options.pop("launch_pdl", None)
         on_ada = ASTSource(kernel, signature, constexprs, attributes)
-        program_on_ada = triton.compile(on_ada, target=ADA, options={"enable_fp_fusion": True, **options})
+        with monkeypatch.context() as patched:
+            patched.setattr(triton.knobs.runtime, "add_stages_inspection_hook", without_machine_code)
+            program_on_ada = triton.compile(on_ada, target=ADA, options={"enable_fp_fusion": True, **options})
         assert program_on_ada.metadata.shared <= MIN_SHARED_MEMORY
         return program.asm["ptx"]
 
@@ -232,37 +243,46 @@ def _options(tiles: Any) -> dict[str, Any]:
     return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
 
 
+# Of GPT-OSS, Phi-3, Gemma 2 of 27B and of 9B.
+CAPPED = pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+
+
+def capped(head_dim: int, **further: Any) -> dict[str, Any]:
+    """Constants with a soft cap and sinks."""
+    chosen = constants(8, 4, head_dim, CAP_SCALE=0.0017, DEPENDENT_LAUNCH=True, **further)
+    return {name: value for name, value in chosen.items() if name != "sinks_ptr"}
+
+
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_soft_cap_and_sinks(check: Callable[..., str], head_dim: int) -> None:
-    """At the head sizes of GPT-OSS, Phi-3, Gemma 2 of 27B and of 9B."""
-    capped, listed = (
-        {"CAP_SCALE": 0.0017, "DEPENDENT_LAUNCH": True},
-        {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER},
-    )
+@pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
+@CAPPED
+def test_soft_cap_and_sinks_in_prefill(check: Callable[..., str], head_dim: int, max_seq_len: int) -> None:
+    tiles = prefill_tiles(head_dim, 2, max_seq_len)
+    sizes = {"TILE_M": tiles.rows, "TILE_N": tiles.keys, "MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER}
     spilled = 104 if head_dim == 256 else 0
-    for max_seq_len in (SHORT_CONTEXT, SHORT_CONTEXT + 1):
-        prefill = prefill_tiles(head_dim, 2, max_seq_len)
-        chosen = constants(8, 4, head_dim, TILE_M=prefill.rows, TILE_N=prefill.keys, **capped, **listed)
-        del chosen["sinks_ptr"]
-        check(prefill_kernel, torch.bfloat16, chosen, spilled=spilled, programs=prefill.programs, **_options(prefill))
-    for programs in (1, 2, SMALL):
-        tiles = decode_tiles(head_dim, 2, programs)
-        chosen = constants(8, 4, head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, **capped)
-        chosen["LOOK_AHEAD"] = tiles.look_ahead
-        del chosen["sinks_ptr"]
-        check(decode_kernel, torch.bfloat16, chosen, spilled=96 if programs == SMALL else 0, **_options(tiles))
-    few = listed_decode_tiles(head_dim, 2)
-    chosen = constants(8, 4, head_dim, TILE_M=16, TILE_N=few.keys, GRAIN=GRAIN, **capped, **listed)
-    del chosen["sinks_ptr"]
-    check(
-        listed_decode_kernel,
-        torch.bfloat16,
-        chosen,
-        spilled=16 if head_dim == 256 else 0,
-        programs=few.programs,
-        **_options(few),
-    )
+    chosen = capped(head_dim, **sizes)
+    check(prefill_kernel, torch.bfloat16, chosen, spilled=spilled, programs=tiles.programs, **_options(tiles))
+
+
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("programs", [1, 2, SMALL])
+@CAPPED
+def test_soft_cap_and_sinks_in_decode(check: Callable[..., str], head_dim: int, programs: int) -> None:
+    tiles = decode_tiles(head_dim, 2, programs)
+    chosen = capped(head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, LOOK_AHEAD=tiles.look_ahead)
+    spilled = 96 if programs == SMALL else 0
+    check(decode_kernel, torch.bfloat16, chosen, spilled=spilled, **_options(tiles))
+
+
+@pytest.mark.product(one_in=1000)
+@CAPPED
+def test_soft_cap_and_sinks_in_listed_decode(check: Callable[..., str], head_dim: int) -> None:
+    tiles = listed_decode_tiles(head_dim, 2)
+    listed = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER}
+    chosen = capped(head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, **listed)
+    spilled = 16 if head_dim == 256 else 0
+    options = _options(tiles)
+    check(listed_decode_kernel, torch.bfloat16, chosen, spilled=spilled, programs=tiles.programs, **options)
 
 
 def test_work_list(check: Callable[..., str]) -> None:

@@ -223,6 +223,26 @@ def test_a_repeat_that_fails_costs_none_before_it() -> None:
     assert record["error"].endswith("boom")
 
 
+def test_an_interrupt_costs_no_repeat_before_it() -> None:
+    calls = []
+
+    def fake(options: Any, workload: Any) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == interrupted_at:
+            raise KeyboardInterrupt
+        return a_result(1.0)
+
+    found, preparation = variants("cpu", ["silu_mul"]), Preparation(1, 2, eager=True)
+    interrupted_at = 8  # after 3 preparations, a round of 3 and a variant
+    records = measure(found, {}, AblationWorkload(), 2, preparation, SilentProgress(), fake)
+    assert [record["repeats"] for record in records] == [2, 1, 1]
+    assert [record.get("error") for record in records] == [None, *["was interrupted after 1 of 2 repeats"] * 2]
+    calls.clear()
+    interrupted_at = 4
+    with pytest.raises(KeyboardInterrupt):
+        measure(found, {}, AblationWorkload(), 2, preparation, SilentProgress(), fake)
+
+
 def test_a_variant_that_cannot_be_is_refused_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
     impossible = [Variant("eager", {"mode": "eager", "graph_mode": "piecewise"})]
     monkeypatch.setattr("compiled_engine.bench.ablation.variants", lambda *about: impossible)

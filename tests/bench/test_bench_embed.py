@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -115,3 +116,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         measure(OPTIONS | {"model": tmp_path}, None, long, [], {}, 1, SilentProgress())
     with pytest.raises(ValueError, match="beside is 'vllm'; allowed: transformers"):
         measure(OPTIONS | {"model": tmp_path}, None, long, ["vllm"], {}, 1, SilentProgress())
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody listens
+        nobody = parse_target(f"http://127.0.0.1:{bound.getsockname()[1]}", None, ())
+        with pytest.raises(ValueError, match=r"url is 'http://127.0.0.1:\d+/v1', where no list .*refused"):
+            measure({"model": tmp_path / "of no engine"}, None, long, [], {"peer": nobody}, 1, SilentProgress())

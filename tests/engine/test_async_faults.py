@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from faulty_processor import FAILS_TO_START, NAME, SLOW_TO_START
+from left_over import has_ended
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine.async_llm import AsyncLLM
@@ -63,10 +64,6 @@ def children() -> Children:
 def core_of(process: psutil.Process) -> psutil.Process:
     (core,) = process.children()
     return core
-
-
-def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def check_death(engine: AsyncLLM, reason: str, *, fault: str = "slow", kill: Callable[[], Any] = bool) -> None:
@@ -187,7 +184,7 @@ def test_a_core_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         core = core_of(psutil.Process(caller.pid))
         assert address.is_socket()
         caller.kill()
-    wait_until(lambda: is_gone(core))
+    wait_until(lambda: has_ended(core))
     assert not list(tmp_path.iterdir())
 
 
@@ -197,7 +194,7 @@ def test_a_core_that_starts_ends_with_the_process_that_started_it(tmp_path: Path
         wait_until(lambda: file.exists() and file.read_text() != "")
         core = psutil.Process(int(file.read_text()))
         caller.kill()
-    wait_until(lambda: is_gone(core))
+    wait_until(lambda: has_ended(core))
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -207,7 +204,7 @@ def test_an_engine_that_nobody_refers_to_ends(children: Children) -> None:
     address = Path(engine.address or "")
     asyncio.run(final(engine, "a", SHORT))
     del engine
-    assert is_gone(core)
+    assert has_ended(core)
     assert not address.exists()
 
 
@@ -317,7 +314,7 @@ def test_another_process_may_join(children: Children) -> None:
         metrics = await engine.metrics()
         assert (metrics["running"], metrics["aborted"], metrics["api_processes"]) == (0, 1, 2)
         await engine.shutdown()
-        assert is_gone(core)
+        assert has_ended(core)
         assert "the process that started it has" in await staying
         with pytest.raises(EngineDeadError):
             await final(second, PROMPTS[0], SHORT)

@@ -13,7 +13,7 @@ from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
-OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 2, "max_num_batched_tokens": 32}
 
 
 def complete(mode: str) -> tuple[int, ...]:

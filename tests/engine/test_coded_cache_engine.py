@@ -81,11 +81,13 @@ def test_fp8_takes_the_scales_of_a_checkpoint(
     """Powers of two scale e4m3 exactly, so they change no token where nothing is subnormal or saturates. Without any
     in the checkpoint a warning says so."""
     with_scales(bundled_model_path, tmp_path / "scaled", "k_scale", "v_scale")
+    shutil.copytree(tmp_path / "scaled", tmp_path / "unscaled")  # of the same scheme, so that it is compiled once
+    shutil.copy(bundled_model_path / "model.safetensors", tmp_path / "unscaled")
     options = {"mode": "compiled", "compile_ranges": (), "kv_cache_dtype": "fp8", "strict_passes": True}
     with caplog.at_level(logging.WARNING, logger="compiled_engine"):
         scaled = tokens_of(PROMPTS, model=tmp_path / "scaled", **options)
         assert "k_scale" not in caplog.text
-        unscaled = tokens_of(PROMPTS, **options)
+        unscaled = tokens_of(PROMPTS, model=tmp_path / "unscaled", **options)
     assert "has no k_scale and v_scale for an FP8 KV cache: 1.0 is used" in caplog.text
     same = sum(a == b for ours, theirs in zip(scaled, unscaled, strict=True) for a, b in zip(ours, theirs, strict=True))
     assert same >= 0.9 * sum(map(len, scaled))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ ENGINE: dict[str, Any] = {
     "progress": False,
     "max_model_len": 96,
     "max_num_seqs": 6,
-    "max_num_batched_tokens": 24,
+    "max_num_batched_tokens": 32,
     "block_size": 4,
     "num_blocks": 36,
     "tokenizer": str(BUNDLED_MODEL_PATH),
@@ -110,9 +111,9 @@ def test_drafts_are_those_of_the_whole_sequence(
 
 
 @pytest.fixture(scope="module")
-def bigram(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bigram")
-    make_checkpoint(folder, "qwen3", hidden_size=64, vocab_size=VOCAB)
+def bigram(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the bundled model's shape, for which test_speculation.py compiles a head too."""
+    folder = shutil.copytree(bundled_model_path, tmp_path_factory.mktemp("bigram"), dirs_exist_ok=True)
     make_bigram_model(folder)
     return folder
 
@@ -132,6 +133,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
     {"temperature": 0.7, "logit_bias": {100: 3.0}, "allowed_token_ids": list(range(0, VOCAB, 2)), "min_tokens": 9},
 ]
+PENALISED: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.2, "logprobs": 2}
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=", ".join)
@@ -154,7 +156,8 @@ def test_a_head_of_noise_only_costs_steps(given: dict[str, Any], target: Path, t
     config = head_config(target)
     head = write_head(tmp_path, config, random_tensors(config, seed=3))
     with LLM(model=str(target), mode="eager", **ENGINE, **given, **eagle(head)) as llm:
-        for sampling in (*SAMPLING, {"temperature": 0.8, "repetition_penalty": 1.2, "logprobs": 2}):
+        # Steps of two ranks take their time: of them, sampling that says nothing new of the drafts is left out.
+        for sampling in (*(SAMPLING[1:2] if given else SAMPLING), PENALISED):
             assert generate(llm, **sampling) == generate(plain, **sampling)
         metrics = llm.metrics()
     assert metrics["accepted_tokens"] < 0.2 * metrics["draft_tokens"]

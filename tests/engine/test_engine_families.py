@@ -14,7 +14,7 @@ from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
 # `make test-all` runs every case.
-pytestmark = pytest.mark.product(one_in=5)
+pytestmark = pytest.mark.product(one_in=7)
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
-NUM_PROMPTS = 100
+NUM_PROMPTS = 50
 OUTPUT_LEN = 12
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_first_layers
+from checkpoints import write_idle_layers
 from eagle_heads import write_fitted_head
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -82,7 +82,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def first_layers(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is often right, and often wrong."""
-    return write_first_layers(bundled_model_path, tmp_path_factory.mktemp("draft"), 5)
+    return write_idle_layers(bundled_model_path, tmp_path_factory.mktemp("draft"), 5)
 
 
 @pytest.fixture(scope="module")

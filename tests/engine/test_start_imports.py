@@ -9,87 +9,80 @@ from pathlib import Path
 
 import pytest
 
-# Of tokenizers, reports and downloads. On a GPU nothing of torch's compilers either.
+# Of tokenizers, reports and downloads. In eager mode, and on a GPU, nothing of torch's compilers either.
 NEVER = {"transformers", "huggingface_hub", "depyf", "matplotlib", "pandas", "pygments", "rich", "jinja2"}
 # Not dill: PyTorch itself imports it where it is installed.
 COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "networkx"}
 API = """
-from compiled_engine.llm import LLM
-from compiled_engine.sampling.params import SamplingParams
-
 def main():
+    from compiled_engine.llm import LLM
+    from compiled_engine.sampling.params import SamplingParams
     with LLM(progress=False, **options) as llm:
         llm.generate("def f(", SamplingParams(max_tokens=2), use_tqdm=False)
 """
 CLI = """
-from contextlib import suppress
-from compiled_engine.cli.app import app
-
 def main():
+    from contextlib import suppress
+    from compiled_engine.cli.app import app
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with suppress(SystemExit):
         app(["generate", "--prompt", "def f(", "--max-tokens", "2", "--quiet", *flags])
 """
+ENGINE_ITSELF = """
+def main():
+    import compiled_engine.core.engine_core
+"""
 # What a start whose model is compiled does with it.
 PLACE = """
-from compiled_engine.models.checkpoint.build_model import build_tensors
-from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
-from compiled_engine.options import EngineOptions
-from compiled_engine.process.progress import SilentProgress
-from compiled_engine.resolve.engine import resolve
-
 def main():
+    from compiled_engine.models.checkpoint.build_model import build_tensors
+    from compiled_engine.models.checkpoint.loader import load_weights
+    from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
+    from compiled_engine.options import EngineOptions
+    from compiled_engine.process.progress import SilentProgress
+    from compiled_engine.resolve.engine import resolve
     config = resolve(EngineOptions(**options))
     model = build_tensors(config.model, None)
     weights = materialize(model, parameters_of(model), config.device)
     load_weights(weights, model, config.model, SilentProgress())
 """
 SHOW = """
-import json, sys
 main()
 print(json.dumps(sorted(sys.modules)))
 """
 
 
-def modules_of_a_start(program: str, **options: str | int) -> set[str]:
-    code = f"options = {options!r}\n{program}\n{SHOW}"
+def modules_of(*programs: str, **options: str | int) -> list[set[str]]:
+    """The modules of a process after each of the programs, which run in it one after the other."""
+    code = f"import json, sys\noptions = {options!r}\n" + "\n".join(each + SHOW for each in programs)
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return set(json.loads(run.stdout.splitlines()[-1]))
+    return [set(json.loads(line)) for line in run.stdout.splitlines() if line.startswith("[")]
 
 
-def test_the_api_imports_what_it_runs() -> None:
-    modules = modules_of_a_start(API, device="cpu", mode="eager", max_model_len=64, num_blocks=8)
-    assert "tokenizers" in modules
-    assert sorted(NEVER & modules) == []
+def test_the_api_and_the_command_line_import_what_they_run() -> None:
+    """In one process. Help and errors of the command line are rich text, so that is there."""
+    of_api, of_both = modules_of(API, CLI, device="cpu", mode="eager", max_model_len=64, num_blocks=8)
+    assert "tokenizers" in of_api
+    assert sorted((NEVER | COMPILERS) & of_api) == []
+    assert "compiled_engine.cli.app" in of_both - of_api
+    assert sorted((NEVER - {"rich", "pygments"}) & of_both) == []
 
 
 def test_the_names_of_the_api_bring_no_torch() -> None:
     """The engine imports it when it is made, beside the processes that it launches."""
-    modules = modules_of_a_start("from compiled_engine import LLM, SamplingParams\ndef main(): pass")
+    (modules,) = modules_of("from compiled_engine import LLM, SamplingParams\ndef main(): pass\n")
     assert "compiled_engine.llm" in modules
     assert "torch" not in modules
 
 
-def test_the_command_line_imports_what_it_runs() -> None:
-    """Its help and its errors are rich text, so that is there."""
-    modules = modules_of_a_start(CLI, device="cpu", mode="eager", max_model_len=64, num_blocks=8)
-    assert sorted((NEVER - {"rich", "pygments"}) & modules) == []
-
-
-def test_the_engine_itself_imports_no_compiler() -> None:
-    modules = modules_of_a_start("def main():\n    import compiled_engine.core.engine_core")
-    assert sorted(COMPILERS & modules) == []
-
-
-def test_placing_a_model_imports_no_compiler() -> None:
-    modules = modules_of_a_start(PLACE, device="cpu", mode="compiled", max_model_len=64)
-    assert sorted(COMPILERS & modules) == []
+def test_the_engine_itself_and_placing_a_model_import_no_compiler() -> None:
+    found = modules_of(ENGINE_ITSELF, PLACE, device="cpu", mode="compiled", max_model_len=64)
+    assert [sorted(COMPILERS & modules) for modules in found] == [[], []]
 
 
 @pytest.mark.gpu
 def test_a_warm_start_on_a_gpu_imports_no_compiler(tmp_path: Path) -> None:
     for _ in range(2):
-        modules = modules_of_a_start(API, max_model_len=64, cache_dir=str(tmp_path))
+        (modules,) = modules_of(API, max_model_len=64, cache_dir=str(tmp_path))
     assert sorted((NEVER | COMPILERS) & modules) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from checkpoints import make_checkpoint
 from small_engines import PROMPTS
 
-from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.bench.family_comparison import difference_of
 from compiled_engine.frontend.outputs import RequestOutput
@@ -46,8 +44,9 @@ def one() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LLM]:
-    """Compiled, and a step is launched before the results of the one before it are there."""
-    with LLM(mode="compiled", strict_passes=True, async_scheduling=True, **ENGINE, **TWO) as llm:
+    """A step is launched before the results of the one before it are there. Compiled ranks: test_adapters.py, and with
+    stages test_pipeline_parallel_engine.py."""
+    with LLM(mode="eager", async_scheduling=True, **ENGINE, **TWO) as llm:
         yield llm
 
 
@@ -84,14 +83,6 @@ def test_the_tokens_are_those_of_one(one: LLM, two: LLM) -> None:
     metrics = two.metrics()
     assert metrics["preemptions"] > 0
     assert metrics["collectives"] == "gloo"
-    assert metrics["cache"] in ("hit", "miss")
-    for name, counts in metrics["passes"].items():
-        summed = counts["tensor_parallel"]
-        if name.startswith("logits/"):  # ranks sample from their own columns
-            assert summed["matches"] == summed["contract"] == 0
-            continue
-        assert summed["matches"] == summed["contract"] == 2 * 6 + 1
-        assert counts["all_reduce_residual_rms_norm"]["matches"] == 2 * 6
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -128,15 +119,3 @@ def test_code_of_transformers(name: str, tmp_path: Path) -> None:
     oracle = write_checkpoint(tmp_path, family(name).to_divide())
     options = {"device": "cpu", "mode": "eager", **TWO}
     assert difference_of(tmp_path, oracle, options).is_right(torch.float32)
-
-
-def test_a_core_of_its_own_has_workers_too() -> None:
-    async def answer() -> RequestOutput:
-        engine = AsyncLLM(mode="eager", **ENGINE, **TWO)
-        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-        try:
-            return [output async for output in engine.generate(TEXTS[0], params, output="final")][-1]
-        finally:
-            await engine.shutdown()
-
-    assert len(asyncio.run(answer()).outputs[0].token_ids) == 5

@@ -187,7 +187,7 @@ def test_threads_that_want_the_same_build_it_once(root: Path) -> None:
 
 
 OTHER_PROCESS = """
-import sys, time, logging
+import sys, logging
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from cache_cases import FACTORS, Builder, load
@@ -195,27 +195,32 @@ from compiled_engine.graphs.cache.lookup import find_or_build
 logging.basicConfig()
 def build(folder):
     print("building", flush=True)
-    time.sleep({seconds})
+    sys.stdin.readline()
     Builder()(folder)
 print(find_or_build(Path({root!r}), FACTORS, build, load, notice_after_s=0.2).status, flush=True)
 """
 
 
-def other_process(root: Path, seconds: float) -> subprocess.Popen[str]:
-    code = OTHER_PROCESS.format(tests=str(SUPPORT), root=str(root), seconds=seconds)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def other_process(root: Path, stdin: int) -> subprocess.Popen[str]:
+    """stdin: where a build waits for a line."""
+    command = [sys.executable, "-c", OTHER_PROCESS.format(tests=str(SUPPORT), root=str(root))]
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_second_process_waits_says_so_and_finds_it(root: Path) -> None:
-    first = other_process(root, seconds=2)
+    first = other_process(root, subprocess.PIPE)
     assert first.stdout is not None
     assert first.stdout.readline() == "building\n"
-    second = other_process(root, seconds=0)
-    said, logged = second.communicate(timeout=60)
-    assert said == "hit\n"
-    assert "waiting for another process that compiles the same model" in logged
-    said, logged = first.communicate(timeout=60)
+    second = other_process(root, subprocess.DEVNULL)
+    assert second.stderr is not None
+    at_the_latest = threading.Timer(60, first.kill)
+    at_the_latest.start()
+    assert "waiting for another process that compiles the same model" in second.stderr.readline()
+    said, logged = first.communicate("\n", timeout=60)
+    at_the_latest.cancel()
     assert (said, logged) == ("miss\n", "")
+    said, _ = second.communicate(timeout=60)
+    assert said == "hit\n"
 
 
 def test_a_lock_that_was_removed_while_one_waited_is_taken_anew(root: Path) -> None:

@@ -206,6 +206,16 @@ def count_layers_and_caches(model: Any) -> None:
     model.model.__class__ = Model
 
 
+def add_before(norm: Any) -> None:
+    """The norm is given two values, and takes their sum."""
+
+    class Joined(type(norm)):  # type: ignore[misc]
+        def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            return super().forward(given[0] + given[1])
+
+    norm.__class__ = Joined
+
+
 def hand_on_two_values(last: float) -> Callable[[nn.Module], None]:
     """Each layer but the first takes two. last: a setting of the last one, equal to that of the others, which has it
     use the second value first, and the first one later."""
@@ -220,16 +230,31 @@ def hand_on_two_values(last: float) -> Callable[[nn.Module], None]:
                 x_TD = two * weight_D * 3 + one if self.turned > 0.4 else one * weight_D + two
                 return super().forward(x_TD, *arguments), x_TD
 
-        class Joined(type(norm)):  # type: ignore[misc]
-            def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
-                return super().forward(given[0] + given[1])
-
         for number, layer in enumerate(stack_of(model)):
             layer.__class__ = Layer
             layer.turned = _Sly(last if number == 7 else 0.25)  # type: ignore[assignment]
-        norm.__class__ = Joined
+        add_before(norm)
 
     return change
+
+
+def take_one_value_twice(model: Any) -> None:
+    """The first layer is given one value, the others two. Which of them the second and the last layer scale, nothing
+    tells but their ops, and where both are one value, not even these."""
+    first_layer, norm = stack_of(model)[0], model.model.norm
+
+    class Layer(type(first_layer)):  # type: ignore[misc]
+        def forward(self, given: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            one, two = given if isinstance(given, tuple) else (given, given)
+            if self.turned > 0.4:
+                one, two = two, one
+            x_TD = one * self.input_layernorm.weight + two
+            return super().forward(x_TD, *arguments), x_TD
+
+    for number, layer in enumerate(stack_of(model)):
+        layer.__class__ = Layer
+        layer.turned = _Sly(0.5 if number in (1, 4) else 0.25)  # type: ignore[assignment]
+    add_before(norm)
 
 
 def name_the_layers_of(kind: type) -> Callable[[nn.Module], None]:
@@ -256,7 +281,10 @@ def test_whatever_a_model_does_the_graph_is_that_of_a_whole_trace(
     assert ops(few) == ops(every)
 
 
-@pytest.mark.parametrize("change", [share_weights, share_a_module, change_the_stack, pretend, use_a_middle_layer_again])
+@pytest.mark.parametrize(
+    "change",
+    [share_weights, share_a_module, change_the_stack, pretend, use_a_middle_layer_again, take_one_value_twice],
+)
 def test_layers_that_do_not_repeat_one_another_are_all_traced(change: Callable[[nn.Module], None]) -> None:
     """At once, or when that has shown."""
     _, found = few_of(tiny_config("LlamaForCausalLM", 5), change)

@@ -65,6 +65,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_eager_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> None:
     difference = difference_of(*checkpoint, {"mode": "eager", "device": "cpu"})
     assert difference.is_right(torch.float32), difference
+    assert difference.tokens_equal
 
 
 @pytest.mark.usefixtures("one_thread")

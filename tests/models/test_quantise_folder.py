@@ -22,10 +22,10 @@ from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.cli.app import app
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.models.checkpoint.config_reader import DEFAULT_IGNORE, read_model_config
+from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
-from compiled_engine.models.checkpoint.quantise_folder import EXPERTS, QuantisePlan, plan_folder, write_folder
+from compiled_engine.models.checkpoint.quantise_folder import QuantisePlan, plan_folder, write_folder
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.process.progress import Advance, SilentProgress
 
@@ -111,23 +111,6 @@ def test_shards_keep_their_names_and_have_an_index(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert all(name in load_file(tmp_path / "fp8" / file) for name, file in index["weight_map"].items())
-
-
-def test_experts_and_routers_stay_and_the_folder_says_so(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
-    make_checkpoint(tmp_path / "plain", "qwen3_moe", tie_word_embeddings=True, **experts)
-    done = quantise(tmp_path / "plain", tmp_path / "fp8", "--scheme", "fp8", "--json")
-    result = json.loads(done.stdout)
-    assert result["quantised"] == 3 * 4
-    assert result["kept"].keys() == {"lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(3))}
-    stored = load_file(tmp_path / "fp8" / "model.safetensors")
-    plain = {name for name, tensor in stored.items() if tensor.dim() == 2 and tensor.dtype == torch.float32}
-    assert {name for name in plain if "_proj" in name and not name.endswith("_scale")} == {
-        name for name in stored if ".experts." in name
-    }
-    section = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
-    assert section["ignore"] == [*DEFAULT_IGNORE, EXPERTS]
-    load(tmp_path / "fp8")
 
 
 @pytest.mark.parametrize("scheme", SAME)
@@ -239,7 +222,7 @@ def make_infinite(tensors: dict[str, torch.Tensor]) -> None:
         (["plain", "out", "--scheme", "fp8", "--ignore", "lm_hed"], "ignore has 'lm_hed', which matches no linear"),
         (["plain", "out", "--scheme", "fp8", "--ignore", "re:.*"], "there is no linear to quantise"),
         (["plain", "out", "--scheme", "fp8", "--ignore", "re:("], "has 're:(': missing )"),
-        (["plain", "out", "--scheme", "fp8", "--text", "plain/config.jsn"], "No such file or directory"),
+        (["plain", "out", "--scheme", "fp8", "--text", "plain/config.jsn"], "config.jsn', which cannot be read: "),
         (["plain", "out", "--scheme", "fp8", "--text", "empty"], "empty', which is empty; allowed: a file with text"),
         (["plain", "out", "--scheme", "fp8", "--text", "binary"], "binary', which is not UTF-8"),
         (["plain", "out", "--scheme", "fp8", "--revision", "main"], "revision is 'main', but model is "),

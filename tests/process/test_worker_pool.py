@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from left_over import wait_until
+from left_over import has_ended, wait_until
 
 from compiled_engine.process import worker_pool
 from compiled_engine.process.child import start_process
@@ -91,16 +92,23 @@ processes.workers[0].ask({})
 """
 
 
+def is_asleep(process: psutil.Process) -> bool:
+    """Whether a process below it runs `sleep`."""
+    with suppress(psutil.NoSuchProcess):  # one that was listed may have ended
+        return any(child.name() == "sleep" for child in process.children(recursive=True))
+    return False
+
+
 def test_a_worker_ends_in_its_work_when_its_parent_is_killed(tmp_path: Path) -> None:
     """And with it what it has started."""
     (tmp_path / "slow_worker.py").write_text(WORKER)
     with subprocess.Popen([sys.executable, "-c", PARENT], env=os.environ | {"PYTHONPATH": str(tmp_path)}) as parent:
         process = psutil.Process(parent.pid)
-        wait_until(lambda: any(child.name() == "sleep" for child in process.children(recursive=True)))
+        wait_until(lambda: is_asleep(process))
         family = process.children(recursive=True)
         parent.kill()
         parent.wait()
-    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))
+    wait_until(lambda: all(map(has_ended, family)))
 
 
 def ask_in_order(pool: WorkerPool, threads: ThreadPoolExecutor, count: int, at_once: int) -> list[Future[Any]]:

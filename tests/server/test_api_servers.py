@@ -9,12 +9,13 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from left_over import running
+from left_over import has_ended, running
 from serve_process import SMALL, Served, served
 from test_server_faults import figures, wait_until
 
@@ -39,8 +40,11 @@ def server() -> Iterator[Served]:
 
 def processes(server: Served) -> dict[int, psutil.Process]:
     """Those that serve beside the first one, by their numbers."""
-    found = running("api_server_main", psutil.Process(server.process.pid))
-    return {int(each.cmdline()[-1]): each for each in found}
+    found = {}
+    for each in running("api_server_main", psutil.Process(server.process.pid)):
+        with suppress(psutil.NoSuchProcess):  # it may have ended since it was found
+            found[int(each.cmdline()[-1])] = each
+    return found
 
 
 def connections(server: Served) -> list[int]:
@@ -142,7 +146,7 @@ def test_a_signal_lets_the_requests_of_all_processes_end(server: Served) -> None
 
     asyncio.run(run())
     assert server.process.wait(60) == 0
-    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert all(map(has_ended, family))
 
 
 def test_one_that_cannot_start_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,28 +29,29 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_options_come_from_the_command_line_the_environment_and_a_file(config: Path) -> None:
+def test_options_come_from_everywhere_and_a_signal_lets_requests_end(config: Path) -> None:
+    """Options come from the command line, the environment and a file, in this order."""
     variables = {"COMPILED_ENGINE_MAX_MODEL_LEN": "100", "COMPILED_ENGINE_API_KEY": "one"}
-    with served("--config", str(config), "--max-model-len", "64", **variables) as server:
-        headers = {"authorization": "Bearer one"}
+    headers = {"authorization": "Bearer one"}
+    with served("--config", str(config), "--max-model-len", "140", **variables) as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
         models = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
-        assert [(model["id"], model["max_model_len"]) for model in models] == [("of-the-file", 64), ("second", 64)]
+        assert [(model["id"], model["max_model_len"]) for model in models] == [("of-the-file", 140), ("second", 140)]
         response = httpx.post(f"{server.url}/v1/completions", headers=headers, json={"prompt": "x", "strange": 1})
         assert response.status_code == 400
-
-
-def test_a_signal_lets_requests_end_and_a_second_one_does_not(config: Path) -> None:
-    with served("--config", str(config)) as server:
-        answers: list[Any] = []
-        reader = threading.Thread(target=lambda: answers.append(server.stream()))
+        answers: list[httpx.Response] = []
+        reader = threading.Thread(target=lambda: answers.append(server.stream(headers=headers)))
         reader.start()
-        wait_for_tokens(server)
+        wait_for_tokens(server, headers)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         reader.join(60)
         assert answers[0].text.endswith("data: [DONE]\n\n")
         assert '"finish_reason":"length"' in answers[0].text
 
+
+def test_a_second_signal_ends_requests(config: Path) -> None:
+    answers: list[Any] = []
     with served("--config", str(config), "--max-model-len", "2048", "--num-blocks", "1024") as server:
         reader = threading.Thread(target=lambda: answers.append(attempt(server)))
         reader.start()
@@ -60,7 +61,7 @@ def test_a_signal_lets_requests_end_and_a_second_one_does_not(config: Path) -> N
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
         reader.join(60)
-        assert not isinstance(answers[1], httpx.Response) or "[DONE]" not in answers[1].text
+        assert not isinstance(answers[0], httpx.Response) or "[DONE]" not in answers[0].text
 
 
 def attempt(server: Served) -> Any:
@@ -70,11 +71,11 @@ def attempt(server: Served) -> Any:
         return error
 
 
-def wait_for_tokens(server: Served) -> None:
+def wait_for_tokens(server: Served, headers: dict[str, str] | None = None) -> None:
     deadline = time.monotonic() + 30
-    while "num_requests_running{" not in (text := httpx.get(f"{server.url}/metrics").text) or re.search(
-        r"num_requests_running\{.*\} 0", text
-    ):
+    while "num_requests_running{" not in (
+        text := httpx.get(f"{server.url}/metrics", headers=headers).text
+    ) or re.search(r"num_requests_running\{.*\} 0", text):
         assert time.monotonic() < deadline
 
 

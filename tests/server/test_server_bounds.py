@@ -174,12 +174,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
 
 def test_memory_comes_back(server: RunningServer) -> None:
     """Of long texts, which take a hundred bytes a character while they are tokenised."""
-    asked = {"prompt": text(4 << 20), "max_tokens": 1, "truncate_prompt_tokens": 9}
+    asked = {"prompt": text(2 << 20), "max_tokens": 1, "truncate_prompt_tokens": 9}
     httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120)
     before = psutil.Process().memory_info().rss
     for _ in range(2):
         assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120).status_code == 200
-    assert psutil.Process().memory_info().rss - before < 150 << 20
+    assert psutil.Process().memory_info().rss - before < 100 << 20
 
 
 def test_long_work_has_a_deadline_and_a_queue() -> None:
@@ -251,8 +251,8 @@ def test_clients_that_send_large_schemas_and_go_hold_up_nobody() -> None:
 
 def test_long_texts_hold_up_nobody(server: RunningServer, latencies: list[float]) -> None:
     """More of them at once than there are threads: others' forms are checked, and their texts tokenised."""
-    body = json.dumps({"prompt": text(3 << 20)}).encode()
-    truncated = json.dumps(completion(prompt=text(3 << 20), truncate_prompt_tokens=9)[1]).encode()
+    body = json.dumps({"prompt": text(3 << 19)}).encode()
+    truncated = json.dumps(completion(prompt=text(3 << 19), truncate_prompt_tokens=9)[1]).encode()
     headers = {"content-type": "application/json"}
     statuses = []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,4 +95,19 @@ def write_first_layers(source: Path, folder: Path, num_layers: int) -> Path:
     later = tuple(f"model.layers.{layer}." for layer in range(num_layers, 100))
     tensors = load_file(source / "model.safetensors").items()
     save_file({name: each for name, each in tensors if not name.startswith(later)}, folder / "model.safetensors")
+    return folder
+
+
+def write_idle_layers(source: Path, folder: Path, num_layers: int) -> Path:
+    """Write a checkpoint of the same shape whose layers behind the first ones add nothing; return its folder.
+
+    It computes what `write_first_layers` does, and shares what is compiled for its source.
+    """
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    idle = re.compile(r"model\.layers\.(\d+)\.(self_attn\.o_proj|mlp\.down_proj)\.weight")
+    for name, each in tensors.items():
+        if (match := idle.fullmatch(name)) and int(match[1]) >= num_layers:
+            each.zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

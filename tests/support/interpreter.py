@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import triton
 from folders import SUPPORT
+from triton.language import core
 from triton.runtime import interpreter
 
 
@@ -37,10 +39,11 @@ def interpreting(test_file: str) -> dict[str, str]:
 
 
 def quicken() -> None:
-    """Have the interpreter patch Triton's language once, and trust sums of integers; both take most of its time.
+    """Have the interpreter patch Triton's language once, trust sums of integers, and remember the types of blocks.
 
-    It would patch for every call of a function in a kernel, and add in 64 bits too to see whether 32 are enough. A sum
-    that overflows is wrong, which the reference shows.
+    All three take most of its time. It would patch for every call of a function in a kernel, add in 64 bits too to see
+    whether 32 are enough (a sum that overflows is wrong, which the reference shows), and work out the type and the
+    sizes of each value anew.
     """
     patch, seen = interpreter._patch_lang, set[Any]()
 
@@ -52,6 +55,35 @@ def quicken() -> None:
 
     interpreter._patch_lang = patch_for
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    remember_types()
+    gc.set_threshold(100_000)
+
+
+def remember_types() -> None:
+    """A block's type follows from its elements' and its shape, the sizes of a value from its type."""
+    make_type, make_value, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    types, sizes, numpy_types = dict[Any, dict[str, Any]](), dict[str, dict[str, Any]](), dict[str, Any]()
+
+    def type_made(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def value_made(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in sizes:
+            make_value(self, handle, type)
+            sizes[type.name] = {name: vars(self)[name] for name in ("shape", "numel")}
+        vars(self).update(sizes[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    def numpy_type_of(element_ty: Any) -> Any:
+        if element_ty.name not in numpy_types:
+            numpy_types[element_ty.name] = numpy_type(element_ty)
+        return numpy_types[element_ty.name]
+
+    core.block_type.__init__, core.tensor.__init__ = type_made, value_made
+    interpreter._get_np_dtype = numpy_type_of
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -51,6 +51,7 @@ def _process() -> subprocess.Popen[str]:
 def main() -> None:
     import attention_cases  # noqa: F401  what most programs import
     import hypothesis  # noqa: F401
+    import interpreter  # noqa: F401  it makes Triton's interpreter quicker
     import pass_cases  # noqa: F401
 
     for line in sys.stdin:

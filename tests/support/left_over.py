@@ -28,6 +28,14 @@ def running(program: str, of: psutil.Process | None = None) -> list[psutil.Proce
     return found
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Also if its parent has not read its status yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True
+
+
 def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
     return running("worker_main", of)
 

@@ -169,7 +169,7 @@ def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
     on_cpu, on_device = RowFields(NUM_ROWS, "cpu"), RowFields(NUM_ROWS, device, triton=True)
     for fields in (on_cpu, on_device):
         edited = EditedRows(fields, VocabularySlice.of(vocab_size, None))
-        for row in range(NUM_ROWS):
+        for row in sorted({*range(len(requests)), *row_index_S.tolist()}):
             edited.add_row(row, requests[row % len(requests)], [1] * 4, 4, [EOS])
         fields.lengthen("tail", 3)
         fields.writes.apply()
@@ -317,7 +317,8 @@ def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) 
     logits_SV = strided_logits(num_samples, vocab_size, torch.float32, 9)
     sampler = Sampler(RowFields(NUM_ROWS, device, triton=True), vocab_size)
     requests = [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams(temperature=0)]
-    for row in range(NUM_ROWS):
+    rows = row_indices(num_samples, 3, padding=False).tolist()
+    for row in rows:
         sampler.add_row(row, requests[row % 3], row % 40, [1], 1, set())
 
     def tokens(rows: list[int], places: list[int]) -> list[int]:
@@ -325,7 +326,6 @@ def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) 
         positions = torch.tensor([row % 7 for row in rows], device=device)
         return sampler.sample(logits_SV[places].to(device), np.array(rows), index, positions).tolist()
 
-    rows = row_indices(num_samples, 3, padding=False).tolist()
     places = list(range(num_samples))
     together = tokens(rows, places)
     shuffled = np.random.default_rng(0).permutation(num_samples)

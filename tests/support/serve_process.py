@@ -46,9 +46,9 @@ class Served:
         with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
             assert client.get(f"{self.url}/ready", timeout=30).status_code == 200
 
-    def stream(self, max_tokens: int = 120) -> httpx.Response:
+    def stream(self, max_tokens: int = 120, headers: dict[str, str] | None = None) -> httpx.Response:
         asked = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        return httpx.post(f"{self.url}/v1/completions", json=asked, timeout=60)
+        return httpx.post(f"{self.url}/v1/completions", json=asked, headers=headers, timeout=60)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.bench.results import conditions
+from compiled_engine.bench.serving.target import find_model
 from compiled_engine.bench.workloads import summary
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def measure(
     for name in beside:
         if name not in BESIDE:
             raise ValueError(f"beside is {name!r}; allowed: {', '.join(BESIDE)}")
+    servers = {name: _server(target) for name, target in targets.items()}
     from compiled_engine.bench.variants import chosen as choose  # imports torch
     from compiled_engine.bench.variants import variants as variants_of
     from compiled_engine.llm import LLM
@@ -101,7 +103,7 @@ def measure(
         contenders: dict[str, Contender] = {"engine": partial(_engine, llm)}
         if "transformers" in beside:
             contenders["transformers"] = _transformers(llm)
-        contenders |= {name: _server(target) for name, target in targets.items()}
+        contenders |= servers
         others = [name for name in contenders if name != "engine"]
         for variant in chosen:
             engine = engines.enter_context(LLM(**variant.engine_options(given)))
@@ -186,10 +188,7 @@ def _transformers(llm: LLM) -> Contender:
 def _server(target: Target) -> Contender:
     from http.client import HTTPConnection, HTTPSConnection
 
-    status, body = target.get(f"{target.path}/models")
-    if status != 200:
-        raise ValueError(f"address: {target.url}/models answers {status}; allowed: an OpenAI-compatible server")
-    model = json.loads(body)["data"][0]["id"]
+    model, _ = find_model(target, None, ready_timeout_s=0)
 
     def send(part: Texts) -> int:
         connect = HTTPSConnection if target.scheme == "https" else HTTPConnection

@@ -1,0 +1,127 @@
+"""Compares matrices of experts with the layout of the checkpoint, element by element and on every rank.
+
+Each projection of each expert gets a random checkpoint: codes and scales according to its rules, undivided, or a weight
+that is quantised while it is loaded. The values that it represents are computed from the element's place alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
+from compiled_engine.passes.framework.graph_pass import PassResult
+from compiled_engine.passes.framework.matching import is_call, named
+from compiled_engine.passes.framework.parameter import CODES, SCALES, Parameter, compute
+from compiled_engine.passes.framework.rounding import retile
+from compiled_engine.passes.framework.verifier import VerificationError
+from compiled_engine.passes.linear.experts_codes import experts_weight, projections_of
+from compiled_engine.passes.quantised.quantise_verifier import at_each_element, random_codes, random_values, rounded
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
+
+
+@torch.no_grad()
+def verify_experts(
+    before: fx.Graph, result: PassResult, quantisation: Quantisation, num_ranks: int, device: torch.device
+) -> int:
+    """Check every replacement; returns how many. Raises VerificationError naming the matrix and how far off it is."""
+    originals = {node.name: node for node in before.nodes}
+    weights = {parameter_of(node).name: parameter_of(node) for node in filter(is_parameter, before.nodes)}
+    for replacement in result.replacements:
+        old, new = originals[replacement.before], replacement.after
+        name = f"pass quantise_experts: {new.name}, which replaced {replacement.before},"
+        if not is_call(new, experts_weight):
+            raise VerificationError(f"{name} is no matrix of codes")
+        arguments, weight = named(new), parameter_of(old)
+        parts = arguments["codes_ENK"], arguments["scales_ERC"]
+        if not all(map(is_parameter, parts)):
+            raise VerificationError(f"{name} reads what is no parameter")
+        if arguments["dtype"] != weight.dtype:
+            raise VerificationError(f"{name} is decoded to {arguments['dtype']} instead of {weight.dtype}")
+        if {user.name for user in new.users} != {user.name for user in old.users}:
+            raise VerificationError(f"{name} is read by others")
+        for rank in range(num_ranks):
+            checkpoint = _Checkpoint(quantisation, weights, rank, num_ranks, device)
+            expected = checkpoint.stands_for(weight)
+            try:
+                codes, scales = (compute(parameter_of(part), checkpoint.read) for part in parts)
+                found = new.target(codes, scales, arguments["scheme"], "float32")  # type: ignore[operator]
+                error = float((found - expected).abs().max())
+            except RuntimeError as problem:
+                raise VerificationError(f"{name} cannot be computed: {problem}") from problem
+            if not torch.allclose(found, expected, rtol=1e-5, atol=0.0):
+                raise VerificationError(f"{name} is off by {error:.3g} on rank {rank}")
+    return len(result.replacements)
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A random checkpoint, as one rank reads it; `weights` are all that it has, by name."""
+
+    quantisation: Quantisation
+    weights: Mapping[str, Parameter]
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def stands_for(self, weight: Parameter) -> torch.Tensor:
+        """Return this rank's part [E, N, K] of the values that a quantised weight represents, in fp32."""
+        if self.quantisation.is_online:
+            parts, tile = len(projections_of(weight.name)), self._local(weight)
+            matrices = [part for matrix in self.read(weight).float() for part in matrix.chunk(parts)]
+            found = [codes.float() * scales for codes, scales in (rounded(each, tile, None) for each in matrices)]
+            return torch.cat(found).view(weight.shape)
+        tile = self._rounding(weight.name)
+        values = self._stacked(
+            weight.name, lambda codes, scales: codes.float() * at_each_element(scales, tile, *codes.shape)
+        )
+        return self._of_rank(values, weight.shard)
+
+    def read(self, leaf: Parameter) -> torch.Tensor:
+        """Return this rank's part of a parameter without members."""
+        name = leaf.name.rpartition(".")[0]
+        if leaf.role == CODES:
+            return self._of_rank(self._stacked(name, lambda codes, scales: codes), leaf.shard)
+        if leaf.role == SCALES:
+            stored, kept = self._rounding(name), LinearScheme.parse(leaf.scheme).weight
+            tiled = self._stacked(name, lambda codes, scales: retile(scales, stored, kept, *codes.shape))
+            return self._of_rank(tiled, leaf.shard)
+        shape = leaf.shape if leaf.shard is None else leaf.shard.whole
+        return self._of_rank(random_values(leaf.name, shape, self.device).to(leaf.torch_dtype), leaf.shard)
+
+    def _stacked(self, name: str, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What `part` makes of the codes and scales of each projection: those of an expert one below the other."""
+        weight, rounding, projections = self.weights[name], self._rounding(name), projections_of(name)
+        num_experts, num_rows, k = weight.shape if weight.shard is None else weight.shard.whole
+        made = []
+        for expert in range(num_experts):
+            for projection in projections:
+                shape = num_rows // len(projections), k
+                made.append(part(*random_codes(f"{name} {expert} {projection}", shape, rounding, self.device)))
+        return torch.cat(made).unflatten(0, (num_experts, -1))
+
+    def _rounding(self, name: str) -> Rounding:
+        """Of each projection, as the rules state it for the first of them."""
+        prefix = name.rpartition(".")[0]
+        scheme = self.quantisation.scheme_of(f"{prefix}.0.{projections_of(name)[0]}")
+        if scheme is None:
+            raise VerificationError(f"pass quantise_experts: {name} is quantised, and no rule names it")
+        return scheme.weight
+
+    def _local(self, weight: Parameter) -> Rounding:
+        """The tiles of a weight that is quantised while it is loaded: each rank rounds what it reads."""
+        rounding, (_, rows, columns) = self._rounding(weight.name), weight.shape
+        divided = rounding.columns and weight.shard is not None and weight.shard.divides_input
+        return Rounding(
+            rounding.element,
+            math.gcd(rounding.rows or 1, rows // len(projections_of(weight.name))),
+            math.gcd(rounding.columns, columns) if divided else rounding.columns,
+        )
+
+    def _of_rank(self, whole: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+        return whole if shard is None else shard.of(whole, self.rank, self.num_ranks)

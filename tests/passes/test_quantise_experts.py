@@ -1,0 +1,192 @@
+"""The pass quantise_experts: on whole models and their shares, with every pass behind it verified; and broken on
+purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from graph_edits import Edit, aten, calls
+from pass_cases import CPU, QWEN3_MOE, RANGES, SMALL
+from test_quantise import online, stored
+from test_tensor_parallel_pass import config_of
+from test_tensor_parallel_pass import traced as trace_anew
+from torch import fx
+
+from compiled_engine.config import EngineConfig, ExpertsConfig, ParallelConfig
+from compiled_engine.graphs.compiler.build import apply_passes, structure_passes, trace_whole
+from compiled_engine.graphs.compiler.trace import TracedGraph
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.parallel.shards import Section
+from compiled_engine.passes.framework.graph_inputs import parameter_of
+from compiled_engine.passes.framework.graph_pass import PassResult
+from compiled_engine.passes.framework.matching import change, emit, named
+from compiled_engine.passes.framework.verifier import VerificationError
+from compiled_engine.passes.linear.experts_codes import experts_weight
+from compiled_engine.passes.registry import passes_of_quantised
+from compiled_engine.quantisation import Quantisation
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, TENSOR, BLOCK = "e4m3 1x*, inputs e4m3 1x*", "e4m3 *x*, inputs e4m3 1x*", "e4m3 128x128, inputs e4m3 1x128"
+# Tiles that end inside the rows of a projection, and rows of a gate with those of its up.
+SMALL_TILES = "e4m3 64x32, inputs e4m3 1x32"
+# Each of two and of four ranks has a part of a block, as has the last one of all.
+WIDTH = 320 + 64
+
+
+def quantised(num_ranks: int, quantisation: Quantisation | None, width: int = WIDTH) -> EngineConfig:
+    config = config_of(QWEN3_MOE, num_ranks, experts=ExpertsConfig(4, 2, width), quantisation=quantisation)
+    passes = (*config.compile.passes, *sorted(passes_of_quantised()))
+    config = replace(config, compile=replace(config.compile, passes=passes))
+    return config if num_ranks > 1 else replace(config, parallel=ParallelConfig(1, "in_process"))
+
+
+@cache
+def traced(num_ranks: int, width: int = WIDTH) -> TracedGraph:
+    return trace_anew(quantised(num_ranks, None, width))
+
+
+@pytest.mark.product(one_in=8)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("scheme", [ROWS, TENSOR, BLOCK, SMALL_TILES])
+@pytest.mark.parametrize("make", [stored, online])
+def test_every_pass_keeps_its_contract_and_its_verifier(
+    num_ranks: int, scheme: str, make: Callable[[str], Quantisation]
+) -> None:
+    quantisation = make(scheme.replace("*x*,", "1x*,") if make is online else scheme)
+    graphs, whole = traced(num_ranks), trace_whole(quantised(num_ranks, None), build_model)
+    for compile_range in RANGES:
+        _, reports = apply_passes(quantised(num_ranks, quantisation), graphs, compile_range, whole)
+        (report,) = (report for report in reports if report.name == "quantise_experts")
+        assert report.matches == report.contract == report.verified == 2 * 2
+        assert not any("stays" in note for note in report.notes)
+        (experts,) = (report for report in reports if report.name == "experts")
+        assert experts.matches == experts.contract == 2
+
+
+@pytest.mark.parametrize(("num_ranks", "ends"), [(2, (64, 64)), (4, (32, 32))])
+def test_tiles_end_with_the_share_of_a_rank(num_ranks: int, ends: tuple[int, int]) -> None:
+    """Rows of a gate are 384 / ranks, as are columns of a down projection; all other rows and columns are whole."""
+    graph = traced(num_ranks).for_range(SMALL).graph
+    graph_pass = structure_passes(quantised(num_ranks, stored(BLOCK)), graph, SMALL, None)[-1]
+    graph_pass.run(graph)
+    rows, columns = ends
+    found = [named(node)["scheme"] for node in calls(graph, experts_weight)]
+    assert sorted(set(found)) == sorted({f"e4m3 {rows}x128", f"e4m3 64x{columns}"})
+
+
+def test_a_share_without_tiles_that_kernels_take_stays_and_is_told() -> None:
+    """A rank's 80 columns end with tiles of 16; rows of gates are divided as any."""
+    graph = traced(4, 320).for_range(SMALL).graph
+    graph_pass = structure_passes(quantised(4, stored(BLOCK), 320), graph, SMALL, None)[-1]
+    contract, result = graph_pass.contract(graph, SMALL), graph_pass.run(graph)
+    assert result.matches == contract == 2
+    told = "stays in 16 bits: tiles of 16 columns are no power of two from 32 to 256"
+    assert sum(note.endswith(f"down_proj: {told}") for note in result.notes) == 2
+
+
+def matrices(graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [n for n in calls(graph, experts_weight) if name in parameter_of(named(n)["codes_ENK"]).name]
+
+
+def set_scheme(scheme: str, name: str = "gate_up_proj") -> Edit:
+    return lambda graph: change(matrices(graph, name)[0], scheme=scheme)
+
+
+def of_another(argument: str) -> Edit:
+    """A matrix reads an argument of the next layer's."""
+
+    def apply(graph: fx.Graph) -> None:
+        first, second = matrices(graph, "gate_up_proj")
+        change(first, **{argument: named(second)[argument]})
+
+    return apply
+
+
+def describe(argument: str, name: str = "gate_up_proj", **changes: object) -> Edit:
+    """A parameter is described otherwise."""
+
+    def apply(graph: fx.Graph) -> None:
+        node = named(matrices(graph, name)[0])[argument]
+        source = parameter_of(node)
+        if "sections" in changes:
+            assert source.shard is not None
+            node.meta["source"] = replace(source, shard=replace(source.shard, **changes))
+        else:
+            node.meta["source"] = replace(source, **changes)
+
+    return apply
+
+
+def computed(argument: str, *call: object) -> Edit:
+    """A matrix reads what this call makes of an argument, which comes before the call's others."""
+    target, *others = call
+
+    def apply(graph: fx.Graph) -> None:
+        node = matrices(graph, "gate_up_proj")[0]
+        with graph.inserting_before(node):
+            change(node, **{argument: emit(graph, target, named(node)[argument], *others)})
+
+    return apply
+
+
+def read_by_another(graph: fx.Graph) -> None:
+    """The products of two layers exchange their matrices."""
+    first, second = matrices(graph, "gate_up_proj")
+    (user,) = first.users
+    user.replace_input_with(first, second)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    what: str
+    scheme: str
+    edit: Edit
+    num_ranks: int = 1
+    is_online: bool = False
+
+    def __str__(self) -> str:
+        return self.what
+
+
+MUTATIONS = (
+    Mutation("scales of another layer", ROWS, of_another("scales_ERC")),
+    Mutation("codes of another layer", ROWS, of_another("codes_ENK")),
+    Mutation("scales of the neighbouring expert", BLOCK, computed("scales_ERC", aten.roll.default, [1], [0])),
+    Mutation("scales of the neighbouring tile", BLOCK, computed("scales_ERC", aten.roll.default, [1], [1])),
+    Mutation("scales divided by", BLOCK, computed("scales_ERC", aten.reciprocal.default)),
+    Mutation("half the rows of a tile", SMALL_TILES, set_scheme("e4m3 32x32")),
+    Mutation("half the columns of a tile", SMALL_TILES, set_scheme("e4m3 64x16")),
+    Mutation("twice the rows of a tile", SMALL_TILES, set_scheme("e4m3 128x32")),
+    Mutation("a tile transposed", SMALL_TILES, set_scheme("e4m3 32x64")),
+    Mutation("scales of rows taken for scales of tiles", ROWS, set_scheme("e4m3 128x128")),
+    Mutation("scales of smaller tiles than are read", SMALL_TILES, describe("scales_ERC", scheme="e4m3 32x32")),
+    Mutation("undivided scales", BLOCK, describe("scales_ERC", shard=None), 2),
+    Mutation("scales of another rank", ROWS, describe("scales_ERC", sections=(Section(2 * WIDTH, 2),)), 2),
+    Mutation("codes of another rank", ROWS, describe("codes_ENK", sections=(Section(WIDTH, 1), Section(0, 1))), 2),
+    Mutation("gate and up divided together", ROWS, describe("codes_ENK", sections=(Section(2 * WIDTH, 2),)), 2),
+    Mutation(
+        "columns of another rank", BLOCK, describe("scales_ERC", "down_proj", sections=(Section(WIDTH // 128, 1),)), 2
+    ),
+    Mutation("codes in another scheme", BLOCK, describe("codes_ENK", make=(("codes", "e4m3 1x*"),)), is_online=True),
+    Mutation("scales made of another weight", ROWS, of_another("scales_ERC"), is_online=True),
+    Mutation("decoded to another dtype", ROWS, lambda graph: change(matrices(graph, "down")[0], dtype="float16")),
+    Mutation("read by another product", ROWS, read_by_another),
+)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_broken_matrix_is_caught(mutation: Mutation) -> None:
+    make = online if mutation.is_online else stored
+    config = quantised(mutation.num_ranks, make(mutation.scheme))
+    graph = traced(mutation.num_ranks).for_range(SMALL).graph
+    graph_pass = structure_passes(config, graph, SMALL, None)[-1]
+    result: PassResult = graph_pass.run(graph)
+    assert graph_pass.verify(graph, result, SMALL, torch.device("cpu")) == result.matches == 4
+    mutation.edit(graph)
+    with pytest.raises(VerificationError, match="quantise_experts"):
+        graph_pass.verify(graph, result, SMALL, CPU)
