@@ -19,6 +19,7 @@ import torch
 from compiled_engine.bench.bounds import ModelSizes, device_rates, model_sizes
 from compiled_engine.bench.processes import ProcessError, run_worker
 from compiled_engine.bench.results import conditions, plain_options
+from compiled_engine.bench.text_workload import TextWorkload, compare_on_text, most_windows
 from compiled_engine.bench.variants import (
     GRAPHS_NEED_CUDA,
     QUANTISED_NOTE,
@@ -28,10 +29,12 @@ from compiled_engine.bench.variants import (
     parallel_variants,
     quantised_variants,
     variants,
+    whole_engine,
 )
 from compiled_engine.bench.worker_workloads import AblationWorkload
 from compiled_engine.bench.workloads import summary
 from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
@@ -50,6 +53,7 @@ QUICK = AblationWorkload(
     prefill_len=200,
 )
 QUICK_NOTE = "a quick run: it shows that everything works; its figures are of few tokens, and noisy"
+NO_LOSS_NOTE = "random weights, or a model without a tokenizer, have no loss: nothing is compared on a text"
 # The passes that a quick run leaves out in turn, unless variants are given.
 QUICK_PASSES = ("merge_linears",)
 
@@ -58,8 +62,9 @@ QUICK_PASSES = ("merge_linears",)
 class Asked:
     """The user's choices; None leaves the default of the device, or of a quick run.
 
-    alone: also the variants with no pass, and with each alone. variants: names; those of quantised linears are measured
-    only if they are named.
+    alone: also the variants with no pass, and with each alone. variants: names; those of quantised linears, and of
+    caches of 8 bits, are measured only if they are named. text: on which their loss is computed; None for the bundled
+    model's held-out text.
     """
 
     batch_sizes: tuple[int, ...] | None = None
@@ -68,11 +73,14 @@ class Asked:
     variants: tuple[str, ...] = ()
     alone: bool = False
     quick: bool = False
+    text: str | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The variants and the workload. `given`: the user's engine options; `shared`: those of all variants, complete."""
+    """The variants and the workload. `given`: the user's engine options; `shared`: those of all variants, complete.
+    text: on which variants that round are compared with the whole engine, None if there are none.
+    """
 
     config: EngineConfig
     given: Mapping[str, Any]
@@ -80,6 +88,7 @@ class Plan:
     shape: str | None
     workload: AblationWorkload
     variants: tuple[Variant, ...]
+    text: TextWorkload | None
     sizes: ModelSizes
     notes: tuple[str, ...]
 
@@ -113,6 +122,11 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     found = chosen(known, asked.variants)
     for variant in found:
         _resolve_variant(variant, shared)
+    rounds = any(variant.rounds for variant in found)
+    if asked.text is not None and not rounds:
+        names = [variant.name for variant in quantised_variants(config)]
+        raise ValueError(f"text is given, but no variant rounds; allowed: with one of {', '.join(names)}")
+    has_loss = rounds and config.model.load_format != "dummy" and not options.get("skip_tokenizer_init")
     return Plan(
         config=config,
         given=options,
@@ -120,21 +134,31 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
         shape=shape,
         workload=workload,
         variants=tuple(found),
+        text=_text_workload(config, asked) if has_loss else None,
         sizes=model_sizes(config.local_model),  # of a rank
         notes=(
             *((QUICK_NOTE,) if asked.quick else ()),
-            *((QUANTISED_NOTE,) if any("quantization" in variant.options for variant in found) else ()),
+            *((QUANTISED_NOTE,) if rounds else ()),
+            *((NO_LOSS_NOTE,) if rounds and not has_loss else ()),
         ),
     )
 
 
+def _text_workload(config: EngineConfig, asked: Asked) -> TextWorkload:
+    text = asked.text if asked.text is not None else (BUNDLED_MODEL_PATH / "held_out.txt").read_text(encoding="utf-8")
+    return TextWorkload(text, 1 if asked.quick else most_windows(config.model.vocab_size))
+
+
 def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
-    """The result, as JSON: benchmark ("ablation"), variants (see `ablation.measure`), bound (see
-    `AblationWorkload.bound`), rates, which it assumes, workload, repeats, notes, and what `machine.conditions` gives.
+    """The result, as JSON: benchmark ("ablation"), variants (see `ablation.measure`; text: see `compare_on_text`),
+    bound (see `AblationWorkload.bound`), rates, which it assumes, workload, repeats, notes, and what
+    `machine.conditions` gives.
     """
     rates = device_rates(plan.config.device, plan.config.model.dtype)
     preparation = prepare_with(plan.config, plan.sizes)
     records = measure(plan.variants, plan.shared, plan.workload, repeats, preparation, progress)
+    if plan.text is not None:
+        _add_losses(records, plan, plan.text, progress)
     return {
         "benchmark": "ablation",
         "variants": records,
@@ -145,6 +169,25 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
         "rates": asdict(rates),
         **conditions(plan.config, plan.given, plan.shape),
     }
+
+
+def _add_losses(records: list[dict[str, Any]], plan: Plan, text: TextWorkload, progress: Progress) -> None:
+    """Add the figures of `compare_on_text` to the records of the whole engine and of variants that round. The whole
+    engine is run for them even where it is no variant."""
+    whole = whole_engine(plan.config.device.type)
+    failed = {record["name"] for record in records if "error" in record}
+    others = [variant for variant in plan.variants if variant.rounds and variant.name not in failed]
+    figures, errors = compare_on_text(whole, others, plan.shared, text, progress)
+    for record in records:
+        name = record["name"]
+        if name in figures:
+            record["text"] = figures[name]
+        elif name in errors:
+            record["error"] = errors[name]
+    if whole.name in errors:
+        for record in records:
+            if any(variant.name == record["name"] for variant in others):
+                record["error"] = f"has nothing to be compared with: {whole.name} {errors[whole.name]}"
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:

@@ -6,7 +6,7 @@ context, and each other one is scored given those before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ class HeldOutLoss(NamedTuple):
 
 def held_out_loss(llm: LLM, text: str) -> HeldOutLoss:
     """Score a text with an open engine. Raises ValueError for a text of fewer than two tokens, and as `generate`."""
-    windows = _windows(llm, text)
+    windows = windows_of(llm, text)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": each} for each in windows], params)
     total, count = 0.0, 0
@@ -67,30 +67,50 @@ def compare_losses(
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for name, own in variants.items():
-        nats, divergences, same = 0.0, [], 0
         with LLM(model, **{"mode": "compiled", "enable_prefix_caching": False, **options, **own}) as llm:
-            windows = _windows(llm, text)
+            windows = windows_of(llm, text)
             about = about or conditions(llm.config, {**options, **own}, None)
             with progress.stage(name, total=len(windows)) as advance:
-                for index, (window, found_TV) in enumerate(zip(windows, _distributions(llm, windows), strict=True)):
-                    nats -= float(found_TV[np.arange(len(window) - 1), window[1:]].sum(dtype=np.float64))
-                    if name == BASE:
-                        base.append(found_TV)
-                    base_TV = base[index].astype(np.float64)
-                    divergences.append((np.exp(base_TV) * (base_TV - found_TV)).sum(1))
-                    same += int((base_TV.argmax(1) == found_TV.argmax(1)).sum())
-                    advance(1)
-        of_all = np.concatenate(divergences)
-        row: dict[str, Any] = {"name": name, "loss": nats / len(of_all)}
+                row, distributions = score(llm, windows, None if name == BASE else base, advance)
+        base = base or distributions
         if name != BASE:
             row["difference"] = row["loss"] - rows[0]["loss"]
-            row["divergence"] = {"mean": float(of_all.mean()), "p99": float(np.quantile(of_all, 0.99))}
-            row["same_best"] = same / len(of_all)
-        rows.append(row)
+        rows.append({"name": name, **row})
     return {"benchmark": "loss", "num_tokens": sum(map(len, base)), "rows": rows, **about}
 
 
-def _windows(llm: LLM, text: str) -> list[list[int]]:
+def score(
+    llm: LLM,
+    windows: Sequence[Sequence[int]],
+    base: Sequence[np.ndarray] | None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the mean loss of an open engine, in nats; with a base also divergence (mean, p99) and same_best, and
+    without one the distributions: of each window the log-probabilities [T - 1, V] of what follows each token but the
+    last. base: distributions to compare with.
+    """
+    nats, same, kept = 0.0, 0, []
+    divergences: list[np.ndarray] = []
+    for index, (window, found_TV) in enumerate(zip(windows, _distributions(llm, windows), strict=True)):
+        nats -= float(found_TV[np.arange(len(window) - 1), window[1:]].sum(dtype=np.float64))
+        if base is None:
+            kept.append(found_TV)
+        else:
+            base_TV = base[index].astype(np.float64)
+            divergences.append((np.exp(base_TV) * (base_TV - found_TV)).sum(1))
+            same += int((base_TV.argmax(1) == found_TV.argmax(1)).sum())
+        advance(1)
+    count = sum(len(window) - 1 for window in windows)
+    row: dict[str, Any] = {"loss": nats / count}
+    if base is not None:
+        of_all = np.concatenate(divergences)
+        row["divergence"] = {"mean": float(of_all.mean()), "p99": float(np.quantile(of_all, 0.99))}
+        row["same_best"] = same / count
+    return row, kept
+
+
+def windows_of(llm: LLM, text: str) -> list[list[int]]:
+    """Return the tokens of each window. Raises ValueError for a text of fewer than two."""
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False, verbose=False)
     if len(ids) < 2:
         raise ValueError(f"text must have at least two tokens, got {len(ids)}")
@@ -98,11 +118,11 @@ def _windows(llm: LLM, text: str) -> list[list[int]]:
     return [ids[start : start + size] for start in range(0, len(ids) - 1, size)]
 
 
-def _distributions(llm: LLM, windows: list[list[int]]) -> Iterator[np.ndarray]:
+def _distributions(llm: LLM, windows: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
     """Yield each window's log-probabilities [T - 1, V] in fp32 of what follows each token but the last."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
     for window in windows:
-        (output,) = llm.generate([{"prompt_token_ids": window}], params, use_tqdm=False)
+        (output,) = llm.generate([{"prompt_token_ids": list(window)}], params, use_tqdm=False)
         assert isinstance(output.prompt_logprobs, LogprobList)
         ids_TK, logprobs_TK = output.prompt_logprobs.arrays()
         found_TV = np.empty((len(window) - 1, llm.config.model.vocab_size), np.float32)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.kv_format import AUTO, CODED
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.quantisation import ONLINE
 from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_PASSES
@@ -16,7 +17,9 @@ NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
 # Options that the variants decide.
 RESERVED = ("mode", "graph_mode")
 GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes")
-QUANTISED_NOTE = "the bound is that of weights in the model's dtype: a step of quantised linears reads fewer bytes"
+QUANTISED_NOTE = (
+    "the bound is that of weights and a cache in the model's dtype: a step of quantised ones reads fewer bytes"
+)
 GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no variants with graphs"
 
 
@@ -34,6 +37,11 @@ class Variant:
     @property
     def captures(self) -> bool:
         return self.options["mode"] == "graphed" or "graph_mode" in self.options
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether weights or the cache have fewer bits than those of the other variants."""
+        return not {"quantization", "kv_cache_dtype"}.isdisjoint(self.options)
 
     def engine_options(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         """The shared options that this variant can take, with its own.
@@ -65,7 +73,7 @@ def variants(
     passes: the enabled passes. left_out: the passes to leave out in turn, all if None; passes that are not enabled are
     skipped. alone: also the variants without all passes, and with each of `left_out` alone.
     """
-    whole = _whole(device_type)
+    whole = whole_engine(device_type)
     if device_type != "cuda":
         parts = [Variant("eager", {"mode": "eager"}), whole]
         parts += [Variant("compiled + recorded", {"mode": "graphed"})] if records else []
@@ -97,7 +105,7 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
     """The whole engine with its devices run in another way: by workers, where one is run without; or, where several
     compute each layer together, with sequence parallelism, and without symmetric memory."""
     on_gpu, parallel = config.device.type == "cuda", config.parallel
-    whole = _whole(config.device.type)
+    whole = whole_engine(config.device.type)
     others: dict[str, dict[str, Any]] = {}
     if parallel.executor == "in_process" and parallel.data_parallel_size == 1:
         others["in a worker process"] = {"distributed_executor": "multiprocess"}
@@ -110,14 +118,19 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
 
 
 def quantised_variants(config: EngineConfig) -> list[Variant]:
-    """The whole engine with linears quantised while they are loaded, one for each scheme; none of a model whose linears
-    are quantised already."""
-    whole = _whole(config.device.type)
+    """The whole engine with linears quantised while they are loaded, and with a cache of 8 bits, one for each format;
+    without those that the model, or the cache, has already."""
+    whole = whole_engine(config.device.type)
     schemes = ONLINE if config.model.quantisation is None else ()
-    return [Variant(f"{whole.name} in {name}", {**whole.options, "quantization": name}) for name in schemes]
+    formats = [each.name for each in CODED] if config.cache.kv_dtype == AUTO else []
+    return [
+        *(Variant(f"{whole.name} in {name}", {**whole.options, "quantization": name}) for name in schemes),
+        *(Variant(f"{whole.name}, {name} cache", {**whole.options, "kv_cache_dtype": name}) for name in formats),
+    ]
 
 
-def _whole(device_type: str) -> Variant:
+def whole_engine(device_type: str) -> Variant:
+    """Return the variant with all parts of the engine."""
     if device_type == "cuda":
         return Variant("compiled + full", {"mode": "graphed"})
     return Variant("compiled", {"mode": "compiled"})

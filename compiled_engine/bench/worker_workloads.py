@@ -1,4 +1,5 @@
-"""The workloads that a worker process measures: an ablation's, and the common one of engine and server.
+"""The workloads that a worker process measures: an ablation's, and the common one of engine and server; that of a text
+has a module of its own.
 
 They travel to the worker as JSON.
 """
@@ -21,6 +22,7 @@ from compiled_engine.bench.engine_steps import (
 )
 from compiled_engine.bench.results import model_record, provenance
 from compiled_engine.bench.table_rows import WARM_UP_TOKENS, MixedStep, Prefill, TimePerToken
+from compiled_engine.bench.text_workload import TextWorkload
 from compiled_engine.bench.workloads import LARGEST_TOKEN_ID, generate_seconds, request_lengths, tpot_ms
 from compiled_engine.config import EngineConfig
 from compiled_engine.llm import LLM
@@ -194,6 +196,8 @@ def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
     """Measure the workload of a `task()` with this engine."""
     if task["kind"] == "http":
         return HttpWorkload(**task["fields"]).measure(llm, task["repeats"])
+    if task["kind"] == "text":
+        return TextWorkload(**task["fields"]).measure(llm)
     return ablation_workload(task["fields"]).measure(llm)
 
 

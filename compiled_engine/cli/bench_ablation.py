@@ -25,7 +25,7 @@ from compiled_engine.cli.bench_engine import (
     print_rates,
 )
 from compiled_engine.cli.bench_plot import make_plot_folder, write_ablation_and_page
-from compiled_engine.cli.errors import bad_input_is_reported, written_to
+from compiled_engine.cli.errors import bad_input_is_reported, read_text, written_to
 
 Output = Annotated[
     Path | None,
@@ -48,6 +48,10 @@ def ablation(
     alone: Annotated[bool, typer.Option(help="Also measure without any pass, and with each pass alone.")] = False,
     repeats: Annotated[int | None, typer.Option(min=1, help="Measured rounds: 3, in a quick run 1.")] = None,
     quick: Quick = False,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text in UTF-8, for the loss of quantised variants: the bundled model's held-out text."),
+    ] = None,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,12 +61,15 @@ def ablation(
     Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. Measured are the time per
     output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory. The variants
     "compiled in fp8" and "compiled in fp8_block", on a GPU "compiled + full in fp8", quantise linears while they are
-    loaded; they are measured only if they are named.
+    loaded; "compiled, int8 cache" and "compiled, fp8_e4m3 cache" have caches of 8 bits. They are measured only if they
+    are named, and compared with the whole engine on a text: the loss, and how far distributions are from its own
+    (Kullback-Leibler divergence, in nats a token).
 
     A variant that fails is marked in the result, the others are kept, and the exit code is 1.
 
-    JSON: benchmark, variants (name, options, and the figures, each with median and spread, or error), bound, workload,
-    repeats, notes, date, machine, model, options, versions, rates, command.
+    JSON: benchmark, variants (name, options, and the figures, each with median and spread, or error; text: num_tokens,
+    loss, difference, divergence, same_best), bound, workload, repeats, notes, date, machine, model, options, versions,
+    rates, command.
 
     Examples:
 
@@ -78,9 +85,12 @@ def ablation(
         from compiled_engine.bench.ablation import Asked, make_plan, run
         from compiled_engine.process.progress import RichProgress
 
+        words = None if text is None else read_text("text", text)
         if output is not None:
             make_plot_folder("output", output)
-        asked = Asked(tuple(batch) if batch else None, prompt_len, output_len, tuple(variant or ()), alone, quick)
+        asked = Asked(
+            tuple(batch) if batch else None, prompt_len, output_len, tuple(variant or ()), alone, quick, words
+        )
         plan = make_plan(options, shape, asked)
         result = run(plan, repeats or (1 if quick else 3), RichProgress()) | {"command": command_line()}
         if output is not None:
@@ -105,9 +115,11 @@ def ablation_table(result: Mapping[str, Any]) -> Table:
     batches = list(result["bound"]["tpot_ms"])
     with_kernels = any(record.get("kernels") for record in result["variants"])
     with_memory = any(record.get("memory_bytes") for record in result["variants"])
+    with_text = any(record.get("text") for record in result["variants"])
     headings = [f"{name}\nB={batch}, ms" for name in ("step", "TPOT") for batch in batches]
     headings += ["mixed\nstep, ms", "prefill,\ntok/s", "start-up,\ns"]
     headings += ["kernels"] * with_kernels + ["MiB\nwithout KV", "graphs MiB\n(predicted)"] * with_memory
+    headings += ["loss", "KL"] * with_text
     model = result["model"]
     device = result["machine"].get("gpu") or result["machine"]["processor"]
     title = f"{model['name']}, {model['dtype']}, {device}"
@@ -121,6 +133,7 @@ def ablation_table(result: Mapping[str, Any]) -> Table:
         row += [_median(record["start_up_s"], 1)]
         row += [_median(record["kernels"], 0)] * with_kernels
         row += _memory(record["memory_bytes"]) * with_memory
+        row += _on_text(record.get("text")) * with_text
         table.add_row(record["name"], *row)
     bound = result["bound"]
     row = [f"{bound[name][batch]:.3f}" for name in ("step_ms", "tpot_ms") for batch in batches]
@@ -147,3 +160,10 @@ def _memory(measured: Mapping[str, Any] | None) -> list[str]:
     mebibytes = {name: figures["median"] / 2**20 for name, figures in measured.items()}
     graphs = f"{mebibytes['graphs_used']:,.0f} ({mebibytes['graphs_predicted']:,.0f})"
     return [f"{mebibytes['without_kv_cache']:,.0f}", graphs]
+
+
+def _on_text(figures: Mapping[str, Any] | None) -> list[str]:
+    """The loss, and the mean divergence from the whole engine, which has none from itself."""
+    if figures is None:
+        return ["", ""]
+    return [f"{figures['loss']:.4f}", f"{figures['divergence']['mean']:.1e}" if "divergence" in figures else ""]

@@ -20,6 +20,13 @@ from compiled_engine.quantisation import Rounding
 LEAST_COLUMNS, MOST_COLUMNS = 32, 256
 # The first compute capability that converts e4m3.
 CAPABILITY = (8, 9)
+# A parameter's part of the name, with the projections whose rows it has.
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def projections_of(name: str) -> tuple[str, ...]:
+    """Return the projections whose rows a parameter of experts has, by its name; empty for any other parameter."""
+    return _PROJECTIONS.get(name.rpartition(".")[2], ())
 
 
 @triton.jit

@@ -20,8 +20,7 @@ from compiled_engine.passes.framework.matching import is_call, named
 from compiled_engine.passes.framework.parameter import CODES, SCALES, Parameter, compute
 from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.linear.experts_codes import experts_weight
-from compiled_engine.passes.quantised.quantise_experts import projections_of
+from compiled_engine.passes.linear.experts_codes import experts_weight, projections_of
 from compiled_engine.passes.quantised.quantise_verifier import at_each_element, random_values, rounded
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 

@@ -17,17 +17,9 @@ from compiled_engine.passes.framework.graph_inputs import is_parameter, paramete
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import emit, fake_mode_of
 from compiled_engine.passes.framework.parameter import CODES, SCALES, WEIGHT, Parameter
-from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle
+from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle, projections_of
 from compiled_engine.passes.quantised.quantise import scales_shard
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
-
-# A parameter's part of the name, with the projections whose rows it has.
-_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
-def projections_of(name: str) -> tuple[str, ...]:
-    """Return the projections whose rows a parameter of experts has, by its name; empty for any other parameter."""
-    return _PROJECTIONS.get(name.rpartition(".")[2], ())
 
 
 class QuantiseExperts(GraphPass):

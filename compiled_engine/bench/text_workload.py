@@ -1,0 +1,91 @@
+"""The loss of an ablation's variants on a text, and how far their distributions are from those of the first.
+
+Each variant has a process of its own, as for its times. The first writes its distributions to a file, which the others
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from compiled_engine.bench.held_out_loss import WINDOW, score, windows_of
+from compiled_engine.bench.processes import ProcessError, run_worker
+from compiled_engine.bench.variants import Variant
+from compiled_engine.llm import LLM
+from compiled_engine.process.progress import Progress
+
+# The most windows of a text, and bytes of the distributions of its tokens.
+MOST_WINDOWS, MOST_BYTES = 16, 2**30
+
+
+@dataclass(frozen=True)
+class TextWorkload:
+    """The first `num_windows` of the windows of a text. base: file of the distributions to compare with; is_base: to
+    write instead."""
+
+    text: str
+    num_windows: int
+    base: str = ""
+    is_base: bool = False
+
+    def task(self) -> dict[str, Any]:
+        """Describe it to a worker, as JSON."""
+        return {"kind": "text", "fields": asdict(self)}
+
+    def measure(self, llm: LLM) -> dict[str, Any]:
+        """Return num_tokens, and what `score` tells of them."""
+        windows = windows_of(llm, self.text)[: self.num_windows]
+        base = None
+        if not self.is_base:
+            with np.load(self.base) as arrays:
+                base = [arrays[f"arr_{index}"] for index in range(len(windows))]
+        row, distributions = score(llm, windows, base)
+        if self.is_base:
+            np.savez(self.base, *distributions)
+        return {"num_tokens": sum(len(window) - 1 for window in windows), "row": row}
+
+
+def most_windows(vocab_size: int) -> int:
+    """Return the number of windows whose distributions are of no more than MOST_BYTES, at least one."""
+    return max(1, min(MOST_WINDOWS, MOST_BYTES // (4 * vocab_size * WINDOW)))
+
+
+def compare_on_text(
+    base: Variant,
+    others: Sequence[Variant],
+    shared: Mapping[str, Any],
+    workload: TextWorkload,
+    progress: Progress,
+    run: Callable[[Mapping[str, Any], Mapping[str, Any] | None], dict[str, Any]] = run_worker,
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return by name the figures of `base` and of the other variants, and what failed.
+
+    Figures are num_tokens, loss (nats a token) and, of the others, difference, divergence (Kullback-Leibler from the
+    base, in nats: mean, p99) and same_best. Nothing is compared if the base fails.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    errors: dict[str, str] = {}
+    with TemporaryDirectory() as folder:
+        file = str(Path(folder) / "base.npz")
+        for variant in (base, *others):
+            own = replace(workload, base=file, is_base=variant is base)
+            with progress.stage(f"loss: {variant.name}", total=1) as advance:
+                try:
+                    result = run(variant.engine_options(shared), own.task())
+                except ProcessError as error:
+                    errors[variant.name] = str(error)
+                    if variant is base:
+                        break
+                else:
+                    figures = {"num_tokens": result["num_tokens"], **result["row"]}
+                    if variant is not base:
+                        figures["difference"] = figures["loss"] - found[base.name]["loss"]
+                    found[variant.name] = figures
+                advance(1)
+    return found, errors
