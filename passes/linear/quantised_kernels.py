@@ -120,7 +120,8 @@ def launch(
     norm = norm_weight_K, eps, norm_offset, norm_wide
     inputs_CT = None
     if scheme.inputs is not None and round_inputs.why_not_by_kernel(k, scheme.inputs, x_TK.device) is None:
-        x_TK, inputs_CT = round_inputs.launch(x_TK, scheme.inputs, input_scale_1, *norm)
+        tile = round_inputs.tile_of(x_TK.shape[0])
+        x_TK, inputs_CT = round_inputs.launch(x_TK, scheme.inputs, input_scale_1, *norm, tile=tile)
     else:
         if norm_weight_K is not None:
             x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)

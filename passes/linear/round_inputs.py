@@ -4,7 +4,9 @@ residual sum and its norm, or silu(gate) * up. What comes from elsewhere is roun
 Why: in plain torch the formula of rounding.py is five kernels and as many passes over the inputs. A kernel that has a
 row in registers computes the codes for the price of their scales, and neither writes 16 bits nor reads them again.
 
-Scales are transposed, [C, T], and their rows have room for whole tiles of tokens, whose loads need no mask.
+Scales are transposed, [C, T], and their rows have room for whole tiles of tokens, whose loads need no mask. Those of a
+graph have room for the largest tiles. Between kernels of one op it is that of the step's tile: a product of few tokens
+reads each row on its own, and four rows of 8 tokens are in one cache line.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from compiled_engine.quantisation import Rounding
 MOST_COLUMNS = 1 << 16
 # With more tokens, several smaller programs of a wide row are on a multiprocessor at once.
 FEW_TOKENS = 1024
-# Tokens of the products' largest tiles.
-MOST_TILE = 128
+# Tokens of the products' smallest and largest tiles.
+LEAST_TILE, MOST_TILE = 8, 128
 # The first compute capability with e4m3.
 CAPABILITY = (8, 9)
 
@@ -151,8 +153,8 @@ class Results(NamedTuple):
     constants: dict[str, Any]
 
 
-def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device) -> Results:
-    """Memory for the codes of T rows of K columns and their scales."""
+def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device, tile: int = MOST_TILE) -> Results:
+    """Memory for the codes of T rows of K columns and their scales; tile: see empty_scales."""
     block = next_power_of_2(k)
     columns = block if rounding.static else min(rounding.columns or block, block)
     constants = {
@@ -164,14 +166,20 @@ def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.devic
         "num_warps": max(1, min(16, block // 256)),
     }
     codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
-    return Results(codes_TK, empty_scales(codes_TK, rounding), constants)
+    return Results(codes_TK, empty_scales(codes_TK, rounding, tile), constants)
 
 
-def empty_scales(codes_TK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Memory [C, T] for the scales of codes, with C 1 for a scale of whole rows or a static one."""
+def tile_of(num_tokens: int) -> int:
+    """Return the tokens of a tile of products of this many tokens."""
+    return min(MOST_TILE, max(LEAST_TILE, next_power_of_2(num_tokens)))
+
+
+def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TILE) -> torch.Tensor:
+    """Memory [C, T] for the scales of codes, with C 1 for a scale of whole rows or a static one. Rows have room for
+    whole tiles of this many tokens."""
     num_tokens, k = codes_TK.shape
     columns = 0 if rounding.static else rounding.columns
-    room = (num_tokens + MOST_TILE - 1) // MOST_TILE * MOST_TILE
+    room = (num_tokens + tile - 1) // tile * tile
     shape = (cdiv(k, columns) if columns else 1, num_tokens)
     return torch.empty_strided(shape, (room, 1), dtype=torch.float32, device=codes_TK.device)
 
@@ -193,13 +201,14 @@ def launch(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
     activation: str = "",
+    tile: int = MOST_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes [T, K] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x, and their scales [C, T].
 
-    They are those of rounding.round_inputs; a static scale is repeated for each token.
+    They are those of rounding.round_inputs; a static scale is repeated for each token. tile: see empty_scales.
     """
     codes_TK, scales_CT, _ = _launch(
-        x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation
+        x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation, tile
     )
     return codes_TK, scales_CT
 
@@ -215,13 +224,14 @@ def _launch(
     offset: float,
     wide: bool,
     activation: str = "",
+    tile: int = MOST_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     if x_TK.stride(1) != 1:
         x_TK = x_TK.contiguous()
     if residual_TK is not None and residual_TK.stride(1) != 1:
         residual_TK = residual_TK.contiguous()
     num_tokens, k = x_TK.shape
-    codes_TK, scales_CT, constants = results_for(num_tokens, k // 2 if activation else k, rounding, x_TK.device)
+    codes_TK, scales_CT, constants = results_for(num_tokens, k // 2 if activation else k, rounding, x_TK.device, tile)
     if activation and num_tokens > FEW_TOKENS:
         constants = constants | {"num_warps": min(8, constants["num_warps"])}
     total_TK = None if residual_TK is None else torch.empty_like(x_TK, memory_format=torch.contiguous_format)

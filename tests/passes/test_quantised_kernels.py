@@ -111,6 +111,7 @@ def check_fused(fused: dict[str, Any], rounding: str, num_tokens: int, k: int, d
     x_TK, residual_TK = normal(num_tokens, 2 * k if activation else k), normal(num_tokens, k)
     static = torch.full((1,), 0.01, device=device) if parsed.static else None
     weight_K, inner_K = 1 + 0.2 * normal(k), 1 + 0.2 * normal(k) if fused.get("inner") else None
+    neighbour: float | torch.Tensor = 0.0
     with nan_in_new_tensors():
         if "sum" in fused:
             eps, offset, wide = ({"eps": 0.0, "offset": 0.0, "wide": False} | fused["sum"]).values()
@@ -118,6 +119,9 @@ def check_fused(fused: dict[str, Any], rounding: str, num_tokens: int, k: int, d
             found, expected = round_inputs.sum_launch(*given), round_inputs.sum_reference(*given)
             ulp = torch.finfo(dtype).eps * float(expected[2].abs().max())  # the inner norm may round to its neighbour
             torch.testing.assert_close(found[2], expected[2], rtol=0.0, atol=ulp)
+            # Where x and the residual cancel, an ulp of the sum is many codes of the normalised value.
+            gain_T1 = expected[2].float().square().mean(-1, keepdim=True).rsqrt()
+            neighbour = ulp * gain_T1 * (weight_K.float() + offset).abs() if inner_K is not None else 0.0
         else:
             eps, offset, wide = ({"eps": 0.0, "offset": 0.0, "wide": False} | fused.get("norm", {})).values()
             norm = weight_K if "norm" in fused else None, eps, offset, wide, activation
@@ -132,7 +136,7 @@ def check_fused(fused: dict[str, Any], rounding: str, num_tokens: int, k: int, d
     # The interpreter rounds without a carry into the exponent.
     carried = (expected[0].view(torch.uint8) & 7 == 0) & (device == "cpu")
     off = (values - wanted).abs()
-    assert (carried | (off <= wanted.abs() / 7 + smallest)).all()
+    assert (carried | (off <= wanted.abs() / 7 + smallest + neighbour)).all()
     assert float((~carried & (off > wanted.abs() / 50 + smallest / 2)).float().mean()) < 0.05
 
 
