@@ -9,22 +9,26 @@ from compiled_engine.config import draft_lengths
 
 # Weight of the newest observation: of a draft, and of a step's time.
 DRAFT_WEIGHT, TIME_WEIGHT = 0.02, 0.1
+# A step that takes longer than this many times the mean was held up, unless LEAST_STEPS in a row do.
+HELD_UP = 2.0
 # Steps of a number of drafts before it may be judged; the first may be slower than all others.
 LEAST_STEPS = 3
 # Another number has to be this much better, so that noise changes nothing.
 MARGIN = 1.03
 # Every so many steps drafts are made even if they do not pay, so that a change of the text is noticed.
 PROBE_EVERY = 64
-# Acceptance of a draft before any was verified.
-FIRST_GUESS = 0.7
+# Acceptance of a draft before any was verified, and how many drafts this guess counts as.
+FIRST_GUESS, GUESSED_DRAFTS = 0.7, 8
 
 
 @dataclass
 class _Times:
-    """Of steps with about as many requests: number and mean seconds by number of drafts."""
+    """Of steps with about as many requests: number and mean seconds by number of drafts. held_up: how many of them in
+    a row were, by number of drafts."""
 
     counts: dict[int, int]
     seconds: dict[int, float] = field(default_factory=dict)
+    held_up: dict[int, int] = field(default_factory=dict)
     current: int = 0
     steps: int = 0
 
@@ -33,8 +37,13 @@ class _Times:
         before = self.seconds.get(num_drafts)
         if before is None or self.counts[num_drafts] <= LEAST_STEPS:
             self.seconds[num_drafts] = seconds if before is None else min(before, seconds)
-        else:
+        elif seconds <= HELD_UP * before:
+            self.held_up[num_drafts] = 0
             self.seconds[num_drafts] = before + TIME_WEIGHT * (seconds - before)
+        else:
+            self.held_up[num_drafts] = in_a_row = self.held_up.get(num_drafts, 0) + 1
+            if in_a_row == LEAST_STEPS:
+                self.held_up[num_drafts], self.seconds[num_drafts] = 0, seconds
 
 
 class DraftLength:
@@ -47,7 +56,7 @@ class DraftLength:
 
     def __init__(self, most: int) -> None:
         self._lengths = draft_lengths(most)
-        self._shares = [FIRST_GUESS] * most
+        self._shares, self._verified = [FIRST_GUESS] * most, [GUESSED_DRAFTS] * most
         self._times: dict[int, _Times] = {}
         self._chosen = dict.fromkeys(self._lengths, 0)
 
@@ -75,8 +84,9 @@ class DraftLength:
     def verified(self, num_drafts: int, num_right: int) -> None:
         """Take in the drafts of a request in a step."""
         for position in range(min(num_drafts, num_right + 1)):
-            share = self._shares[position]
-            self._shares[position] = share + DRAFT_WEIGHT * ((position < num_right) - share)
+            self._verified[position] += 1
+            weight, share = max(DRAFT_WEIGHT, 1 / self._verified[position]), self._shares[position]
+            self._shares[position] = share + weight * ((position < num_right) - share)
 
     def _of(self, num_requests: int) -> _Times:
         size = 1 << max(0, num_requests - 1).bit_length()

@@ -159,10 +159,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
     """Load the folder with AutoTokenizer. Raises ValueError as load_tokenizer does."""
-    from transformers import AutoTokenizer
+    from compiled_engine.models.foreign.description import IMPORTING  # imports torch, as transformers does
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        with IMPORTING:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise _not_loaded(path, error) from error
 

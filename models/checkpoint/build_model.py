@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from compiled_engine.config import EngineConfig, ModelConfig
-from compiled_engine.models.foreign.description import skeleton
+from compiled_engine.models.foreign.description import IMPORTING, skeleton
 from compiled_engine.models.foreign.find_description import find_description
 from compiled_engine.models.foreign.weights import mark_packed
 from compiled_engine.models.textbook import architectures
@@ -26,9 +26,10 @@ def build_model(config: ModelConfig) -> Any:
     """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
-    from compiled_engine.models.foreign.transformers_model import build_foreign_model  # imports transformers
+    with IMPORTING:
+        from compiled_engine.models.foreign.transformers_model import build_foreign_model  # imports transformers
 
-    model = build_foreign_model(config.transformers.config, config.dtype)[0]
+        model = build_foreign_model(config.transformers.config, config.dtype)[0]
     return _with_pooler(_with_states(model, config), config)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -23,6 +24,10 @@ from compiled_engine.config import RowState
 FOLDER = "models"
 _SOURCE = Path(__file__).parent
 log = logging.getLogger("compiled_engine")
+
+IMPORTING = threading.RLock()
+"""Held by a thread that may import modules of transformers, which import one another in circles: another thread that
+imports some of them at the same time may find one without its names."""
 
 
 class UnknownArchitectureError(ValueError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.models.foreign.description import Description, description_file, read_file, write_file
+from compiled_engine.models.foreign.description import IMPORTING, Description, description_file, read_file, write_file
 
 log = logging.getLogger("compiled_engine")
 
@@ -25,8 +25,9 @@ def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | Non
             return Description.from_json(read_file(path))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("%s is damaged and made anew: %s", path, error)
-    from compiled_engine.models.foreign.transformers_model import describe_model  # imports transformers
+    with IMPORTING:
+        from compiled_engine.models.foreign.transformers_model import describe_model  # imports transformers
 
-    description = describe_model(config_json, dtype)
+        description = describe_model(config_json, dtype)
     write_file(path, json.dumps(asdict(description)))
     return description

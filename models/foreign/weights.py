@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig, TransformersModel
-from compiled_engine.models.foreign.description import description_file, read_file, write_file
+from compiled_engine.models.foreign.description import IMPORTING, description_file, read_file, write_file
 from compiled_engine.models.foreign.placement import WeightPlan
 
 # Sections of packed parameters of transformers' models, for division among ranks.
@@ -66,11 +66,12 @@ def find_weight_plan(
             return WeightPlan.from_json(read_file(path))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("%s is damaged and made anew: %s", path, error)
-    from compiled_engine.models.foreign.conversion import plan_of_encoder, plan_weights  # imports transformers
-    from compiled_engine.models.foreign.encoder import Encoder
-    from compiled_engine.models.foreign.transformers_model import build_foreign_model
+    with IMPORTING:
+        from compiled_engine.models.foreign.conversion import plan_of_encoder, plan_weights  # imports transformers
+        from compiled_engine.models.foreign.encoder import Encoder
+        from compiled_engine.models.foreign.transformers_model import build_foreign_model
 
-    built = build_foreign_model(model.config, dtype)[0]
-    plan = plan_of_encoder(built.model, shapes) if isinstance(built, Encoder) else plan_weights(built, shapes)
+        built = build_foreign_model(model.config, dtype)[0]
+        plan = plan_of_encoder(built.model, shapes) if isinstance(built, Encoder) else plan_weights(built, shapes)
     write_file(path, plan.to_json())
     return plan
