@@ -15,6 +15,7 @@ from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
+from compiled_engine.graphs.compiler.cpp_piece import load_cpp_piece, piece_folder
 from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.plan import distinct_calls
 from compiled_engine.graphs.compiler.signature import ADAPTED, FORWARD, LOGITS
@@ -170,7 +171,7 @@ def compile_model(
             ranges = read_compiled_ranges(folder)
             keys = dict.fromkeys(key for compiled_range in ranges for key in compiled_range.plan.piece_keys())
             pieces = {key: load_piece(folder, key, device_type) for key in keys}
-            return ranges, pieces, frozenset(key for key in keys if not _artifact(folder, key).exists())
+            return ranges, pieces, frozenset(key for key in keys if _is_direct(folder, key))
 
     with timeline.span("compile"):
         with timeline.span("cache key"):
@@ -190,13 +191,21 @@ def compile_model(
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:
-    """Inductor's artifact of a piece, or the generated Python of a piece without Inductor; see `load_direct`."""
+    """The function of a piece: Inductor's code with or without Inductor, or the generated Python of a piece with
+    nothing to fuse; see `load_cpp_piece` and `load_direct`."""
+    if piece_folder(entry, key).exists():
+        return load_cpp_piece(piece_folder(entry, key))
     if _artifact(entry, key).exists():
         compile_piece = import_apart("compiled_engine.graphs.compiler.compile_piece")  # Inductor, which takes seconds
         return compile_piece.load_artifact(entry, key)
     return load_direct((entry / "pieces" / f"{key}.py").read_text(), device_type)
 
 
+def _is_direct(entry: Path, key: str) -> bool:
+    """Return whether Inductor did not compile the piece."""
+    return not piece_folder(entry, key).exists() and not _artifact(entry, key).exists()
+
+
 def _artifact(entry: Path, key: str) -> Path:
-    """Path of Inductor's artifact of a piece, if it compiled the piece."""
+    """Path of Inductor's artifact of a piece that needs Inductor to run."""
     return entry / "pieces" / f"{key}.bin"

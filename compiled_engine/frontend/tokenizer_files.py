@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.normalizers import NFC
+from tokenizers.normalizers import NFC, BertNormalizer
+from tokenizers.processors import TemplateProcessing
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 
@@ -28,6 +29,10 @@ SPLIT_OF_QWEN2 = (
 END_OF_QWEN2 = "<|endoftext|>"
 SPACE = "▁"
 TAKES_THE_FILE = ("PreTrainedTokenizer", "TokenizersBackend")
+TOKENS_OF_BERT = {
+    **{"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]"},
+    **{"cls_token": "[CLS]", "mask_token": "[MASK]"},
+}
 
 Rebuild = Callable[[Tokenizer, Mapping[str, Any]], None]
 
@@ -36,11 +41,13 @@ Rebuild = Callable[[Tokenizer, Mapping[str, Any]], None]
 class TokenizerClass:
     """`rebuild(tokenizer, config)` gives what was read from tokenizer.json the class's own parts; None changes nothing.
 
-    default_tokens: the class's special tokens by name, where tokenizer_config.json does not name them.
+    default_tokens: the class's special tokens by name, where tokenizer_config.json does not name them. model: the kind
+    of model that the class rebuilds.
     """
 
     rebuild: Rebuild | None = None
     default_tokens: Mapping[str, str] = field(default_factory=dict)
+    model: type[Any] = models.BPE
 
 
 def class_of(model_type: str | None, declared: str | None, has_byte_level: bool) -> TokenizerClass | None:
@@ -51,6 +58,8 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
     """
     takes_the_file = TokenizerClass()
     qwen2 = TokenizerClass(_rebuild_qwen2, dict.fromkeys(("eos_token", "unk_token", "pad_token"), END_OF_QWEN2))
+    if model_type == "bert" and declared in ("BertTokenizer", "BertTokenizerFast"):
+        return TokenizerClass(_rebuild_bert, TOKENS_OF_BERT, models.WordPiece)
     if model_type not in (None, "llama", "mistral", "qwen2", "qwen3"):
         return None
     if model_type == "mistral":
@@ -67,10 +76,12 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
     return qwen2 if name == "Qwen2Tokenizer" else None
 
 
-def can_be_rebuilt(tokenizer: Tokenizer) -> bool:
-    """Return whether the model is BPE without word-boundary marks, as the rebuilding classes need."""
+def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
+    """Return whether the model is of this kind, which a rebuilding class needs, and BPE has no word-boundary marks."""
     model: Any = tokenizer.model
-    return isinstance(model, models.BPE) and not model.continuing_subword_prefix and not model.end_of_word_suffix
+    if not isinstance(model, kind):
+        return False
+    return kind is not models.BPE or not (model.continuing_subword_prefix or model.end_of_word_suffix)
 
 
 def _rebuild_qwen2(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
@@ -99,6 +110,27 @@ def _rebuild_llama(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     tokenizer.decoder = decoders.Sequence(steps)
 
 
+def _rebuild_bert(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    tokens = {name: str(_token(config.get(name, default))) for name, default in TOKENS_OF_BERT.items()}
+    cls, sep = tokens["cls_token"], tokens["sep_token"]
+    ids = [(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
+    if any(index is None for _, index in ids):
+        raise NotReadHere(f"the vocabulary of {TOKENIZER_FILE} lacks {cls} or {sep}")
+    model: Any = tokenizer.model
+    model.unk_token, model.continuing_subword_prefix, model.max_input_chars_per_word = tokens["unk_token"], "##", 100
+    tokenizer.normalizer = BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0", pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1", special_tokens=ids
+    )
+
+
 def _set_model(tokenizer: Tokenizer, *, like_sentencepiece: bool) -> None:
     model: Any = tokenizer.model
     model.dropout, model.unk_token, model.ignore_merges = None, None, False
@@ -111,8 +143,9 @@ CONFIG_FILE = "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Fields of tokenizer_config.json that are not read here.
 FURTHER_FIELDS = ("auto_map", "fast_tokenizer_files", "init_inputs", "fix_mistral_regex")
-# Files that say which tokens are special, where tokenizer_config.json does not list them.
-OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
+# Files of special and of added tokens, which count where tokenizer_config.json does not list added tokens.
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
 
 Templates: TypeAlias = "str | dict[str, str] | None"
 
@@ -137,7 +170,7 @@ def read_tokenizer(path: Path) -> TokenizerParts:
     """
     if not (path / TOKENIZER_FILE).is_file():
         raise NotReadHere(f"there is no {TOKENIZER_FILE}")
-    config = _read_json(path / CONFIG_FILE)
+    config = _read_config(path)
     found = _class(path, config)
     backend = Tokenizer.from_file(str(path / TOKENIZER_FILE))
     if backend.padding is not None and "pad_token" not in found.default_tokens:
@@ -147,7 +180,7 @@ def read_tokenizer(path: Path) -> TokenizerParts:
     in_file = backend.get_added_tokens_decoder()
     added = _added_tokens(config, in_file)
     if found.rebuild is not None:
-        if not can_be_rebuilt(backend) or {i: _flags(t) for i, t in added.items()} != {
+        if not can_be_rebuilt(backend, found.model) or {i: _flags(t) for i, t in added.items()} != {
             i: _flags(t) for i, t in in_file.items()
         }:
             raise NotReadHere(f"{TOKENIZER_FILE} does not match its tokenizer_class")
@@ -185,14 +218,23 @@ def read_templates(path: Path, config: Mapping[str, Any]) -> Templates:
         ) from None
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with the names of special tokens from the older file for these."""
+    config = _read_json(path / CONFIG_FILE)
+    if "added_tokens_decoder" in config:
+        return config
+    if (path / ADDED_TOKENS_FILE).is_file():
+        raise NotReadHere(f"{CONFIG_FILE} has no added_tokens_decoder, but there is {ADDED_TOKENS_FILE}")
+    named = _read_json(path / SPECIAL_TOKENS_FILE)
+    if not all(name in NAMES and isinstance(value, str | dict) for name, value in named.items()):
+        raise NotReadHere(f"{SPECIAL_TOKENS_FILE} has more than {', '.join(NAMES)}")
+    return config | named
+
+
 def _class(path: Path, config: Mapping[str, Any]) -> TokenizerClass:
     for name in FURTHER_FIELDS:
         if config.get(name):
             raise NotReadHere(f"{CONFIG_FILE} has {name}")
-    if "added_tokens_decoder" not in config:
-        for name in OLDER_FILES:
-            if (path / name).is_file():
-                raise NotReadHere(f"{CONFIG_FILE} has no added_tokens_decoder, but there is {name}")
     if (path / "tekken.json").is_file() and find_spec("mistral_common") is not None:
         raise NotReadHere("there is tekken.json, and mistral_common is installed")
     model = _read_json(path / "config.json")

@@ -144,7 +144,7 @@ def cpp_compiler() -> dict[str, Any]:
 
     With another folder an artifact would be compiled again when it is loaded.
     """
-    command = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
+    command = _cpp_command()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
     return {
         "command": command,
@@ -152,6 +152,14 @@ def cpp_compiler() -> dict[str, Any]:
         "version": version.split("\n")[0],
         "headers": [sysconfig.get_path("include"), str(Path(torch.__file__).parent / "include")],
     }
+
+
+def _cpp_command() -> str:
+    """The C++ compiler that Inductor takes. Inductor is imported only to install one, or for the caller's setting."""
+    if settings_of("inductor") is not None or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        command: str = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
+        return command
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from torch._logging import trace_structured
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.compile_pool import compile_pool
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, folder_of, write_compiled_range
+from compiled_engine.graphs.compiler.cpp_piece import piece_folder
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct
 from compiled_engine.graphs.compiler.record import PieceRecord, Record, module_tree, phases_since, write_trace
 from compiled_engine.graphs.compiler.signature import FORWARD, Signature, callables_of
@@ -169,6 +171,9 @@ def compile_pieces(
             timeline.add(f"piece {piece.key}", timeline.now() - piece.seconds, piece.seconds, "compile pieces")
             records.append(piece)
             advance(1)
+    for key in for_inductor:  # at the end: pieces share kernels
+        if piece_folder(folder, key).is_dir():
+            shutil.rmtree(folder / "inductor" / key)
     return tuple(records)
 
 

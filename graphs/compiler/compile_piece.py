@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor import CompiledArtifact
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.select_algorithm import extern_kernels
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
 from compiled_engine.graphs.compiler import compat
+from compiled_engine.graphs.compiler.cpp_piece import CppPiece, piece_folder, read_output_code, write_cpp_piece
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.trace import GuardError, require_no_guards
@@ -25,19 +28,24 @@ aten = torch.ops.aten
 
 
 def compile_piece(entry: Path, key: str) -> float:
-    """Compile pieces/<key>.json of an entry to pieces/<key>.bin, its output code to pieces/<key>.py; seconds taken.
+    """Compile pieces/<key>.json of an entry, its output code to pieces/<key>.py; seconds taken.
 
+    The result is the folder cpp/<key> if the piece can run without Inductor, else Inductor's artifact pieces/<key>.bin.
     Raises UnknownTarget for an op that this process does not know, GuardError when Inductor decided on a size.
     """
     start = time.perf_counter()
     piece, fakes, shape_env = piece_from_json((entry / "pieces" / f"{key}.json").read_text())
     divide_views(piece.graph)
     with compiler_folders(entry, key):
-        compat.compile_piece(piece, fakes, INDUCTOR_OPTIONS).save(path=str(artifact_path(entry, key)))
-    require_open_sizes(shape_env)
-    code = _output_code(entry / "inductor" / key)
+        artifact = compat.compile_piece(piece, fakes, INDUCTOR_OPTIONS)
+        require_open_sizes(shape_env)
+        code = _output_code(entry / "inductor" / key)
+        if (cpp_piece := _without_inductor(code, piece.graph)) is not None:
+            write_cpp_piece(piece_folder(entry, key), cpp_piece, _compiled_kernel)
+        else:
+            artifact.save(path=str(artifact_path(entry, key)))
     if code is not None:
-        shutil.copyfile(code, entry / "pieces" / f"{key}.py")
+        (entry / "pieces" / f"{key}.py").write_text(code, encoding="utf-8")
     return time.perf_counter() - start
 
 
@@ -97,10 +105,24 @@ def artifact_path(entry: Path, key: str) -> Path:
     return entry / "pieces" / f"{key}.bin"
 
 
-def _output_code(folder: Path) -> Path | None:
-    """The Python file that Inductor wrote for the piece: it defines `call`."""
-    found = [path for path in sorted(folder.rglob("*.py")) if "def call(" in path.read_text()]
-    return found[0] if found else None
+def _without_inductor(code: str | None, graph: fx.Graph) -> CppPiece | None:
+    if code is None:
+        return None
+    num_inputs, (results, *_) = len(graph.find_nodes(op="placeholder")), graph.output_node().args
+    assert isinstance(results, tuple)
+    return read_output_code(code, num_inputs, len(results), partial(getattr, extern_kernels))
+
+
+def _compiled_kernel(types: list[str], source: str) -> Path:
+    """The shared library of a C++ kernel, compiled by Inductor unless this process already has it."""
+    kernel = CppPythonBindingsCodeCache.load_pybinding(types, source)
+    return Path(kernel.__self__.__file__)
+
+
+def _output_code(folder: Path) -> str | None:
+    """The Python code that Inductor wrote for the piece: it defines `call`."""
+    found = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
+    return next((code for code in found if "def call(" in code), None)
 
 
 @contextmanager

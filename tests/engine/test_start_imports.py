@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Of tokenizers, reports and downloads. In eager mode, and on a GPU, nothing of torch's compilers either.
+# Of tokenizers, reports and downloads. In eager mode, and where the cache has the model, none of torch's compilers.
 NEVER = {"transformers", "huggingface_hub", "depyf", "matplotlib", "pandas", "pygments", "rich", "jinja2"}
 # Not dill: PyTorch itself imports it where it is installed.
 COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "networkx"}
@@ -81,8 +81,8 @@ def test_the_engine_itself_and_placing_a_model_import_no_compiler() -> None:
     assert [sorted(COMPILERS & modules) for modules in found] == [[], []]
 
 
-@pytest.mark.gpu
-def test_a_warm_start_on_a_gpu_imports_no_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_warm_start_imports_no_compiler(device: str, tmp_path: Path) -> None:
     for _ in range(2):
-        (modules,) = modules_of(API, max_model_len=64, cache_dir=str(tmp_path))
+        (modules,) = modules_of(API, device=device, mode="compiled", max_model_len=64, cache_dir=str(tmp_path))
     assert sorted((NEVER | COMPILERS) & modules) == []

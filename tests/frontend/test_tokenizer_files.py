@@ -30,6 +30,8 @@ SPECIAL = [
     "<begin>",
     "<|endoftext|>",
     "hello",
+    "[CLS]",
+    "[MASK]",
 ]
 TEXTS = st.lists(
     st.one_of(
@@ -56,6 +58,16 @@ def test_texts_have_the_same_tokens(name: str, text: str) -> None:
     for special in (True, False):
         expected = hf(text, add_special_tokens=special)["input_ids"]
         assert tokenizer.encode(text, add_special_tokens=special) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name.startswith("bert")])
+def test_pairs_are_joined_alike(name: str) -> None:
+    tokenizer, hf = both(name)
+    texts = ("hello world", "Do the A's")
+    (pair,) = tokenizer.encode_pairs([texts])
+    expected = hf(*texts)
+    assert pair.token_ids == expected["input_ids"]
+    assert pair.second == expected["token_type_ids"].index(1)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -91,6 +103,12 @@ LEFT_TO_TRANSFORMERS: dict[str, tuple[Folder, dict[str, Any], str]] = {
     "no kind of model": (Folder("byte_level"), {"config.json": {}}, "config.json has no model_type"),
     "a field": (Folder("byte_level", config={"fix_mistral_regex": True}), {}, "has fix_mistral_regex"),
     "older files": (Folder("byte_level"), {"added_tokens.json": {"<new>": 500}}, "but there is added_tokens.json"),
+    "a list of older special tokens": (
+        Folder("byte_level"),
+        {"special_tokens_map.json": {"additional_special_tokens": ["<new>"]}},
+        "special_tokens_map.json has more than bos_token",
+    ),
+    "a vocabulary without the class's tokens": (Folder("word_piece", "BertTokenizer", "bert"), {}, r"lacks \[CLS\]"),
     "not of the kind": (Folder("word_piece", "Qwen2Tokenizer", "qwen3"), {}, "does not match its tokenizer_class"),
     "other added tokens": (
         Folder("byte_fallback", "LlamaTokenizer", config=BOS | {"added_tokens_decoder": {"2": TYPED}}),

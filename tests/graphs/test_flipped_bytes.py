@@ -24,7 +24,7 @@ OF_AN_ENTRY = (
         f"logits/*/{name}"
         for name in ("range.json", "plan.json", "forward.py", "graph.txt", "passes.json", "passes/*.diff")
     ),
-    *("pieces/*.json", "pieces/*.bin", "pieces/*.py", "inductor/**/*.so", "inductor/**/*"),
+    *("pieces/*.json", "pieces/*.py", "cpp/*/*.so", "cpp/*/*.py"),
 )
 # Below the root, for models of transformers.
 OF_A_MODEL = ("models/*[!s].json", "models/*.weights.json")

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_engine.graphs.compiled_model import load_piece
-from compiled_engine.graphs.compiler.compile_piece import require_open_sizes
+from compiled_engine.graphs.compiler.compile_piece import artifact_path, require_open_sizes
 from compiled_engine.graphs.compiler.compile_pool import CompileError, compile_pool
+from compiled_engine.graphs.compiler.cpp_piece import piece_folder, read_output_code
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct, load_direct
 from compiled_engine.graphs.compiler.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
 from compiled_engine.graphs.compiler.trace import GuardError
@@ -121,6 +126,96 @@ def test_pieces_compile_here_and_in_workers(tmp_path: Path, workers: int) -> Non
         for rows in (1, 7, 64):
             torch.testing.assert_close(tuple(call(compiled, rows)), call(pointwise_piece(scale), rows))
         assert "def call(" in (tmp_path / "pieces" / f"{key}.py").read_text()
+
+
+def test_a_piece_of_cpp_kernels_runs_without_inductor(tmp_path: Path) -> None:
+    """Its folder has all that it needs, elsewhere and in another process."""
+    (key,) = entry_with(tmp_path, pointwise_piece())
+    with compile_pool(tmp_path, 0) as compile_pieces:
+        list(compile_pieces([key]))
+    folder = piece_folder(tmp_path, key).rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "inductor")
+    program = (
+        "import json, sys; from pathlib import Path; import torch\n"
+        "from compiled_engine.graphs.compiler.cpp_piece import load_cpp_piece\n"
+        "piece = load_cpp_piece(Path(sys.argv[1])); torch.manual_seed(0)\n"
+        "results = piece(torch.randn(7, 4), torch.randn(8, 4), 7)\n"
+        "assert not {'torch._inductor', 'torch._dynamo'} & set(sys.modules)\n"
+        "print(json.dumps([result.tolist() for result in results]))"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    for found, expected in zip(json.loads(run.stdout), call(pointwise_piece(), 7), strict=True):
+        torch.testing.assert_close(torch.tensor(found), expected)
+
+
+def test_a_piece_that_needs_inductor_keeps_its_artifact(tmp_path: Path) -> None:
+    """With this option, tensors are parts of a pool, which is an op of Inductor's."""
+    (key,) = entry_with(tmp_path, pointwise_piece(5.0))
+    with inductor_config.patch(memory_planning=True), compile_pool(tmp_path, 0) as compile_pieces:
+        list(compile_pieces([key]))
+    assert artifact_path(tmp_path, key).is_file()
+    assert not piece_folder(tmp_path, key).exists()
+    torch.testing.assert_close(tuple(call(load_piece(tmp_path, key, "cpu"), 5)), tuple(call(pointwise_piece(5.0), 5)))
+
+
+OUTPUT_CODE = """
+from math import inf
+from torch._inductor.select_algorithm import extern_kernels
+from torch._inductor.codegen.memory_planning import _align as align
+import torch
+inductor_ops = torch.ops.inductor
+empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
+cpp_fused_0 = async_compile.cpp_pybinding(['float*'], r'source')
+
+class Runner:
+    def call(self, args):
+        x, n = args
+        args.clear()
+        buf0 = empty_strided_cpu((n,), (1,), torch.float32)
+        extern_kernels.mm(x, x, out=buf0)
+        cpp_fused_0(buf0)
+        return (buf0, inf)
+"""
+
+
+def known_calls(name: str) -> Any:
+    return {"mm": torch.mm, "abs": max}[name]
+
+
+def test_output_code_without_its_frame_is_a_piece() -> None:
+    piece = read_output_code(OUTPUT_CODE, 2, 2, known_calls)
+    assert piece is not None
+    assert piece.kernels == {"cpp_fused_0": (["float*"], "source")}
+    assert piece.source.splitlines() == [
+        "empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu",
+        "from math import inf",
+        "def piece(x, n):",
+        "    buf0 = empty_strided_cpu((n,), (1,), torch.float32)",
+        "    torch.mm(x, x, out=buf0)",
+        "    cpp_fused_0(buf0)",
+        "    return (buf0, inf)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("(buf0, inf)", "(buf0,)"),
+        ("x, n = args", "x, n, m = args"),
+        ("x, n = args", "x, n = self.unpacked(args)"),
+        ("args.clear()", "pass"),
+        ("cpp_fused_0(buf0)", "cpp_fused_1(buf0)"),
+        ("cpp_fused_0(buf0)", "cpp_fused_0(align(buf0))"),
+        ("cpp_fused_0(buf0)", "inductor_ops.seeds(buf0)"),
+        ("cpp_fused_0(buf0)", "torch.ops.inductor.seeds(buf0)"),
+        ("cpp_fused_0(buf0)", "self.partitions[0](buf0)"),
+        ("extern_kernels.mm", "extern_kernels.abs"),
+    ],
+)
+def test_output_code_that_needs_more_is_no_piece(before: str, after: str) -> None:
+    assert before in OUTPUT_CODE
+    assert read_output_code(OUTPUT_CODE.replace(before, after), 2, 2, known_calls) is None
 
 
 def test_a_view_that_divides_and_joins_sizes_holds_for_every_size(tmp_path: Path) -> None:

@@ -86,6 +86,22 @@ def word_piece() -> Tokenizer:
     return wrap(backend)
 
 
+def bert() -> Tokenizer:
+    """A WordPiece tokenizer with BERT's special tokens, which joins two texts by a separator."""
+    named = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {piece: index for index, piece in enumerate([*SPECIALS, *named, *WORDS])}
+    backend = Backend(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    ids = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", special_tokens=ids
+    )
+    backend.add_special_tokens([*SPECIALS, *named])
+    return wrap(backend)
+
+
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte_level": byte_level,
     "byte_fallback": byte_fallback,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_tokenizers import byte_fallback, byte_level, metaspace, with_bos, word_piece
+from tiny_tokenizers import bert, byte_fallback, byte_level, metaspace, with_bos, word_piece
 from tokenizers import Tokenizer as Backend
 
 BACKENDS = {
@@ -16,6 +16,7 @@ BACKENDS = {
     "byte_fallback": byte_fallback,
     "metaspace": metaspace,
     "word_piece": word_piece,
+    "bert": bert,
 }
 BOS = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
 TYPED = {"__type": "AddedToken", "content": "<|user|>", "lstrip": True, "rstrip": False, "single_word": False}
@@ -31,6 +32,7 @@ class Folder:
     config: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
     lists_added_tokens: bool = False
+    special_tokens_map: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> Path:
         backend: Backend = BACKENDS[self.kind]().hf.backend_tokenizer
@@ -45,6 +47,8 @@ class Folder:
                 for token in content["added_tokens"]
             }
         (path / "tokenizer_config.json").write_text(json.dumps(config))
+        if self.special_tokens_map:
+            (path / "special_tokens_map.json").write_text(json.dumps(self.special_tokens_map))
         if self.model_type is not None:
             (path / "config.json").write_text(json.dumps({"model_type": self.model_type}))
         return path
@@ -55,6 +59,7 @@ PADDING = {
     **{"strategy": {"Fixed": 40}, "direction": "Left", "pad_to_multiple_of": None},
     **{"pad_id": 1, "pad_type_id": 0, "pad_token": "</s>"},
 }
+CASED = {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False}
 # Those that are read without transformers.
 FOLDERS = {
     "llama 3": Folder("with_bos", config=BOS, lists_added_tokens=True),
@@ -70,6 +75,17 @@ FOLDERS = {
     "mistral": Folder("byte_fallback", "LlamaTokenizer", "mistral", BOS),
     "metaspace": Folder("metaspace", config=BOS),
     "word piece": Folder("word_piece", config={"clean_up_tokenization_spaces": True, "unk_token": "[UNK]"}),
+    "bert": Folder("bert", "BertTokenizer", "bert", {"unk_token": "[UNK]", "model_max_length": 512}),
+    "bert, cased": Folder("bert", "BertTokenizerFast", "bert", CASED, lists_added_tokens=True),
+    "bert, other tokens": Folder("bert", "BertTokenizer", "bert", {"cls_token": "</s>", "sep_token": TYPED}),
+    "an older file": Folder(
+        "bert",
+        "BertTokenizer",
+        "bert",
+        {"cls_token": "</s>", "mask_token": "<new>"},
+        special_tokens_map={"cls_token": {"content": "[CLS]", "lstrip": False}, "pad_token": "[PAD]"},
+    ),
+    "an older file of another kind": Folder("with_bos", special_tokens_map={"bos_token": "<s>", "pad_token": "<pad>"}),
     "nothing said": Folder("byte_level", None, None),
     "tokens of its own": Folder(
         "byte_level",
