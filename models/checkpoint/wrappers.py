@@ -88,10 +88,11 @@ def text_model(fields: JsonFields) -> tuple[JsonFields, str | None]:
     Raises ValueError for a text model of a type that is not supported.
     """
     wrapper = fields.texts("architectures")[0]
-    if wrapper not in WRAPPERS:
+    named_as_text = "text_config" in fields and wrapper in _ARCHITECTURES.values()
+    if wrapper not in WRAPPERS and not named_as_text:
         return fields, None
     section = fields.section("text_config") if "text_config" in fields else fields
-    kind = section.text("model_type", WRAPPERS[wrapper])
+    kind = section.text("model_type", WRAPPERS.get(wrapper))
     kind = _EQUAL_FOR_TEXT.get(kind, kind)
     if kind not in _ARCHITECTURES:
         raise section.error("model_type", f"one of {', '.join((*_ARCHITECTURES, *_EQUAL_FOR_TEXT))} in a {wrapper}")

@@ -28,11 +28,19 @@ _MODULES = (
     ("MoA$", "experts of attention heads"),
     ("DecoderWrapper$|^ProphetNetDecoder$", "the decoder of an encoder-decoder model"),
     ("Patcher$", "patches of bytes"),
-    ("^MPNetSelfAttention$|^Deberta|^T5Attention$", "biases of attention scores by relative positions"),
+    ("^DiffLlamaAttention$", "differential attention"),
+    ("^DogeAttention$", "masks that depend on values (dynamic mask attention)"),
+    (
+        "^MPNetSelfAttention$|^Deberta|^T5Attention$|RelativeLogits$|RelativePositionBias$",
+        "biases of attention scores by relative positions",
+    ),
     ("^XLNetRelativeAttention$", "attention to relative positions in two streams"),
     ("^(Bloom|Mpt)Attention$", "positions as biases of attention scores (ALiBi)"),
+    ("^DbrxExperts$", "experts outside of transformers' ExpertsInterface"),
     ("^Conv1d$", "convolutions over tokens"),
 )
+# Fields that state how often layers run.
+_CYCLES = ("n_recurrent_loops", "H_cycles", "L_cycles")
 # The method of embeddings that count positions (RoBERTa's).
 _COUNTS = "create_position_ids_from_input_ids"
 
@@ -58,10 +66,12 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
     stated = {
         "positions that are counted from the token ids": not encodes and any(hasattr(m, _COUNTS) for m in modules),
         "chunked attention": "chunked_attention" in (value("layer_types") or ()),
+        "layers that run several times": any((value(name) or 1) > 1 for name in _CYCLES),
         "multi-head latent attention": value("kv_lora_rank"),
         "keys and values shared between layers": value("num_kv_shared_layers") or "Assistant" in type(config).__name__,
         "attention to another sequence": value("cross_attention_layers"),
         "an encoder": config.is_encoder_decoder or value("encoder_layers"),
+        "encoders of images or sound within the decoder": value("vision_config") or value("audio_config"),
     }
     found += [text for text, needed in stated.items() if needed]
     general = "convolutions over tokens"  # a part of most recurrences

@@ -262,6 +262,8 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
             model(input_ids=ids, position_ids=ids.clone(), attention_mask=mask, **options)
     finally:
         config._attn_implementation = before
+    if not observer.calls and recurrences.layers:
+        raise UnsupportedModelError("its layers have recurrences alone; at least one must attend")
     if not observer.calls:
         raise UnsupportedModelError("its layers do not attend through transformers' AttentionInterface")
     found = observer.calls.keys() | recurrences.layers

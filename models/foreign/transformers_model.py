@@ -30,6 +30,8 @@ from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
 from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
 
+_OWN_ATTENTION = "its attention does not go through transformers' AttentionInterface"
+
 
 class CausalLM:
     """Mixed into the family's class, in front of it: the engine's forward and logits.
@@ -169,6 +171,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
     try:
         _require_fixed_angles(config)
         if causal_lm_name(config) is None:
+            _require_mechanisms(config, None)
             raise UnsupportedModelError("transformers has no causal language model for its text model alone")
         model = _on_the_meta_device(config, dtype)
         _require_mechanisms(config, model)
@@ -185,11 +188,12 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         logging.getLogger(__name__).debug("%s", name, exc_info=True)
         try:
             _require_mechanisms(config, model)
-            cause = (
-                "its modules cannot be built with the values in config.json"
-                if model is None
-                else "it needs more than token ids and positions, or reads values of tensors"
-            )
+            if model is None:
+                cause = "its modules cannot be built with the values in config.json"
+            elif not model._supports_attention_backend:
+                cause = _OWN_ATTENTION
+            else:
+                cause = "it needs more than token ids and positions, or reads values of tensors"
         except UnsupportedModelError as missing:
             cause = str(missing)
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {cause}") from error
@@ -250,7 +254,7 @@ def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     except KeyError as error:  # a table of its own of classes by implementation
         if error.args != (NAME,):
             raise
-        raise UnsupportedModelError("its attention does not go through transformers' AttentionInterface") from error
+        raise UnsupportedModelError(_OWN_ATTENTION) from error
     return model.eval().requires_grad_(False)
 
 

@@ -84,6 +84,16 @@ def test_modules_that_are_not_quantised_have_the_text_models_names() -> None:
     assert named == ["model.layers.0.mlp", "model.visual.merger", "lm_head", "re:.*gate$"]
 
 
+def test_a_multimodal_configuration_may_name_the_text_models_architecture() -> None:
+    values = family("qwen3_5").config() | {"model_type": "qwen3_5"}
+    read = [
+        text_model(JsonFields("config.json", values | {"architectures": [name]}))
+        for name in ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+    ]
+    assert read[0][0].values == read[1][0].values
+    assert [wrapper for _, wrapper in read] == ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"]
+
+
 def test_a_text_model_of_another_type_is_refused(tmp_path: Path) -> None:
     write(tmp_path, family("llava"))
     path = tmp_path / "config.json"
