@@ -37,8 +37,9 @@ typecheck: $(VENV)/.installed
 	cd .build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p compiled_engine
 	rm -rf build .build
 
+# Tests start some hundred processes. Each would compile our modules once more where Python may keep no bytecode.
 unit: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_OPTIONS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_OPTIONS)
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python tests/gpu_tests.py -- $(PYTEST_OPTIONS)

@@ -190,19 +190,22 @@ def test_preempted_requests_keep_their_adapters(adapted: Adapted) -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [e.outputs[0].token_ids for e in expected]
 
 
+TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+FOREIGN: dict[str, Any] = {"model_impl": "transformers"}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+BOTH = "two ranks with code of transformers"
 OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "two ranks": ("qwen2", {"tensor_parallel_size": 2}, {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "code of transformers": ("mistral", {"model_impl": "transformers"}, {}),
-    "code of transformers with packed linears": ("phi3", {"model_impl": "transformers"}, {}),
+    BOTH: ("mistral", TWO | FOREIGN, HEADS | {"vocab_size": 132}),
+    "two ranks": ("qwen2", TWO, HEADS),
+    "code of transformers": ("mistral", FOREIGN, {}),
+    "code of transformers with packed linears": ("phi3", FOREIGN, {}),
 }
 
 
-@pytest.mark.parametrize(
-    "which",
-    # Of transformers' code one runs without --all.
-    [pytest.param(which, marks=pytest.mark.product(one_in=1000) if "code" in which else ()) for which in OTHERS],
-)
-def test_other_models_and_two_ranks(which: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", OTHERS)
+def test_other_models_and_two_ranks(which: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    if which != BOTH and not pytestconfig.getoption("--all"):
+        pytest.skip(f"{BOTH!r} runs the paths of each: --all")
     family, options, shape = OTHERS[which]
     model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=2, **shape)
     targets = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj") if family == "phi3" else LINEARS

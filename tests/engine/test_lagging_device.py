@@ -113,11 +113,12 @@ def without_lag(seed: int) -> dict[str, list[int]]:
 @pytest.mark.product(one_in=4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_blocks", [200, 40])
-def test_random_requests(num_blocks: int, seed: int) -> None:
+def test_random_requests(num_blocks: int, seed: int, pytestconfig: pytest.Config) -> None:
+    """Most requests are not aborted; with --all none are in a second run."""
     options = {"num_blocks": num_blocks, "enable_prefix_caching": seed % 2 == 1}
     expected = without_lag(seed)
-    for aborts in (False, True):
+    for aborts in (False, True) if pytestconfig.getoption("--all") else (True,):
         with lagging_device():
             found = run(options, seed, aborts)
         assert found == {request_id: expected[request_id] for request_id in found}
-        assert len(found) == 60 or aborts
+        assert len(found) == 60 or (aborts and len(found) > 30)

@@ -93,10 +93,9 @@ def head(plain: LLM, text: str, bundled_model_path: Path, tmp_path_factory: pyte
     return write_fitted_head(tmp_path_factory.mktemp("head"), bundled_model_path, windows_NL)
 
 
-# Of the others one is drawn.
+# Of the others one is drawn. Two ranks that verify drafts, with two steps in flight: test_eagle.py.
 ALWAYS = (
     "compiled, two steps in flight",
-    "two ranks",
     "a draft model, recorded, two steps in flight",
     "a head, recorded, two steps in flight",
 )

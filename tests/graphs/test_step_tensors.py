@@ -145,7 +145,9 @@ def expected() -> list[list[int]]:
 def test_compiled_and_recorded_engines_read_it(expected: list[list[int]]) -> None:
     with LLM(**OPTIONS, mode="compiled") as llm:
         assert answers(llm) == expected
-        entry = Path(llm.metrics()["cache_entry"])
+        metrics = llm.metrics()
+    assert metrics["passes"]["1-32"][SignBySlot.name] == {"matches": 1, "contract": 1}
+    entry = Path(metrics["cache_entry"])
     assert "kv_caches, slots_R):" in (entry / "1-32" / "forward.py").read_text()
     with LLM(**OPTIONS) as llm:
         assert [answers(llm), answers(llm)] == [expected, expected]
@@ -155,10 +157,18 @@ def test_compiled_and_recorded_engines_read_it(expected: list[list[int]]) -> Non
 
 
 @pytest.mark.usefixtures("registered")
-def test_measurements_of_a_forward_give_it_padding() -> None:
-    config = resolve(EngineOptions(device="cpu", block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=32))
+def test_measurements_of_a_forward_and_the_verifier_give_it_padding() -> None:
+    """Which changes nothing."""
+    limits = {"max_num_seqs": 6, "max_num_batched_tokens": 32}
+    config = resolve(
+        EngineOptions(device="cpu", block_size=BLOCK_SIZE, strict_passes=True, verify_passes=True, **limits)
+    )
     assert SignBySlot.name in config.compile.passes
-    given, expected = (fuse(each).logprobs(PROMPTS[1:3], [(7, 12)]) for each in (config, without(config)))
+    model = fuse(config, verify=True)
+    (report,) = (each for each in model.reports if each.name == SignBySlot.name)
+    assert report.matches == report.contract == 1
+    assert report.verified
+    given, expected = (each.logprobs(PROMPTS[1:3], [(7, 12)]) for each in (model, fuse(without(config))))
     torch.testing.assert_close(given, expected)
     assert make_step_inputs(config, 4, 9, decodes=True).arguments[-1].tolist() == [NO_SLOT] * 4
 
@@ -198,13 +208,6 @@ def test_captured_graphs_read_it(expected: list[list[int]]) -> None:
     for prompt, found, tokens in zip(PROMPTS, called, expected, strict=True):
         # The least likely token is a close decision.
         assert len(prompt) % 2 or found == tokens
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_rewrite_is_verified_with_padding() -> None:
-    """Which changes nothing."""
-    with LLM(**OPTIONS, mode="compiled", strict_passes=True, verify_passes=True) as llm:
-        assert llm.metrics()["passes"]["1-32"][SignBySlot.name] == {"matches": 1, "contract": 1}
 
 
 # The fixed buffers

@@ -173,9 +173,13 @@ _SMALLER = (
     Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), 1, 1, block_size=256),
 )
 # Cases that the interpreter runs with `--all` alone. In fp32 one tile serves every head size and bound, so the shorter
-# of the long prefills take each branch of the longer; windows of 32, 127 and 128 keys take those of 64 and 256.
+# of the long prefills take each branch of the longer, head sizes of 80 and 256 those of the sizes between, and "mixed"
+# those of a bound with other heads or scores; windows of 32, 127 and 128 keys take those of 64 and 256.
 _WITH_ALL = (
     "long prefills, head size 128, bound of 4096",
+    *(f"head size {size}" for size in (96, 112, 160, 192)),
+    *("heads 16:2", "heads 14:2, bound of 4096", "soft cap, bound of 4096", "sinks, bound of 4096"),
+    *("head size 80, bound of 4096", "head size 128, bound of 4096", "window, mixed, bound of 4096"),
     "window of 1024, mixed",
     "window of 4096, mixed",
 )
