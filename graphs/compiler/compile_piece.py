@@ -13,8 +13,6 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor import CompiledArtifact
-from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.select_algorithm import extern_kernels
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
 from compiled_engine.graphs.compiler import compat
@@ -40,7 +38,8 @@ def compile_piece(entry: Path, key: str) -> float:
         artifact = compat.compile_piece(piece, fakes, INDUCTOR_OPTIONS)
         require_open_sizes(shape_env)
         code = _output_code(entry / "inductor" / key)
-        if (cpp_piece := _without_inductor(code, piece.graph)) is not None:
+        on_cpu = all(fake.device.type == "cpu" for fake in fakes if isinstance(fake, torch.Tensor))
+        if on_cpu and (cpp_piece := _without_inductor(code, piece.graph)) is not None:
             write_cpp_piece(piece_folder(entry, key), cpp_piece, _compiled_kernel)
         else:
             artifact.save(path=str(artifact_path(entry, key)))
@@ -106,6 +105,8 @@ def artifact_path(entry: Path, key: str) -> Path:
 
 
 def _without_inductor(code: str | None, graph: fx.Graph) -> CppPiece | None:
+    from torch._inductor.select_algorithm import extern_kernels  # a worker's import_compiler comes first
+
     if code is None:
         return None
     num_inputs, (results, *_) = len(graph.find_nodes(op="placeholder")), graph.output_node().args
@@ -115,6 +116,8 @@ def _without_inductor(code: str | None, graph: fx.Graph) -> CppPiece | None:
 
 def _compiled_kernel(types: list[str], source: str) -> Path:
     """The shared library of a C++ kernel, compiled by Inductor unless this process already has it."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache  # a worker's import_compiler comes first
+
     kernel = CppPythonBindingsCodeCache.load_pybinding(types, source)
     return Path(kernel.__self__.__file__)
 
