@@ -82,18 +82,14 @@ class PaddedStep:
         if key.kind is GraphKind.FULL:
             self.prepare(batch)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
-        self.take(output)
+        if self.head is not None:
+            self.head.take(output.taps)
         if not key.is_decode:
             return output.tensor
         if not self.samples:
             self.sampling.without_tokens(batch, batch.num_rows)
             return output.tensor
         return self.sampling.every_row(output, batch, batch.num_rows)
-
-    def take(self, output: ForwardOutput) -> None:
-        """Let a head take what it reads of a forward."""
-        if self.head is not None:
-            self.head.take(output.taps)
 
     def prepare(self, batch: InputBatch) -> None:
         """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
@@ -257,7 +253,8 @@ class CapturedSteps:
             return self.replay(batch)
         self._step.prepare(batch)
         output = self._step.forward(batch, hidden_wanted=hidden_wanted)
-        self._step.take(output)
+        if (head := self._step.head) is not None:
+            head.take(output.taps)
         return output
 
     def replay(self, batch: InputBatch) -> ForwardOutput:

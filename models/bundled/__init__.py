@@ -9,4 +9,4 @@ from pathlib import Path
 
 BUNDLED_MODEL_PATH: Path = Path(__file__).resolve().parent
 BUNDLED_HEAD_PATH: Path = BUNDLED_MODEL_PATH / "head"
-"""The model's EAGLE-3 head; `compiled_engine.models.bundled_training.train_head` trains it. Not in every version."""
+"""The model's EAGLE-3 head; `compiled_engine.models.bundled_training.train_head` trains it."""

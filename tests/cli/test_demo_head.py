@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
 from compiled_engine.cli.demo import head_options
-from compiled_engine.models.bundled import BUNDLED_HEAD_PATH
+from compiled_engine.models.bundled import BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +58,12 @@ def test_the_demo_says_the_acceptance_length(
     assert ("; mean acceptance length 1." in result.output) == bool(options)
 
 
-def test_a_bundled_head_fits_the_model() -> None:
-    """What the wheel has beside the model is complete; versions without a head have nothing there."""
-    names = {path.name for path in BUNDLED_HEAD_PATH.glob("*")}
-    assert names in (set(), {"config.json", "model.safetensors", "training.json"})
+def test_the_bundled_head_fits_the_model_and_is_off_where_it_is_slower() -> None:
+    head, model = (json.loads((path / "config.json").read_text()) for path in (BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH))
+    for name in ("hidden_size", "vocab_size", "head_dim"):
+        assert head[name] == model[name], name
+    record = json.loads((BUNDLED_HEAD_PATH / "training.json").read_text())
+    for found in record["acceptance"].values():
+        assert found["length"] == pytest.approx(1 + sum(found["by_position"]))
+    speed = record["cpu_tokens_per_second"]
+    assert bool(head_options({"device": "cpu"}, None, BUNDLED_HEAD_PATH)) == (speed["with"] >= speed["without"])

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+from compiled_engine.models.bundled import BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH
 from compiled_engine.models.bundled_training.corpus import read_corpus
 from compiled_engine.models.bundled_training.held_out import (
     HELD_OUT_DEFINITION,
@@ -66,11 +66,14 @@ def held_out_text() -> str:
 
 
 def test_folder_is_complete_and_small() -> None:
-    files = {path.name: path.stat().st_size for path in BUNDLED_MODEL_PATH.iterdir() if path.suffix != ".py"}
-    files.pop("__pycache__", None)
+    inside = (path for path in BUNDLED_MODEL_PATH.iterdir() if path.is_file() and path.suffix != ".py")
+    files = {path.name: path.stat().st_size for path in inside}
     assert files.keys() == MODEL_FILES
     assert sum(files.values()) <= MAX_BYTES
     assert 60_000 <= files["held_out.txt"] <= 100_000
+    head = {path.name: path.stat().st_size for path in BUNDLED_HEAD_PATH.iterdir()}
+    assert head.keys() == {"config.json", "model.safetensors", "training.json"}
+    assert sum(head.values()) <= MAX_BYTES / 4
 
 
 def test_architecture_and_stored_tensors() -> None:
