@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ FOLDER = "kernels"
 DIGEST_SUFFIX = ".sha256"
 # Files that are run or describe launches. Triton also keeps sources, which are only for reading.
 CHECKED_SUFFIXES = (".so", ".cubin", ".json")
+_THREAD = threading.local()
 
 
 def kernel_folder(cache_dir: Path | None) -> Path | None:
@@ -57,6 +59,21 @@ def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
 def kernel_variables(folder: Path | None) -> dict[str, str]:
     """Environment variables that make Triton use the folder; empty without one."""
     return {} if folder is None else {VARIABLE: str(folder), **MANAGER}
+
+
+def keep_kernels_of_this_thread(folder: Path | None) -> None:
+    """Keep the kernels that this thread compiles from now on in the folder, whatever the environment variables say.
+
+    These are the process's: while a thread compiles kernels, another may load a compiled piece, for which the variables
+    name the piece's folder.
+    """
+    _THREAD.folder = folder
+
+
+def folder_of_this_thread() -> Path | None:
+    """The folder from `keep_kernels_of_this_thread`; None where the environment variables decide."""
+    folder: Path | None = getattr(_THREAD, "folder", None)
+    return folder
 
 
 def is_checked(name: str) -> bool:

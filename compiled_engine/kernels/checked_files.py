@@ -8,7 +8,14 @@ from uuid import uuid4
 
 from triton.runtime.cache import FileCacheManager
 
-from compiled_engine.kernels.cache_folder import FOLDER, is_checked, is_whole, keep_digest, matches_digest
+from compiled_engine.kernels.cache_folder import (
+    FOLDER,
+    folder_of_this_thread,
+    is_checked,
+    is_whole,
+    keep_digest,
+    matches_digest,
+)
 
 
 class CheckedFiles(FileCacheManager):
@@ -16,6 +23,16 @@ class CheckedFiles(FileCacheManager):
 
     Files of a compiled piece, elsewhere, are in the manifest of its cache entry.
     """
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        folder = folder_of_this_thread()
+        if folder is None or override or dump:
+            super().__init__(key, override, dump)
+            return
+        self.key = key
+        self.cache_dir = str(folder / key)
+        self.lock_path = str(folder / key / "lock")
+        os.makedirs(self.cache_dir, exist_ok=True)
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
         """Write a file, unless it is there already: a link, unlike a renamed file, never replaces one.
@@ -25,19 +42,20 @@ class CheckedFiles(FileCacheManager):
         for the first one: a kernel would be launched with the launcher of another. A damaged file is replaced: no
         process loads it.
         """
-        if not self._is_shared or not is_checked(filename):
+        if not is_checked(filename):
             written: str = super().put(data, filename, binary)
             return written
         content = data if isinstance(data, bytes) else str(data).encode()
         path = Path(self.cache_dir) / filename
         new = path.with_name(f"{filename}.{uuid4()}")
-        keep_digest(path, content)
+        if self._is_shared:
+            keep_digest(path, content)
         try:
             new.write_bytes(content)
             try:
                 os.link(new, path)
             except FileExistsError:
-                if not matches_digest(path):
+                if self._is_shared and not matches_digest(path):
                     new.replace(path)
         finally:
             new.unlink(missing_ok=True)

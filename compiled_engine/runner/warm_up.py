@@ -32,6 +32,7 @@ from compiled_engine.attention.inputs import (
     padding_of,
 )
 from compiled_engine.config import EngineConfig
+from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, kernel_folder
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, stand_in_for
@@ -252,8 +253,7 @@ def sample_once(
 
 def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
     """Dry-run sampling and attention during the trace. Raises the exceptions of each part; leaves only kernels."""
-    if config.device.type == "cuda":
-        torch.cuda.set_device(config.device)  # it has a thread of its own
+    _prepare_thread(config)
     with _asked(config, workers) as kernels:
         sampling = []
         if config.model.pooling is None:
@@ -294,13 +294,20 @@ def compile_kernels(
 @contextmanager
 def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
     """Collect the kernels that are launched in this context. On an exception, do not wait for the rest."""
-    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(config.device,)) as threads:
+    with ThreadPoolExecutor(initializer=_prepare_thread, initargs=(config,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:
                 yield kernels
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _prepare_thread(config: EngineConfig) -> None:
+    """Have this thread use the engine's GPU, and keep its kernels apart from those of pieces that others load."""
+    if config.device.type == "cuda":
+        torch.cuda.set_device(config.device)
+        keep_kernels_of_this_thread(kernel_folder(config.compile.cache_dir))
 
 
 def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: KernelCollector) -> list[Future[Any]]:

@@ -12,9 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
-from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder, kernels_in
+from compiled_engine.kernels.cache_folder import (
+    VARIABLE,
+    damaged_kernels,
+    keep_kernels_of_this_thread,
+    kernel_folder,
+    kernels_in,
+)
 from compiled_engine.kernels.checked_files import CheckedFiles
 from compiled_engine.kernels.cpp_library import load_library
+from compiled_engine.process.child import environment_variables
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -100,6 +107,37 @@ def test_a_library_that_is_there_is_not_replaced(root: Path) -> None:
         first, second = (Path(get_cache_manager("00" * 32).put(content, "launcher.so")) for content in (b"a", b"b"))
     assert first == second
     assert first.read_bytes() == b"a"
+
+
+def test_a_library_in_the_folder_of_a_piece_is_not_replaced(root: Path) -> None:
+    """A folder without digests: processes that compile the same piece write the same libraries there."""
+    from triton.runtime.cache import get_cache_manager
+
+    with kernels_in(kernel_folder(root)), environment_variables({VARIABLE: str(root / "entry" / "triton")}):
+        first = Path(get_cache_manager("00" * 32).put(b"a", "launcher.so"))
+        inode = first.stat().st_ino
+        assert Path(get_cache_manager("00" * 32).put(b"a", "launcher.so")) == first
+    assert first.is_relative_to(root / "entry")
+    assert (first.stat().st_ino, [path.name for path in first.parent.iterdir()]) == (inode, [first.name])
+
+
+def test_kernels_of_a_thread_stay_apart_from_a_piece_that_another_loads(root: Path) -> None:
+    from triton.runtime.cache import get_cache_manager
+
+    def put() -> Path:
+        return Path(get_cache_manager("00" * 32).put(b"a", "launcher.so"))
+
+    folder = kernel_folder(root)
+    with (
+        kernels_in(folder),
+        ThreadPoolExecutor(1, initializer=keep_kernels_of_this_thread, initargs=(folder,)) as thread,
+        environment_variables({VARIABLE: str(root / "entry" / "triton")}),
+    ):
+        of_the_thread, of_the_piece = thread.submit(put).result(), put()
+    assert folder is not None
+    assert of_the_thread.is_relative_to(folder)
+    assert of_the_piece.is_relative_to(root / "entry")
+    assert damaged_kernels(root) == []
 
 
 def test_no_process_sees_a_library_change_its_inode(root: Path) -> None:
