@@ -30,20 +30,27 @@ SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
 def hopper_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
-    """The linears that the engine gives the kernel: in small batches all of a layer, beyond those gated ones."""
+    """The linears that the engine gives the kernel: in small batches all, but of one token without the head, beyond
+    those gated ones."""
     cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens, num_ranks)]
-    return [case for case in cases if case.name != "head" and (case.num_tokens <= SMALL_BATCH or case.silu_mul)]
+    return [
+        case
+        for case in cases
+        if case.silu_mul or (case.num_tokens <= SMALL_BATCH and (case.name != "head" or case.num_tokens > 1))
+    ]
 
 
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
-    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's."""
+    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's:
+    none of the kinds that were never the fastest on an H200."""
     tokens = max(FEWEST_TOKENS, next(most for most in TOKEN_BUCKETS if case.num_tokens <= most))
     found: dict[HopperTiles, None] = {}
     for groups, parts, products in product((1, 2, 3), (1, 2, 4), (1, 2, 4)):
         programs = -(-case.num_rows // (64 // parts * groups))
         fits = parts * tokens <= MOST_COLUMNS and (not case.silu_mul or parts < 4)
         whole = parts * products == 1 or case.k % (64 * parts * products) == 0
-        if not (fits and whole and programs >= 60):
+        won = (products < 4 or parts == 2) and (groups < 3 or parts == 1)
+        if not (fits and whole and won and programs >= 60):
             continue
         outputs = 64 // parts // (2 if case.silu_mul else 1)
         ending = groups * tokens * (2 * outputs + (256 if parts > 1 else 0))
