@@ -32,7 +32,7 @@ def tune(
     """Measure kernel tiles and what each pass gains on this GPU, for models of these shapes.
 
     The engine reads the result when it starts, and tunes nothing itself. Other shapes of an existing profile are kept.
-    Takes some minutes; needs a CUDA GPU.
+    Takes some minutes; needs a CUDA GPU. The file is written anew after each shape, first after its linears.
 
     Examples:
 
@@ -46,7 +46,13 @@ def tune(
         from compiled_engine.bench.shapes import write_shape
         from compiled_engine.passes.framework.profile import profile_path
         from compiled_engine.process.progress import RichProgress
-        from compiled_engine.tune.device_tuning import device_name, merged, profile_text, tune_device
+        from compiled_engine.tune.device_tuning import (
+            MeasuredProfile,
+            device_name,
+            merged,
+            profile_text,
+            tune_device,
+        )
 
         device = device_name()
         folders = [write_shape(Path(temporary) / name, name) for name in shape or ()]
@@ -55,10 +61,16 @@ def tune(
             raise ValueError("shape and model are empty; allowed: at least one of them")
         path = output or profile_path(device)
         old = _checked(path)
-        new = tune_device(folders, RichProgress(), tensor_parallel_size or (1,)).as_record()
-        profile = new if old is None else merged(new, old)
-        with written_to(path):
-            path.write_text(profile_text(profile), encoding="utf-8")
+
+        def joined(measured: MeasuredProfile) -> dict[str, Any]:
+            return measured.as_record() if old is None else merged(measured.as_record(), old)
+
+        def keep(measured: MeasuredProfile) -> None:
+            with written_to(path):
+                path.write_text(profile_text(joined(measured)), encoding="utf-8")
+
+        measured = tune_device(folders, RichProgress(), tensor_parallel_size or (1,), keep)
+        new, profile = measured.as_record(), joined(measured)
     if as_json:
         typer.echo(profile_text(profile))
         return

@@ -4,25 +4,28 @@ file of an earlier run has of other shapes."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.parallel import check_model
-from compiled_engine.tune.hopper_tuning import hopper_cases, tune_hopper_linears
-from compiled_engine.tune.linear_tuning import tune_linears
-from compiled_engine.tune.linears import TunedLinear, cases_of
-from compiled_engine.tune.pass_gains import measure
-from compiled_engine.tune.product_tuning import product_cases, tune_products
+from compiled_engine.tune.compile_first import Launch, compile_first
+from compiled_engine.tune.hopper_tuning import hopper_cases, hopper_launches, tune_hopper_linears
+from compiled_engine.tune.linear_tuning import linear_launches, tune_linears
+from compiled_engine.tune.linears import LinearCase, TunedLinear, cases_of, key
+from compiled_engine.tune.on_hopper import is_hopper
+from compiled_engine.tune.pass_gains import Gain, measure
+from compiled_engine.tune.product_tuning import product_cases, product_launches, tune_products
 
 TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
@@ -53,33 +56,78 @@ def device_name() -> str:
     return torch.cuda.get_device_name()
 
 
-def tune_device(folders: Sequence[Path], progress: Progress, ranks: Sequence[int] = (1,)) -> MeasuredProfile:
+def tune_device(
+    folders: Sequence[Path],
+    progress: Progress,
+    ranks: Sequence[int] = (1,),
+    keep: Callable[[MeasuredProfile], None] = lambda profile: None,
+) -> MeasuredProfile:
     """Measure the profile of this GPU for models with the shapes of these checkpoint folders.
 
-    ranks: the linears of each of this many ranks are tuned; the gains of passes are those of the whole model. Raises
-    ValueError for a number that does not divide a shape."""
+    ranks: the linears of each of this many ranks are tuned; the gains of passes are those of the whole model. keep:
+    called with what is measured so far, after the linears and after the gains of each shape. Raises ValueError for a
+    number that does not divide a shape."""
     configs = [_config(folder, ranks) for folder in folders]
-    linears: dict[tuple[Any, ...], TunedLinear] = {}
-    hopper_linears: dict[tuple[Any, ...], TunedLinear] = {}
-    products: dict[tuple[Any, ...], TunedLinear] = {}
-    least: dict[str, dict[int, float]] = {}
-    noise: list[float] = []
+    found = _Found(device_name())
+    cases = [_cases(config.model, number) for config in configs for number in ranks]
+    compile_first([launch for each in cases for launch in each.launches()], progress)
+    for each in cases:
+        found.add_linears(each, progress)
+        keep(found.profile())
     for config in configs:
-        for number in ranks:
-            cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(config.model, tokens, number)]
-            linears |= {_key(tuned): tuned for tuned in tune_linears(cases, progress)}
-            on_hopper = tune_hopper_linears(hopper_cases(config.model, number), progress)
-            hopper_linears |= {_key(tuned): tuned for tuned in on_hopper}
-            on_hopper = tune_products(product_cases(config.model, number), progress)
-            products |= {_key(tuned): tuned for tuned in on_hopper}
-        for name, gains in measure(config, TOKEN_COUNTS, REPEATS, progress).items():
-            by_tokens = least.setdefault(name, {})
-            for gain in gains:
-                noise.append(gain.noise_us)
-                microseconds = round(gain.gain_us, 1)
-                by_tokens[gain.tokens] = min(microseconds, by_tokens.get(gain.tokens, microseconds))
-    tuned = tuple(linears.values()), tuple(hopper_linears.values()), tuple(products.values())
-    return MeasuredProfile(device_name(), least, round(median(noise), 1), *tuned)
+        found.add_gains(measure(config, TOKEN_COUNTS, REPEATS, progress))
+        keep(found.profile())
+    return found.profile()
+
+
+@dataclass(frozen=True)
+class _Cases:
+    """The cases of a rank of a model, by kernel."""
+
+    small: Sequence[LinearCase]
+    hopper: Sequence[LinearCase]
+    products: Sequence[LinearCase]
+
+    def launches(self) -> list[Iterator[Launch]]:
+        """Launches of all candidates; the longest compilations begin first."""
+        on_hopper = [product_launches(self.products), hopper_launches(self.hopper)] if is_hopper() else []
+        return [*on_hopper, linear_launches(self.small)]
+
+
+def _cases(model: ModelConfig, number: int) -> _Cases:
+    small = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens, number)]
+    return _Cases(small, hopper_cases(model, number), product_cases(model, number))
+
+
+@dataclass
+class _Found:
+    """What is measured so far."""
+
+    device: str
+    linears: dict[LinearKey, TunedLinear] = field(default_factory=dict)
+    hopper_linears: dict[LinearKey, TunedLinear] = field(default_factory=dict)
+    products: dict[LinearKey, TunedLinear] = field(default_factory=dict)
+    least_us: dict[str, dict[int, float]] = field(default_factory=dict)
+    noise_us: list[float] = field(default_factory=list)
+
+    def add_linears(self, cases: _Cases, progress: Progress) -> None:
+        small = tune_linears(cases.small, progress)
+        hopper = tune_hopper_linears(cases.hopper, small, progress)
+        products = tune_products(cases.products, hopper, progress)
+        for known, tuned in ((self.linears, small), (self.hopper_linears, hopper), (self.products, products)):
+            known |= {key(each.case): each for each in tuned}
+
+    def add_gains(self, gains: Mapping[str, Sequence[Gain]]) -> None:
+        for name, gain in ((name, gain) for name, of_pass in gains.items() for gain in of_pass):
+            by_tokens = self.least_us.setdefault(name, {})
+            microseconds = round(gain.gain_us, 1)
+            by_tokens[gain.tokens] = min(microseconds, by_tokens.get(gain.tokens, microseconds))
+            self.noise_us.append(gain.noise_us)
+
+    def profile(self) -> MeasuredProfile:
+        noise_us = round(median(self.noise_us), 1) if self.noise_us else 0.0
+        lists = (tuple(tuned.values()) for tuned in (self.linears, self.hopper_linears, self.products))
+        return MeasuredProfile(self.device, self.least_us, noise_us, *lists)
 
 
 def _config(folder: Path, ranks: Sequence[int]) -> EngineConfig:
@@ -89,13 +137,9 @@ def _config(folder: Path, ranks: Sequence[int]) -> EngineConfig:
     return config
 
 
-def _key(tuned: TunedLinear) -> tuple[Any, ...]:
-    return tuned.case.num_tokens, tuned.case.num_rows, tuned.case.k, tuned.case.silu_mul
-
-
 def _row(linear: TunedLinear) -> dict[str, Any]:
-    case = linear.case
-    return {
+    case, smallest = linear.case, linear.smallest
+    row = {
         "tokens": case.num_tokens,
         "num_rows": case.num_rows,
         "k": case.k,
@@ -105,6 +149,10 @@ def _row(linear: TunedLinear) -> dict[str, Any]:
         "cublas_us": round(linear.cublas_microseconds, 2),
         "bound_us": round(linear.bound_microseconds, 2),
     }
+    if smallest is None:
+        return row
+    row |= {"from_us": round(smallest.microseconds, 2), "from_cublas_us": round(smallest.cublas_microseconds, 2)}
+    return {"from": smallest.num_tokens, **row}
 
 
 LISTS = ("linears", "hopper_linears", "hopper_products")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -10,12 +11,15 @@ import torch
 
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.config import ModelConfig
+from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear import silu_mul, small_batch_linear_op
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear
-from compiled_engine.passes.linear.small_batch_linear_op import choose_tiles
+from compiled_engine.passes.linear.small_batch_linear_op import Tiles, choose_tiles
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.process.progress import Progress
-from compiled_engine.tune.linears import SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, cases_of, tune_on_hopper
+from compiled_engine.tune.compile_first import Launch, launches
+from compiled_engine.tune.linears import SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, cases_of, key
+from compiled_engine.tune.on_hopper import HopperKernel
 
 # A kernel is chosen if it takes at most this share of the previous time.
 WORTH = 0.98
@@ -26,20 +30,27 @@ SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
 def hopper_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
-    """The linears that the engine gives the kernel: in small batches all of a layer, beyond those gated ones."""
+    """The linears that the engine gives the kernel: in small batches all, but of one token without the head, beyond
+    those gated ones."""
     cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens, num_ranks)]
-    return [case for case in cases if case.name != "head" and (case.num_tokens <= SMALL_BATCH or case.silu_mul)]
+    return [
+        case
+        for case in cases
+        if case.silu_mul or (case.num_tokens <= SMALL_BATCH and (case.name != "head" or case.num_tokens > 1))
+    ]
 
 
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
-    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's."""
+    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's:
+    none of the kinds that were never the fastest on an H200."""
     tokens = max(FEWEST_TOKENS, next(most for most in TOKEN_BUCKETS if case.num_tokens <= most))
     found: dict[HopperTiles, None] = {}
     for groups, parts, products in product((1, 2, 3), (1, 2, 4), (1, 2, 4)):
         programs = -(-case.num_rows // (64 // parts * groups))
         fits = parts * tokens <= MOST_COLUMNS and (not case.silu_mul or parts < 4)
         whole = parts * products == 1 or case.k % (64 * parts * products) == 0
-        if not (fits and whole and programs >= 60):
+        won = (products < 4 or parts == 2) and (groups < 3 or parts == 1)
+        if not (fits and whole and won and programs >= 60):
             continue
         outputs = 64 // parts // (2 if case.silu_mul else 1)
         ending = groups * tokens * (2 * outputs + (256 if parts > 1 else 0))
@@ -61,23 +72,43 @@ def _registers(groups: int, columns: int) -> int:
     return 128 if groups == 1 else 0
 
 
-@torch.inference_mode()
-def tune_hopper_linears(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """See `tune_on_hopper`. A case is measured with the norm before it, against the kernels of small batches, from 65
-    tokens on the library's."""
+def hopper_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
+    return launches(((case, hopper_candidates(case)) for case in cases), _kernel)
+
+
+def tune_hopper_linears(
+    cases: Sequence[LinearCase], small: Sequence[TunedLinear], progress: Progress
+) -> list[TunedLinear]:
+    """See `HopperKernel`. A case is measured with the norm before it, against the kernels of small batches with their
+    tuned tiles, `small`, from 65 tokens on against the library's, at the fewest and at the most tokens."""
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
-    return tune_on_hopper(
+    known = {key(tuned.case): tuned.tiles for tuned in small if isinstance(tuned.tiles, Tiles)}
+    return HopperKernel(
         "measure linears on Hopper",
-        cases,
-        progress,
-        chain_of=lambda case: Chain([case]),
+        chains_of=_chains,
         candidates=hopper_candidates,
-        kernel=lambda tiles: partial(_on_hopper, tiles),
-        before=lambda case: _library if case.num_tokens > SMALL_BATCH else partial(_small_batch, case),
+        kernel=_kernel,
+        before=lambda case: _library if case.num_tokens > SMALL_BATCH else partial(_small_batch, _tiles(case, known)),
         library=_library,
         bound_us=lambda case: case.num_rows * case.k * 2 / bytes_per_s * 1e6,
         worth=WORTH,
-    )
+    ).tune(cases, progress)
+
+
+def _chains(case: LinearCase) -> list[Chain]:
+    ends = (SMALL_BATCH + 1, case.num_tokens) if case.num_tokens > SMALL_BATCH else (case.num_tokens,)
+    return [Chain([replace(case, num_tokens=tokens)]) for tokens in ends]
+
+
+def _kernel(tiles: HopperTiles) -> Linear:
+    return partial(_on_hopper, tiles)
+
+
+def _tiles(case: LinearCase, known: Mapping[LinearKey, Tiles]) -> Tiles:
+    """Those of the small-batch kernels for a case: tuned, or by their rule."""
+    bucket = next(tokens for tokens in small_batch_linear_op.TOKEN_BUCKETS if case.num_tokens <= tokens)
+    shape = case.num_rows, case.k, case.silu_mul
+    return known.get((bucket, *shape)) or choose_tiles(case.num_tokens, *shape, torch.bfloat16)
 
 
 def _normed(x_TK: torch.Tensor, norm_weight_K: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -111,9 +142,6 @@ def _library(
     return y_TN if residual_TM is None else residual_TM + y_TN
 
 
-def _small_batch(case: LinearCase, *arguments: object) -> torch.Tensor:
-    """Launch the small-batch kernels, ignoring an earlier profile of Hopper's kernel."""
-    device = torch.cuda.get_device_name()
-    tiles = choose_tiles(case.num_tokens, case.num_rows, case.k, case.silu_mul, torch.bfloat16, device)
+def _small_batch(tiles: Tiles, *arguments: object) -> torch.Tensor:
     launch: Linear = small_batch_linear_op.launch
     return launch(*arguments, tiles=tiles)

@@ -1,21 +1,19 @@
-"""The linears of a model as cases to tune, chains of them to time, and the one way to choose tiles for a case.
-
-Candidates that compute what the kernel before them does are timed, and the fastest is taken if it is worth it.
-"""
+"""The linears of a model as cases to tune, and chains of them to run and to time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from compiled_engine.config import ModelConfig, local_share
+from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear.hopper_linear import HopperTiles
 from compiled_engine.passes.linear.hopper_product import ProductTiles
 from compiled_engine.passes.linear.small_batch_linear_op import Tiles
-from compiled_engine.process.progress import Progress
 
 SHARED_MEMORY = 220 << 10
 REPEATS = 9
@@ -55,15 +53,30 @@ Linear = Callable[..., torch.Tensor]
 AnyTiles = TypeVar("AnyTiles", Tiles, HopperTiles, ProductTiles)
 
 
+def key(case: LinearCase) -> LinearKey:
+    """The place of a case in a profile."""
+    return case.num_tokens, case.num_rows, case.k, case.silu_mul
+
+
+class Smallest(NamedTuple):
+    """The fewest tokens for which tiles were measured, in microseconds of a launch, next to the library."""
+
+    num_tokens: int
+    microseconds: float
+    cublas_microseconds: float
+
+
 @dataclass(frozen=True)
 class TunedLinear:
-    """The fastest tiles of a case, microseconds of a launch, and of the bytes at the memory's bandwidth."""
+    """The fastest tiles of a case, microseconds of a launch, and of the least that the device could take. smallest:
+    None where they were measured for the case's number of tokens alone."""
 
     case: LinearCase
     tiles: Tiles | HopperTiles | ProductTiles
     microseconds: float
     cublas_microseconds: float
     bound_microseconds: float
+    smallest: Smallest | None = None
 
 
 class Chain:
@@ -102,24 +115,28 @@ class Chain:
                 )
         return x_TK
 
-    def microseconds(self, linears: Sequence[Linear], repeats: int) -> float:
-        """Time a layer: the median of the repeats."""
+    def microseconds(self, linears: Sequence[Linear], repeats: int, sustained_ms: float = 0.0) -> float:
+        """Time a layer, without a pause between repeats: the median of the last ones, behind others that take
+        sustained_ms."""
         self.run(linears, 1)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.run(linears)
-        graph.replay()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        times = []
-        for _ in range(repeats):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(self.layers))
+        (first_ms,) = _replays_ms(graph, 1)
+        replays_ms = _replays_ms(graph, repeats + int(sustained_ms / first_ms))
         graph.reset()
-        return sorted(times)[repeats // 2]
+        return sorted(replays_ms[-repeats:])[repeats // 2] * 1e3 / len(self.layers)
+
+
+def _replays_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """Milliseconds of each of `count` replays behind a first one, which the host launches ahead of the device."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    for event in events:
+        graph.replay()
+        event.record()
+    events[-1].synchronize()
+    return [before.elapsed_time(after) for before, after in pairwise(events)]
 
 
 def right(
@@ -133,40 +150,3 @@ def right(
             continue
         if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
             yield tiles
-
-
-def tune_on_hopper(
-    stage: str,
-    cases: Sequence[LinearCase],
-    progress: Progress,
-    chain_of: Callable[[LinearCase], Chain],
-    candidates: Callable[[LinearCase], Iterable[AnyTiles]],
-    kernel: Callable[[AnyTiles], Linear],
-    before: Callable[[LinearCase], Linear],
-    library: Linear,
-    bound_us: Callable[[LinearCase], float],
-    worth: float,
-) -> list[TunedLinear]:
-    """The cases that gain, each with its fastest right tiles; none where the device is not a Hopper.
-
-    before: the kernel that runs without it; it is replaced if the fastest takes less than `worth` of its time. library:
-    for the profile's readers.
-    """
-    tuned: list[TunedLinear] = []
-    if torch.cuda.get_device_capability()[0] != 9:
-        return tuned
-    with progress.stage(stage, total=len(cases)) as advance:
-        for case in cases:
-            advance(1)
-            chain, current = chain_of(case), before(case)
-            expected = chain.run([current], 1).float()
-            times = {
-                tiles: chain.microseconds([kernel(tiles)], REPEATS)
-                for tiles in right(chain, candidates(case), kernel, expected)
-            }
-            microseconds = chain.microseconds([current], REPEATS)
-            best = min(times, key=times.__getitem__, default=None)
-            if best is not None and times[best] < worth * microseconds:
-                others = microseconds if current is library else chain.microseconds([library], REPEATS)
-                tuned.append(TunedLinear(case, best, times[best], others, bound_us(case)))
-    return tuned

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,18 @@ def variants(passes: Sequence[str]) -> list[Variant]:
     return [Variant(ALL, tuple(passes)), *without]
 
 
+def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[Variant]:
+    """The first variant, and the others that run something else than it does."""
+    whole = plans[chosen[0]]
+    return [variant for variant in chosen if variant is chosen[0] or plans[variant] != whole]
+
+
 @torch.inference_mode()
 def measure(
     config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress
 ) -> dict[str, list[Gain]]:
-    """Measure what leaving each pass out costs at each token count, as medians of interleaved repeats.
+    """Measure what leaving each pass out costs at each token count, as medians of interleaved repeats. A pass that
+    changes nothing there is not measured.
 
     In compile ranges for small batches a step is that many decodes with CONTEXT tokens of context; beyond, one prompt.
     """
@@ -88,7 +95,7 @@ def measure(
                 variant.name: _step(
                     stitch(plans[variant, compile_range], pieces, weights.tensors), model, compile_range, inputs
                 )
-                for variant in chosen
+                for variant in differing(chosen, {variant: plans[variant, compile_range] for variant in chosen})
             }
             samples = _measure_steps(steps, num_tokens, repeats, config.device, progress)
             for name, gain in gains(samples, num_tokens).items():

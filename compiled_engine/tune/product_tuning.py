@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,8 +12,10 @@ import torch
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes.linear import silu_mul
-from compiled_engine.passes.linear.hopper_linear import multiprocessors
+from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS as FEW_TOKENS
+from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, multiprocessors
 from compiled_engine.passes.linear.hopper_product import (
+    FEW,
     MANY,
     MOST_COLUMNS,
     MOST_SUMS,
@@ -22,17 +24,26 @@ from compiled_engine.passes.linear.hopper_product import (
     hopper_product,
 )
 from compiled_engine.process.progress import Progress
-from compiled_engine.tune.linears import Chain, LinearCase, TunedLinear, cases_of, tune_on_hopper
+from compiled_engine.tune.compile_first import Launch, launches
+from compiled_engine.tune.linears import Chain, Linear, LinearCase, TunedLinear, cases_of, key
+from compiled_engine.tune.on_hopper import HopperKernel
 
-# A kernel is chosen if it takes at most this share of the previous time.
-WORTH = 0.985
+# A kernel is chosen if it takes at most this share of the previous time, at both ends of its bucket.
+WORTH = 0.98
 # Tokens that are measured for all batches beyond the last bucket.
 TOKENS_OF_MANY = 8192
+# A device that multiplies for long draws all its power and lowers its clock: so long it does before it is measured.
+SUSTAINED_MS = 20.0
 # Bytes of shared memory for a program, barriers aside; candidates of a case.
-SHARED_MEMORY, CANDIDATES = (227 << 10) - 256, 12
+SHARED_MEMORY, CANDIDATES = (227 << 10) - 256, 16
 # The cost of reading an element of a tile and column, in units of computing it.
 READING = 16
-PARTS = ((256,), (128, 128), (128, 64), (128, 32, 16), (128, 16), (128,), (64, 32))
+PARTS: tuple[tuple[int, ...], ...] = (
+    *((256, 128), (256,), (128, 128), (128, 64), (128, 32, 16), (128, 32), (128, 16), (128,)),
+    *((64, 32), (64, 16), (64,)),
+)
+# Token tiles that take the same rows one after another, and more where there are more of them.
+TOGETHER, MORE_TOGETHER = 8, 16
 
 
 def product_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
@@ -43,15 +54,15 @@ def product_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
 
 def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
     """Return the most promising tiles: each multiprocessor has little area to compute, and little to read for it."""
-    tokens = tokens_measured(case)
+    _, tokens = ends_of(case)
     found: list[tuple[float, ProductTiles]] = []
-    for (groups, rows), parts, together in product(((2, 64), (3, 64), (2, 128)), PARTS, (4, 8, 16)):
+    for (groups, rows), parts, together in product(((2, 64), (3, 64), (2, 128)), PARTS, (TOGETHER, MORE_TOGETHER)):
         width = sum(parts)
         if rows * width // 128 > MOST_SUMS[groups] or parts[0] > MOST_COLUMNS[groups]:
             continue
         tiles = -(-tokens // width), -(-case.num_rows // (groups * rows))
-        if together > 4 and together // 2 >= tiles[0]:
-            continue  # the same order of tiles
+        if together > TOGETHER and tiles[0] <= MORE_TOGETHER:
+            continue  # much the same order of tiles
         results = groups * rows // 2 * 2 * (256 if parts[0] == 256 else 128 + sum(part for part in parts if part <= 32))
         stages = min(6, (SHARED_MEMORY - results) // ((groups * rows + width) * 128))
         area = -(-tiles[0] * tiles[1] // num_sms) * groups * rows * width
@@ -62,32 +73,65 @@ def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
     return [tiles for _, tiles in found[:CANDIDATES]]
 
 
-def tokens_measured(case: LinearCase) -> int:
-    return TOKENS_OF_MANY if case.num_tokens == MANY else case.num_tokens
+def ends_of(case: LinearCase) -> tuple[int, int]:
+    """The fewest and the most tokens of the case's bucket that are measured."""
+    first = (FEW, *TOKEN_BUCKETS)[(*TOKEN_BUCKETS, MANY).index(case.num_tokens)] + 1
+    return first, TOKENS_OF_MANY if case.num_tokens == MANY else case.num_tokens
 
 
-@torch.inference_mode()
-def tune_products(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """See `tune_on_hopper`. Large products draw as much power as the device may: what is measured for long is what it
-    sustains."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    num_sms, flops_per_s = multiprocessors(device), device_rates(device, torch.bfloat16).flops_per_s
-    return tune_on_hopper(
+def product_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
+    num_sms = _multiprocessors()
+    largest = ((_measured(case, ends_of(case)[1]), product_candidates(case, num_sms)) for case in cases)
+    return launches(largest, _kernel)
+
+
+def tune_products(cases: Sequence[LinearCase], linears: Sequence[TunedLinear], progress: Progress) -> list[TunedLinear]:
+    """See `HopperKernel`: at both ends of each bucket the kernel is compared with the library, or with Hopper's linear
+    for few tokens where that is faster: `linears`."""
+    rates, num_sms = device_rates(torch.device("cuda"), torch.bfloat16), _multiprocessors()
+    few = {key(tuned.case): tuned.tiles for tuned in linears if isinstance(tuned.tiles, HopperTiles)}
+
+    def before(case: LinearCase) -> Linear:
+        if case.num_tokens > FEW_TOKENS[-1]:
+            return _library
+        tiles = few.get(key(replace(case, num_tokens=FEW_TOKENS[-1])))
+        return _library if tiles is None else partial(_few, tiles)
+
+    def bound_us(case: LinearCase) -> float:
+        size = case.num_rows * case.k * 2
+        return max(size * ends_of(case)[1] / rates.flops_per_s, size / rates.bytes_per_s) * 1e6
+
+    return HopperKernel(
         "measure products on Hopper",
-        cases,
-        progress,
-        chain_of=lambda case: Chain([replace(case, num_tokens=tokens_measured(case), norm=False)]),
+        chains_of=lambda case: [Chain([_measured(case, tokens)]) for tokens in ends_of(case)],
         candidates=lambda case: product_candidates(case, num_sms),
-        kernel=lambda tiles: partial(_product, tiles),
-        before=lambda case: _library,
+        kernel=_kernel,
+        before=before,
         library=_library,
-        bound_us=lambda case: case.num_rows * case.k * 2 * tokens_measured(case) / flops_per_s * 1e6,
+        bound_us=bound_us,
         worth=WORTH,
-    )
+        sustained_ms=SUSTAINED_MS,
+    ).tune(cases, progress)
+
+
+def _multiprocessors() -> int:
+    return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _measured(case: LinearCase, num_tokens: int) -> LinearCase:
+    return replace(case, num_tokens=num_tokens, norm=False)
+
+
+def _kernel(tiles: ProductTiles) -> Linear:
+    return partial(_product, tiles)
 
 
 def _product(tiles: ProductTiles, x_TK: torch.Tensor, weight_NK: torch.Tensor, *others: object) -> torch.Tensor:
     return hopper_product(x_TK, weight_NK, True, "silu", tiles)
+
+
+def _few(tiles: HopperTiles, x_TK: torch.Tensor, weight_NK: torch.Tensor, *others: object) -> torch.Tensor:
+    return hopper_linear(x_TK, weight_NK, None, True, "silu", tiles)
 
 
 def _library(x_TK: torch.Tensor, weight_NK: torch.Tensor, *others: object) -> torch.Tensor:

@@ -22,12 +22,28 @@ PROFILES = Path(__file__).parent / "profiles"
 # A linear: tokens (most of a bucket), rows and columns of its weight, and whether it ends in silu * up.
 LinearKey = tuple[int, int, int, bool]
 
+# Most tokens of the buckets of earlier profiles' products, which do not say where a bucket begins.
+EARLIER_BUCKETS = (128, 256, 288, 352, 384, 1024, 1152, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """Fields of ProductTiles, the fastest for `first` to `last` tokens times a weight [num_rows, k]; gated: rows are of
+    gate and up."""
+
+    first: int
+    last: int
+    num_rows: int
+    k: int
+    gated: bool
+    tiles: dict[str, Any]
+
 
 @dataclass(frozen=True)
 class DeviceProfile:
     """The profile of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, the
     smallest over all measured shapes; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles.
-    hopper_tiles, product_tiles: fields of HopperTiles and of ProductTiles, where these kernels are the fastest.
+    hopper_tiles, products: fields of HopperTiles and of ProductTiles, where these kernels are the fastest.
     """
 
     device: str
@@ -35,7 +51,7 @@ class DeviceProfile:
     noise_us: float
     tiles: dict[LinearKey, dict[str, int]]
     hopper_tiles: dict[LinearKey, dict[str, int]] = field(default_factory=dict)
-    product_tiles: dict[LinearKey, dict[str, Any]] = field(default_factory=dict)
+    products: tuple[MeasuredProduct, ...] = ()
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
         """Return None if the pass is faster or was not measured, otherwise the measured loss."""
@@ -48,6 +64,14 @@ class DeviceProfile:
         if gain >= -self.noise_us:
             return None
         return f"it is slower on {self.device}: {-gain:.1f} microseconds in a step of {tokens} tokens"
+
+    def product(self, num_tokens: int, num_rows: int, k: int, gated: bool) -> dict[str, Any] | None:
+        """Return the fields of ProductTiles for a product, None where another kernel is faster."""
+        shape = num_rows, k, gated
+        return next(
+            (p.tiles for p in self.products if p.first <= num_tokens <= p.last and (p.num_rows, p.k, p.gated) == shape),
+            None,
+        )
 
 
 def profile_path(device_name: str) -> Path:
@@ -71,8 +95,15 @@ def parse_profile(text: str) -> DeviceProfile:
     """A profile from its JSON."""
     data: dict[str, Any] = json.loads(text)
     gains = {name: {int(tokens): gain for tokens, gain in by.items()} for name, by in data["gains_us"].items()}
-    tiles, hopper_tiles, product_tiles = (
+    tiles, hopper_tiles = (
         {(row["tokens"], row["num_rows"], row["k"], row["silu_mul"]): row["tiles"] for row in data.get(name, ())}
-        for name in ("linears", "hopper_linears", "hopper_products")
+        for name in ("linears", "hopper_linears")
     )
-    return DeviceProfile(data["device"], gains, data["noise_us"], tiles, hopper_tiles, product_tiles)
+    products = tuple(map(_product, data.get("hopper_products", ())))
+    return DeviceProfile(data["device"], gains, data["noise_us"], tiles, hopper_tiles, products)
+
+
+def _product(row: dict[str, Any]) -> MeasuredProduct:
+    last = row["tokens"]
+    first = row.get("from") or 1 + max(tokens for tokens in EARLIER_BUCKETS if tokens < last)
+    return MeasuredProduct(first, last, row["num_rows"], row["k"], row["silu_mul"], row["tiles"])

@@ -32,12 +32,12 @@ def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
     """The kernels behind `reference`."""
-    tiles = hopper_linear.hopper_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
-    if tiles is not None:
-        return hopper_linear.hopper_linear(x_TK, weight_NK, bias_N, True, activation, tiles)
     products = hopper_product.product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
     if products is not None and bias_N is None:
         return hopper_product.hopper_product(x_TK, weight_NK, True, activation, products)
+    tiles = hopper_linear.hopper_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
+    if tiles is not None:
+        return hopper_linear.hopper_linear(x_TK, weight_NK, bias_N, True, activation, tiles)
     return silu_mul.launch(torch.nn.functional.linear(x_TK, weight_NK, bias_N), activation)
 
 

@@ -1,4 +1,4 @@
-"""Linears of over 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+"""Linears of over 64 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
-from compiled_engine.passes.linear import hopper_linear
 from compiled_engine.passes.linear.hopper_linear import hopper_profile, multiprocessors, rows_for_boxes
 from compiled_engine.passes.linear.quantised_product import Scaling
 
-# A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
-# those for MANY.
-TOKEN_BUCKETS = (256, 288, 352, 384, 1024, 1152, 2048, 4096)
+# Tiles are measured for the fewest and for the most tokens of a bucket. Buckets end at these numbers and at MANY; the
+# first begins after FEW. The library's time rises at multiples of 64 and of 128 tokens; 288 is two tiles of 144.
+FEW = 64
+TOKEN_BUCKETS = (96, 128, 192, 256, 288, 320, 384, 448, 512, 640, 768, 896, 1024, 1152, 2048, 4096)
 MANY = 1 << 20
 
 
@@ -82,11 +82,8 @@ def product_tiles(
     """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
     kernel is faster, or nothing was measured.
     """
-    profile = hopper_profile(dtype, device) if num_tokens > hopper_linear.TOKEN_BUCKETS[-1] else None
-    if profile is None:
-        return None
-    bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), MANY)
-    measured = profile.product_tiles.get((bucket, num_rows, k, gated))
+    profile = hopper_profile(dtype, device) if num_tokens > FEW else None
+    measured = None if profile is None else profile.product(num_tokens, num_rows, k, gated)
     return None if measured is None else ProductTiles(**measured | {"parts": tuple(measured["parts"])})
 
 

@@ -126,7 +126,8 @@ def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
     )
     cases = hopper_cases(model)
     small = {(name, tokens) for name in ("qkv", "o", "gate_up", "down") for tokens in (1, 8, 16, 32, 64)}
-    assert {(case.name, case.num_tokens) for case in cases} == small | {("gate_up", 128)}
+    heads = {("head", tokens) for tokens in (8, 16, 32, 64)}
+    assert {(case.name, case.num_tokens) for case in cases} == small | heads | {("gate_up", 128)}
     for case in cases:
         tried = hopper_candidates(case)
         assert tried

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.framework.profile import load_profile
+from compiled_engine.passes.framework.profile import MeasuredProduct, load_profile
 from compiled_engine.passes.linear import gated_linear, silu_mul
 from compiled_engine.passes.linear.hopper_product import (
     MANY,
@@ -32,13 +33,19 @@ from compiled_engine.passes.linear.hopper_product import (
 )
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.warm_up import start_up_batches
-from compiled_engine.tune.product_tuning import SHARED_MEMORY, product_candidates, product_cases
+from compiled_engine.tune.product_tuning import (
+    SHARED_MEMORY,
+    TOKENS_OF_MANY,
+    ends_of,
+    product_candidates,
+    product_cases,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DEVICE = "NVIDIA H200"
 # Bytes of a thread's stack: an address, where sums would be hundreds.
 MOST_STACK = 16
-MEASURED = load_profile(DEVICE).product_tiles  # type: ignore[union-attr]
+MEASURED = load_profile(DEVICE).products  # type: ignore[union-attr]
 # Tiles, tokens, rows of the weight, K, activation or none, dtype: tiles that end in part, one that no token or row
 # reaches with its last part, K that ends inside a step, fewer steps than stages.
 WAYS = [
@@ -110,7 +117,7 @@ def compiled(tiles: ProductTiles, k: int, gated: bool, scales: tuple[int, int, i
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 
-FORMS = {(tiles_of(fields), k, gated) for (_, _, k, gated), fields in MEASURED.items()}
+FORMS = {(tiles_of(product.tiles), product.k, product.gated) for product in MEASURED}
 FORMS |= {(tiles, k, activation is not None) for tiles, _, _, k, activation, _ in WAYS}
 FORMS |= {(tiles, 1024, gated) for tiles, gated in LIMITS}
 
@@ -157,12 +164,13 @@ def test_tiles_that_cannot_be_built_are_an_error(fields: tuple[Any, ...], messag
         ProductTiles(*fields)
 
 
-def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
+def a_model(hidden_size: int, width: int) -> ModelConfig:
     config = resolve(EngineOptions(device="cpu")).model
-    model: ModelConfig = replace(
-        config, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128
-    )
-    cases = product_cases(model)
+    return replace(config, hidden_size=hidden_size, intermediate_size=width, num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
+    cases = product_cases(a_model(4096, 12288))
     assert [case.num_tokens for case in cases] == [*TOKEN_BUCKETS, MANY]
     for case in cases:
         tried = product_candidates(case, 132)
@@ -173,19 +181,48 @@ def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
             assert (tiles.groups * tiles.computing_registers() + PRODUCT_COPYING) * 128 <= REGISTERS
 
 
-def test_the_profile_names_buckets() -> None:
-    assert {tokens for tokens, *_ in MEASURED} <= {*TOKEN_BUCKETS, MANY}
-    assert all(gated for *_, gated in MEASURED)
+# Of a weight [24,576, 4,096] on an H100, by tokens of a bucket.
+FASTEST = {96: (3, 64, (64, 32)), 128: (3, 64, (64,)), 192: (3, 64, (128, 64)), 256: (2, 64, (128,))}
+FASTEST |= {384: (3, 64, (128, 64)), 512: (3, 64, (128, 128)), 1152: (2, 64, (256, 128))}
+
+
+@pytest.mark.parametrize(("tokens", "fastest"), FASTEST.items())
+def test_tiles_that_were_the_fastest_are_candidates(tokens: int, fastest: tuple[int, int, tuple[int, ...]]) -> None:
+    case = next(case for case in product_cases(a_model(4096, 12288)) if case.num_tokens == tokens)
+    assert fastest in {(tiles.groups, tiles.rows, tiles.parts) for tiles in product_candidates(case, 132)}
+
+
+def test_buckets_are_measured_at_both_ends() -> None:
+    ends = [ends_of(case) for case in product_cases(a_model(1024, 3072))]
+    assert ends[0] == (65, 96)
+    assert ends[-1] == (TOKEN_BUCKETS[-1] + 1, TOKENS_OF_MANY)
+    assert all(first == before + 1 for (_, before), (first, _) in pairwise(ends))
+
+
+def test_a_product_of_an_earlier_profile_is_that_of_its_bucket() -> None:
+    """Such a profile does not say where a bucket begins. This one has no product of 129 to 352 tokens."""
+    profile = load_profile(DEVICE)
+    assert profile is not None
+    of_8b = [profile.product(tokens, 24576, 4096, True) for tokens in (65, 288, 352, 353, 384, 385, 1024, 1025, 1152)]
+    (tiles,) = [product.tiles for product in MEASURED if (product.last, product.num_rows) == (384, 24576)]
+    assert of_8b == [None, None, None, tiles, tiles, None, None, tiles, tiles]
+    many = profile.product(1_000_000, 24576, 4096, True)
+    assert many is not None
+    assert many["together"] == 12
+    assert profile.product(384, 24576, 4096, False) is None
 
 
 def test_the_warm_up_meets_every_bucket() -> None:
+    """Those of earlier profiles too."""
     config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_seqs=256, max_num_batched_tokens=8192))
     shapes = start_up_batches(replace(config, device=torch.device("cuda")))
     met = {next((most for most in TOKEN_BUCKETS if shape.num_tokens <= most), MANY) for shape in shapes}
     assert met == {*TOKEN_BUCKETS, MANY}
+    for product in MEASURED:
+        assert any(product.first <= shape.num_tokens <= product.last for shape in shapes)
 
 
-@pytest.mark.parametrize(("tokens", "device"), [(128, "cuda"), (4096, "cpu")])
+@pytest.mark.parametrize(("tokens", "device"), [(64, "cuda"), (4096, "cpu")])
 def test_other_batches_and_devices_have_no_tiles(tokens: int, device: str) -> None:
     assert product_tiles(tokens, 24576, 4096, True, torch.bfloat16, torch.device(device)) is None
 
@@ -216,17 +253,16 @@ def test_it_is_a_linear(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("key", "tiles"), MEASURED.items(), ids=str)
-def test_the_op_launches_what_the_profile_names(key: tuple[int, int, int, bool], tiles: dict[str, Any]) -> None:
+@pytest.mark.parametrize("product", MEASURED, ids=str)
+def test_the_op_launches_what_the_profile_names(product: MeasuredProduct) -> None:
     """In a graph and replayed: right every time, and bit for bit the same."""
     _hopper()
     if torch.cuda.get_device_name() != DEVICE:
         pytest.skip(f"measured on {DEVICE}")
-    tokens, rows, k, _ = key
-    smaller = TOKEN_BUCKETS[-1] if tokens == MANY else max((0, *(size for size in TOKEN_BUCKETS if size < tokens)))
-    x_TK = torch.randn(smaller + 21, k, dtype=torch.bfloat16, device="cuda")
+    rows, k = product.num_rows, product.k
+    x_TK = torch.randn(product.first + 20, k, dtype=torch.bfloat16, device="cuda")
     weight_NK = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") / k**0.5
-    assert product_tiles(len(x_TK), rows, k, True, torch.bfloat16, x_TK.device) == tiles_of(tiles)
+    assert product_tiles(len(x_TK), rows, k, True, torch.bfloat16, x_TK.device) == tiles_of(product.tiles)
     expected = silu_mul.reference(torch.nn.functional.linear(x_TK, weight_NK)).float()
     first = gated_linear.launch(x_TK, weight_NK, None)
     assert float((first.float() - expected).abs().max() / expected.abs().max()) < 2e-2

@@ -13,19 +13,22 @@ import torch
 from typer.testing import CliRunner
 
 from compiled_engine.bench.bounds import Rates
+from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
 from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.profile import parse_profile, profile_path
-from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, Tiles
+from compiled_engine.passes.linear.hopper_linear import HopperTiles
+from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
 from compiled_engine.passes.registry import DEFAULT_PASSES
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.tune import hopper_tuning, linear_tuning
+from compiled_engine.tune import device_tuning, hopper_tuning, linear_tuning, product_tuning
 from compiled_engine.tune.device_tuning import MeasuredProfile, merged, profile_text
 from compiled_engine.tune.linear_tuning import candidates
 from compiled_engine.tune.linears import SHARED_MEMORY, LinearCase, TunedLinear, cases_of
-from compiled_engine.tune.pass_gains import Gain, gains, variants
+from compiled_engine.tune.on_hopper import worthwhile
+from compiled_engine.tune.pass_gains import Gain, differing, gains, variants
 
 
 def model(hidden_size: int = 4096) -> ModelConfig:
@@ -135,7 +138,7 @@ class QuickChain:
     def run(self, linears: list[object], layers: int | None = None) -> torch.Tensor:
         return torch.ones(1)
 
-    def microseconds(self, linears: list[object], repeats: int) -> float:
+    def microseconds(self, linears: list[object], repeats: int, sustained_ms: float = 0.0) -> float:
         return next(self.times)
 
 
@@ -146,7 +149,132 @@ def test_bounds_are_those_of_the_device_at_hand(module: Any, monkeypatch: pytest
     monkeypatch.setattr(module, "Chain", QuickChain)
     case = LinearCase("down", 8, 4096, 4096, False, False, True)
     if module is linear_tuning:
-        (tuned,) = linear_tuning.tune_linears([case], SilentProgress(), workers=0)
+        (tuned,) = linear_tuning.tune_linears([case], SilentProgress())
     else:
-        (tuned,) = hopper_tuning.tune_hopper_linears([case], SilentProgress())
+        (tuned,) = hopper_tuning.tune_hopper_linears([case], (), SilentProgress())
     assert tuned.bound_microseconds == pytest.approx(4096 * 4096 * 2 / 2e6)
+
+
+LIBRARY, OURS = "library", "ours"
+
+
+def times_of(times: dict[tuple[int, str], float]) -> type[QuickChain]:
+    """Chains that take these microseconds, by tokens and kernel; at other numbers all take the same."""
+
+    class TimedChain(QuickChain):
+        def __init__(self, cases: list[LinearCase], layers: int | None = None) -> None:
+            self.cases = cases
+
+        def microseconds(self, linears: Any, repeats: int, sustained_ms: float = 0.0) -> float:
+            assert repeats > 1
+            (linear,) = linears
+            kind = LIBRARY if linear is product_tuning._library else OURS
+            return times.get((self.cases[0].num_tokens, kind), 100.0)
+
+    return TimedChain
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "taken"),
+    [(97.9, 97.9, True), (98.1, 80.0, False), (80.0, 98.1, False), (60.0, 120.0, False)],
+)
+def test_a_product_must_gain_at_both_ends_of_its_bucket(
+    smallest: float, largest: float, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library takes 100 microseconds at either end, of 193 and of 256 tokens."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(product_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
+    monkeypatch.setattr(product_tuning, "_multiprocessors", lambda: 132)
+    monkeypatch.setattr(product_tuning, "Chain", times_of({(193, OURS): smallest, (256, OURS): largest}))
+    cases = product_tuning.product_cases(model())
+    tuned = product_tuning.tune_products(cases, (), SilentProgress())
+    assert [each.case.num_tokens for each in tuned] == ([256] if taken else [])
+    if taken:
+        assert tuned[0].smallest == (193, smallest, 100.0)
+        read = parse_profile(profile_text(MeasuredProfile("A GPU", {}, 0.0, (), (), tuple(tuned)).as_record()))
+        found = {tokens: read.product(tokens, 24576, 4096, True) for tokens in (192, 193, 256, 257)}
+        assert [tokens for tokens, tiles in found.items() if tiles is not None] == [193, 256]
+        assert product_tuning.ProductTiles(**found[256] | {"parts": tuple(found[256]["parts"])}) == tuned[0].tiles  # type: ignore[index, operator]
+
+
+def test_up_to_128_tokens_a_product_must_be_faster_than_hoppers_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 100 microseconds, as any kernel but the library, which takes 200."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(product_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
+    monkeypatch.setattr(product_tuning, "_multiprocessors", lambda: 132)
+    monkeypatch.setattr(product_tuning, "Chain", times_of({(tokens, LIBRARY): 200.0 for tokens in (65, 96, 97, 128)}))
+    cases = [case for case in product_tuning.product_cases(model()) if case.num_tokens <= 128]
+    assert len(product_tuning.tune_products(cases, (), SilentProgress())) == 2
+    linear = TunedLinear(cases[1], HopperTiles(3, 128, 5), 100.0, 200.0, 50.0)
+    assert product_tuning.tune_products(cases, (linear,), SilentProgress()) == []
+
+
+def test_the_tiles_that_gain_at_their_worst_end_are_the_best() -> None:
+    times = {"uneven": (50.0, 97.0), "even": (95.0, 95.0), "slow": (99.0, 99.0)}
+    assert worthwhile(times, (100.0, 100.0), 0.98) == "even"  # type: ignore[type-var]
+    assert worthwhile(times, (90.0, 100.0), 0.98) == "uneven"  # type: ignore[type-var]
+    assert worthwhile(times, (100.0, 90.0), 0.98) is None  # type: ignore[type-var]
+    assert worthwhile({}, (100.0, 100.0), 0.98) is None
+
+
+def test_hoppers_linear_is_compared_with_the_tiles_just_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not with those of the rule, which a device without a profile has."""
+    compared: list[Any] = []
+
+    class Chain(QuickChain):
+        def run(self, linears: Any, layers: int | None = None) -> torch.Tensor:
+            compared.append(linears[0].args[0])
+            return torch.ones(1)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(hopper_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
+    monkeypatch.setattr(hopper_tuning, "Chain", Chain)
+    case, tiles = LinearCase("down", 32, 4096, 4096, False, False, True), Tiles(32, 64, 64, num_stages=5)
+    small = [TunedLinear(case, tiles, 4.0, 6.0, 1.0)]
+    hopper_tuning.tune_hopper_linears([replace(case, num_tokens=16)], small, SilentProgress())
+    assert compared[0] == tiles
+    compared.clear()
+    hopper_tuning.tune_hopper_linears([replace(case, num_tokens=16)], (), SilentProgress())
+    assert compared[0] == choose_tiles(16, 4096, 4096, False, torch.bfloat16)
+
+
+def test_a_pass_that_changes_nothing_is_not_measured() -> None:
+    whole, *others = variants(["silu_mul", "layer_norm"])
+    plans: dict[Any, Any] = {whole: "a plan", others[0]: "another", others[1]: "a plan"}
+    assert differing([whole, *others], plans) == [whole, others[0]]
+
+
+def test_what_was_measured_is_kept_if_the_rest_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LinearCase("down", 8, 1024, 3072, False, False, True)
+    linears = (TunedLinear(case, Tiles(8, 64, 256), 4.0, 6.0, 1.0),)
+
+    def interrupted(folders: Any, progress: Any, ranks: Any, keep: Any) -> MeasuredProfile:
+        keep(MeasuredProfile("A GPU", {}, 0.0, linears))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("compiled_engine.tune.device_tuning.device_name", lambda: "A GPU")
+    monkeypatch.setattr("compiled_engine.tune.device_tuning.tune_device", interrupted)
+    path = tmp_path / "profile.json"
+    assert CliRunner().invoke(app, ["tune", "--shape", "qwen3-0.6b", "-o", str(path)]).exit_code == 2
+    assert parse_profile(path.read_text()).tiles.keys() == {(8, 1024, 3072, False)}
+
+
+def test_a_profile_is_kept_after_the_linears_and_the_gains_of_each_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tuned(cases: Any, *others: Any) -> list[TunedLinear]:
+        return [TunedLinear(cases[0], Tiles(1, 4, 1024), 4.0, 6.0, 1.0)]
+
+    monkeypatch.setattr(device_tuning, "device_name", lambda: "A GPU")
+    monkeypatch.setattr(device_tuning, "is_hopper", lambda: False)
+    monkeypatch.setattr(device_tuning, "compile_first", lambda launches, progress: None)
+    for name in ("tune_linears", "tune_hopper_linears", "tune_products"):
+        monkeypatch.setattr(device_tuning, name, tuned)
+    monkeypatch.setattr(device_tuning, "measure", lambda *others: {"silu_mul": [Gain(1, 30.0, 3.0)], "layer_norm": []})
+    folders = [write_shape(tmp_path / name, name) for name in ("qwen3-0.6b", "qwen3-8b")]
+    kept: list[MeasuredProfile] = []
+    last = device_tuning.tune_device(folders, SilentProgress(), (1, 2), kept.append)
+    assert [len(profile.linears) for profile in kept] == [1, 2, 3, 4, 4, 4]
+    assert kept[-1] == last
+    assert [profile.noise_us for profile in kept] == [0.0] * 4 + [3.0, 3.0]
+    assert last.gains_us == {"silu_mul": {1: 30.0}}

@@ -1,0 +1,48 @@
+"""Candidates are compiled before they are measured: by several processes, since one takes a second or more for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
+from compiled_engine.process.progress import Progress
+from compiled_engine.tune.linears import AnyTiles, Chain, Linear, LinearCase
+
+Launch = Callable[[], object]
+
+
+def launches(
+    cases: Iterable[tuple[LinearCase, Iterable[AnyTiles]]], kernel: Callable[[AnyTiles], Linear]
+) -> Iterator[Launch]:
+    """A launch of each candidate of each case."""
+    for case, candidates in cases:
+        chain = Chain([case], layers=1)
+        for tiles in candidates:
+            yield partial(chain.run, [kernel(tiles)])
+
+
+@torch.inference_mode()
+def compile_first(many: Sequence[Iterator[Launch]], progress: Progress) -> None:
+    """Compile and load the kernels of these launches, and launch nothing. Kernels that cannot be built are left out."""
+    count = len(os.sched_getaffinity(0))
+    device = torch.cuda.current_device()
+    with (
+        ThreadPoolExecutor(count, initializer=torch.cuda.set_device, initargs=(device,)) as threads,
+        KernelWorkers(count if count > 1 else 0, None) as workers,
+    ):
+        workers.start()
+        with compiled_by(workers, threads) as kernels:
+            for launch in (launch for some in many for launch in some):
+                with suppress(Exception):
+                    launch()
+            jobs = kernels.load()
+            with progress.stage("compile candidates", total=len(jobs)) as advance:
+                for job in as_completed(jobs):
+                    job.exception()
+                    advance(1)

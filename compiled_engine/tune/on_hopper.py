@@ -1,0 +1,83 @@
+"""The one way to tune a kernel of Hopper's own: candidates that compute what the kernel before them does are timed, and
+the fastest is taken where it is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import truediv
+from typing import Generic
+
+import torch
+
+from compiled_engine.process.progress import Progress
+from compiled_engine.tune.linears import REPEATS, AnyTiles, Chain, Linear, LinearCase, Smallest, TunedLinear, right
+
+# All candidates are measured with a few repeats, and the fastest of them again.
+FEW_REPEATS, FINALISTS = 3, 5
+
+
+def is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def worthwhile(times: Mapping[AnyTiles, Sequence[float]], before: Sequence[float], worth: float) -> AnyTiles | None:
+    """The tiles that gain the most where they gain the least. None unless they take at most `worth` of the time before
+    at every number of tokens.
+
+    times, before: microseconds at each number of tokens.
+    """
+    shares = {tiles: max(map(truediv, found, before)) for tiles, found in times.items()}
+    best = min(shares, key=shares.__getitem__, default=None)
+    return None if best is None or shares[best] > worth else best
+
+
+@dataclass(frozen=True)
+class HopperKernel(Generic[AnyTiles]):
+    """A kernel and what it is compared with.
+
+    chains_of: one for each number of tokens at which tiles must be worthwhile, the case's own last. kernel: the linear
+    with these tiles. before: the linear that runs without this kernel; library: cuBLAS, for the profile's readers.
+    bound_us: the least that the device could take. worth: see `worthwhile`. sustained_ms: see Chain.microseconds.
+    """
+
+    stage: str
+    chains_of: Callable[[LinearCase], Sequence[Chain]]
+    candidates: Callable[[LinearCase], Iterable[AnyTiles]]
+    kernel: Callable[[AnyTiles], Linear]
+    before: Callable[[LinearCase], Linear]
+    library: Linear
+    bound_us: Callable[[LinearCase], float]
+    worth: float
+    sustained_ms: float = 0.0
+
+    @torch.inference_mode()
+    def tune(self, cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
+        """The cases that gain, each with its best right tiles; none where the device is not a Hopper."""
+        if not is_hopper():
+            return []
+        tuned = []
+        with progress.stage(self.stage, total=len(cases)) as advance:
+            for case in cases:
+                tuned.append(self._tuned(case))
+                advance(1)
+        return [found for found in tuned if found is not None]
+
+    def _tuned(self, case: LinearCase) -> TunedLinear | None:
+        chains, current = self.chains_of(case), self.before(case)
+        pool = list(self.candidates(case))
+        for chain in chains:
+            pool = list(right(chain, pool, self.kernel, chain.run([current], 1).float()))
+        pool.sort(key=lambda tiles: chains[-1].microseconds([self.kernel(tiles)], FEW_REPEATS))
+
+        def timed(linear: Linear) -> list[float]:
+            return [chain.microseconds([linear], REPEATS, self.sustained_ms) for chain in chains]
+
+        times = {tiles: timed(self.kernel(tiles)) for tiles in pool[:FINALISTS]}
+        before = timed(current)
+        best = worthwhile(times, before, self.worth)
+        if best is None:
+            return None
+        library = before if current is self.library else timed(self.library)
+        smallest = Smallest(chains[0].cases[0].num_tokens, times[best][0], library[0]) if len(chains) > 1 else None
+        return TunedLinear(case, best, times[best][-1], library[-1], self.bound_us(case), smallest)
