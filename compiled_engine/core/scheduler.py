@@ -176,7 +176,9 @@ class Scheduler:
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
-        sharpness = self._fixed_sharpness if self._draft_sharpness is None else self._draft_sharpness.choose()
+        sharpness = self._fixed_sharpness
+        if self._draft_sharpness is not None and not draft.head_rests:
+            sharpness = self._draft_sharpness.choose()
         step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, constraints=constraints)
         self._in_flight.append(step)
         return step.output
@@ -205,16 +207,19 @@ class Scheduler:
     def _choose_drafts(self, draft_length: DraftLength, of_step: Sequence[Request], num_waiting: int) -> Drafts:
         """Where no request runs yet, those that wait are to tell whether the head should read their prompts."""
         num_requests = len(of_step) or min(num_waiting, self._config.max_num_seqs)
-        num_drafting = sum(
-            request.most_new_tokens > 1 and request.num_computed_tokens + 1 == request.num_tokens for request in of_step
-        )
-        return draft_length.choose(num_requests, num_drafting)
+        drafting = [
+            request
+            for request in of_step
+            if request.most_new_tokens > 1 and request.num_computed_tokens + 1 == request.num_tokens
+        ]
+        return draft_length.choose(num_requests, len(drafting))
 
     def _let_rest(self, draft: StepDraft, drafts: Drafts) -> None:
-        """Let the requests of a step rest that the head does not read; it reads none of requests that rest anyway."""
+        """Let the requests of a step rest that the head does not read; nor does it read a step without drafts whose
+        requests rest anyway."""
         requests = (*draft.decodes, *draft.longer.requests)
         reading = [request for request in requests if request.most_new_tokens > 1]
-        draft.head_rests = drafts.head_rests or not reading
+        draft.head_rests = drafts.head_rests or not (reading or drafts.number)
         if not draft.head_rests:
             return
         self._num_rested += len(reading)

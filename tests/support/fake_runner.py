@@ -250,8 +250,9 @@ class FakeRunner:
         assert not self.serves_all or set(ids) == self.rows.keys(), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
         assert sum(share.num_tokens for share in shares_of(step)) <= self.budget
-        others = [share.num_tokens != self.most_new_tokens for share in shares_of(step)]
-        assert self.adapts or others == sorted(others), "decodes come first"
+        of_decode = 1 if step.head_rests else self.most_new_tokens
+        others = [share.num_tokens != of_decode for share in shares_of(step)]
+        assert (self.adapts and not step.head_rests) or others == sorted(others), "decodes come first"
         new_ids = {new.request_id for new in step.new}
         for share in shares_of(step):
             self._check_share(share, is_new=share.request_id in new_ids)
