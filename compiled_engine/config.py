@@ -407,6 +407,11 @@ class SpeculationConfig:
     adapts: bool = False
     sharpnesses: tuple[float, ...] = (1.0,)
 
+    @property
+    def head_rests(self) -> bool:
+        """Return whether there is a head, and steps that it does not read."""
+        return self.adapts and len(self.taps) > 0
+
 
 GREEDY_DRAFTS = 1e6
 """A sharpness that leaves the noise of sampling no influence."""

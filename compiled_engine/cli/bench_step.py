@@ -120,3 +120,5 @@ def _show_choice(choice: dict[str, Any]) -> None:
     out.print(table)
     shares = ", ".join(f"{share:.2f}" for share in choice["draft_shares"])
     out.print(f"share of right drafts by position, if those before are right: {shares}", highlight=False)
+    if "rested" in choice:
+        out.print(f"requests that have no drafts any more, so that the head rests: {choice['rested']}", highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from compiled_engine.config import draft_lengths
 
@@ -15,27 +15,43 @@ HELD_UP = 2.0
 LEAST_STEPS = 3
 # Another number has to be this much better, so that noise changes nothing.
 MARGIN = 1.03
-# Every so many steps drafts are made even if they do not pay, so that a change of the text is noticed.
-PROBE_EVERY = 64
+# Every so many steps drafts are made even if they do not pay, so that a change of the text is noticed. They are rarer
+# where they would take more than this share of the time.
+PROBE_EVERY, PROBE_SHARE = 64, 0.01
+# So many come in a row where a head may rest: it first has to read the prompt of a request that is to have them.
+PROBES_OF_HEAD = 4
 # Acceptance of a draft before any was verified, and how many drafts this guess counts as.
 FIRST_GUESS, GUESSED_DRAFTS = 0.7, 8
+# The time of a step without the head, in times of one without drafts that the head reads, until one was measured.
+FIRST_GUESS_AT_REST = 0.75
+# Stands for a number of drafts: none, and the head rests.
+AT_REST = -1
+
+
+class Drafts(NamedTuple):
+    """The drafts that each request of a step may have. head_rests: no head reads the step, so that its requests have
+    none any more; with 0 only."""
+
+    number: int
+    head_rests: bool = False
 
 
 @dataclass
 class _Times:
     """Of steps with about as many requests: number and mean seconds by number of drafts. held_up: how many of them in
-    a row were, by number of drafts."""
+    a row were, by number of drafts. steps, probes: since the last probes were over."""
 
     counts: dict[int, int]
     seconds: dict[int, float] = field(default_factory=dict)
     held_up: dict[int, int] = field(default_factory=dict)
     current: int = 0
     steps: int = 0
+    probes: int = 0
 
     def took(self, num_drafts: int, seconds: float) -> None:
-        self.counts[num_drafts] += 1
+        self.counts[num_drafts] = count = self.counts.get(num_drafts, 0) + 1
         before = self.seconds.get(num_drafts)
-        if before is None or self.counts[num_drafts] <= LEAST_STEPS:
+        if before is None or count <= LEAST_STEPS:
             self.seconds[num_drafts] = seconds if before is None else min(before, seconds)
         elif seconds <= HELD_UP * before:
             self.held_up[num_drafts] = 0
@@ -52,34 +68,70 @@ class DraftLength:
     The expected tokens of a step with K drafts are 1 + a_1 + a_1 a_2 + ... up to K factors, where a_i is the share of
     drafts at position i that are right if those before were (Leviathan, Kalman and Matias, 2023, with a share for each
     position). Times are kept by the number of requests, rounded to a power of 2.
+
+    head_rests: drafts are those of a head, which need not read steps without drafts. A request of such a step has no
+    drafts from then on, so 0 is not chosen for a step alone: where it is best, requests rest one after the other, and
+    those that come later make the probes. Where it is not, the head reads each step, even one whose few requests with
+    drafts do not outweigh those at rest: there will be more of them.
     """
 
-    def __init__(self, most: int) -> None:
-        self._lengths = draft_lengths(most)
+    def __init__(self, most: int, *, head_rests: bool = False) -> None:
+        self._lengths, self.head_rests = draft_lengths(most), head_rests
+        self._probes = PROBES_OF_HEAD if head_rests else 1
         self._shares, self._verified = [FIRST_GUESS] * most, [GUESSED_DRAFTS] * most
         self._times: dict[int, _Times] = {}
         self._chosen = dict.fromkeys(self._lengths, 0)
 
-    def choose(self, num_requests: int) -> int:
-        """Return the number of drafts for the next step of this many requests."""
+    def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
+        """Return the drafts of the next step of this many requests. num_drafting: those that may have drafts; None for
+        all."""
         times = self._of(num_requests)
         times.steps += 1
-        length = self._next(times)
-        self._chosen[length] += 1
-        return length
+        drafts = self._next(times, num_requests, num_requests if num_drafting is None else num_drafting)
+        self._chosen[drafts.number] += 1
+        return drafts
 
-    def _next(self, times: _Times) -> int:
+    def _next(self, times: _Times, num_requests: int, num_drafting: int) -> Drafts:
+        judged: _Times | None = times
         if unknown := [length for length in self._lengths if times.counts[length] < LEAST_STEPS]:
-            return unknown[-1]
-        best = max(self._lengths, key=lambda length: self._rate(times, length))
-        if self._rate(times, best) > MARGIN * self._rate(times, times.current):
-            times.current = best
-        # The longest tells of all positions.
-        return self._lengths[-1] if times.steps % PROBE_EVERY == 0 else times.current
+            if num_drafting and 2 * num_drafting >= num_requests:  # otherwise the time is not taken, see StepInFlight
+                return Drafts(unknown[-1])
+            judged = self._fewer_requests(num_requests)  # drafts that do not pay there do not pay here
+        if judged is None:
+            return Drafts(0)
+        self._judge(judged)
+        if num_drafting and judged.current < self._lengths[-1] and self._is_time_to_probe(times, judged):
+            times.probes += 1
+            if times.probes == self._probes:
+                times.steps = times.probes = 0
+            return Drafts(self._lengths[-1])  # the longest tells of all positions
+        if judged.current == 0:
+            return Drafts(0, self.head_rests and not self._is_time_to_probe(times, judged))
+        if num_drafting == num_requests:
+            return Drafts(judged.current)
+        share = num_drafting / max(num_requests, 1)
+        return Drafts(max(self._lengths, key=lambda length: self._rate(judged.seconds, length, share)))
 
-    def took(self, num_requests: int, num_drafts: int, seconds: float) -> None:
-        """Take in the time of a step in which every request had up to num_drafts drafts and nothing else."""
-        self._of(num_requests).took(num_drafts, seconds)
+    def _judge(self, times: _Times) -> None:
+        """Set the number that is best if all requests have drafts."""
+        seconds = times.seconds | {0: self._seconds_without(times)}
+        best = max(self._lengths, key=lambda length: self._rate(seconds, length))
+        if self._rate(seconds, best) > MARGIN * self._rate(seconds, times.current):
+            times.current = best
+
+    def _is_time_to_probe(self, times: _Times, judged: _Times) -> bool:
+        longer = judged.seconds[self._lengths[-1]] / max(self._seconds_without(judged), 1e-9) - 1
+        return times.steps >= self._probes * max(PROBE_EVERY, longer / PROBE_SHARE)
+
+    def _seconds_without(self, times: _Times) -> float:
+        """Seconds of a step without drafts, at rest where a head may rest."""
+        if not self.head_rests:
+            return times.seconds[0]
+        return times.seconds.get(AT_REST, FIRST_GUESS_AT_REST * times.seconds[0])
+
+    def took(self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False) -> None:
+        """Take in the time of a step in which most requests had up to num_drafts drafts and that did nothing else."""
+        self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds)
 
     def verified(self, num_drafts: int, num_right: int) -> None:
         """Take in the drafts of a request in a step."""
@@ -89,27 +141,42 @@ class DraftLength:
             self._shares[position] = share + weight * ((position < num_right) - share)
 
     def _of(self, num_requests: int) -> _Times:
-        size = 1 << max(0, num_requests - 1).bit_length()
-        return self._times.setdefault(size, _Times(dict.fromkeys(self._lengths, 0)))
+        return self._times.setdefault(_size(num_requests), _Times(dict.fromkeys(self._lengths, 0)))
 
-    def _rate(self, times: _Times, length: int) -> float:
-        """Expected tokens a second."""
-        tokens, all_right = 1.0, 1.0
-        for share in self._shares[:length]:
-            all_right *= share
+    def _fewer_requests(self, num_requests: int) -> _Times | None:
+        """Return the times of the nearest smaller number of requests for which all are known."""
+        for size in sorted((size for size in self._times if size < _size(num_requests)), reverse=True):
+            if all(self._times[size].counts[length] >= LEAST_STEPS for length in self._lengths):
+                return self._times[size]
+        return None
+
+    def _rate(self, seconds: dict[int, float], length: int, share: float = 1.0) -> float:
+        """Expected tokens of a request in a second. share: of the requests that have drafts."""
+        tokens, all_right = 1.0, share
+        for right in self._shares[:length]:
+            all_right *= right
             tokens += all_right
-        return tokens / max(times.seconds[length], 1e-9)
+        return tokens / max(seconds[length], 1e-9)
 
     def metrics(self) -> dict[str, Any]:
         """draft_lengths: steps by number of drafts. draft_shares: a_i by position. draft_step_ms: mean time of a step,
-        by number of requests, rounded up to a power of 2, and number of drafts. draft_length_chosen: the number of
-        drafts that is best by these, by the same numbers of requests."""
+        by number of requests, rounded up to a power of 2, and number of drafts, 0 at rest where one was measured.
+        draft_length_chosen: the number of drafts that is best by these, by the same numbers of requests."""
         return {
             "draft_lengths": {str(length): count for length, count in self._chosen.items()},
             "draft_shares": [round(share, 3) for share in self._shares],
             "draft_step_ms": {
-                str(size): {str(length): round(1e3 * seconds, 3) for length, seconds in sorted(times.seconds.items())}
+                str(size): {
+                    str(length): round(1e3 * times.seconds.get(AT_REST, seconds) if length == 0 else 1e3 * seconds, 3)
+                    for length, seconds in sorted(times.seconds.items())
+                    if length != AT_REST
+                }
                 for size, times in sorted(self._times.items())
             },
             "draft_length_chosen": {str(size): times.current for size, times in sorted(self._times.items())},
         }
+
+
+def _size(num_requests: int) -> int:
+    """Round a number of requests up to a power of 2."""
+    return 1 << max(0, num_requests - 1).bit_length()

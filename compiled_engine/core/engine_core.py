@@ -12,6 +12,7 @@ from typing import Any
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.constraints import GrammarQueue
 from compiled_engine.core.control import ControlError, apply
+from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.core.state_snapshots import StateSnapshots
@@ -64,6 +65,9 @@ class EngineCore:
         self._free = weakref.finalize(self, executor.close)  # if `close` is not called
         self._free.atexit = False
         self._steps_in_flight = config.steps_in_flight
+        draft_length = None
+        if (speculation := config.speculation).adapts:
+            draft_length = DraftLength(speculation.num_tokens, head_rests=speculation.head_rests)
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -74,8 +78,8 @@ class EngineCore:
             config.most_new_tokens,
             pools=config.model.pooling is not None,
             whole=not config.model.causal,
-            adapts_drafts=config.speculation.adapts,
-            draft_sharpnesses=config.speculation.sharpnesses,
+            draft_length=draft_length,
+            draft_sharpnesses=speculation.sharpnesses,
             adapters=config.adapters,
             snapshots=_snapshots(config),
         )

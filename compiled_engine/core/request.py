@@ -88,7 +88,7 @@ class Request:
     step may yield fewer than most_new_tokens; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
     num_tokens.
-    most_new_tokens: how many tokens a step may yield for it. gets_fewer: whether that is fewer than for others.
+    most_new_tokens: how many tokens a step may yield for it. most_when_admitted: the same, until it rests.
     num_slots: tokens that its blocks hold. The KVCacheManager alone changes this and the two fields below.
     next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
     block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
@@ -119,7 +119,7 @@ class Request:
     second_text: int | None = None
     adapter: AdapterRef | None = None
     most_new_tokens: int = 1
-    gets_fewer: bool = False
+    most_when_admitted: int = 1
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_slots: int = 0
@@ -148,10 +148,8 @@ class Request:
         constraint, whose masks are made a token at a time, gets one, and so does one whose logits depend on the tokens
         generated so far, or that asks for no drafts."""
         params = request.sampling_params
-        if constraint is not None or params.edits_by_output or params.disable_spec_decode:
-            most, gets_fewer = 1, most_new_tokens > 1
-        else:
-            most, gets_fewer = most_new_tokens, False
+        single = constraint is not None or params.edits_by_output or params.disable_spec_decode
+        most = 1 if single else most_new_tokens
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
         rule = StopRule.of(request.sampling_params, request.eos_token_ids, room)
@@ -168,7 +166,7 @@ class Request:
             constraint=constraint,
             num_tokens=num_prompt_tokens + len(request.output_token_ids),
             most_new_tokens=most,
-            gets_fewer=gets_fewer,
+            most_when_admitted=most,
             prefix_root=request.prefix_root,
             pooling=request.pooling,
             second_text=request.second_text,
@@ -183,17 +181,28 @@ class Request:
     def start(self) -> None:
         """Run: the request is admitted to a step, for the first time or again."""
         self.status = RequestStatus.RUNNING
+        self.most_new_tokens = self.most_when_admitted
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
+
+    def rest(self) -> None:
+        """Have no drafts until the request is admitted again, if ever: a head has not read all of its tokens."""
+        self.most_new_tokens = 1
+        self.set_steady_limits()
+
+    @property
+    def rests(self) -> bool:
+        """Return whether it would have drafts if it did not rest."""
+        return self.most_new_tokens < self.most_when_admitted
 
     def set_steady_limits(self) -> None:
         """Set the limits again after anything but a steady share or a steady token, which nearly all are: for those,
         the scheduler makes one comparison.
 
         While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
-        samples the usual number of tokens, in blocks that the request has, is not the first such share, and cannot
-        reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it is not
-        the first, and only the last if it is one of ending_ids.
+        samples any number of tokens up to most_new_tokens, in blocks that it has, is not the first such share, and
+        cannot reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it
+        is not the first, and only the last if it is one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
@@ -202,7 +211,7 @@ class Request:
         if self.failure is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
-        decodes = self.num_computed_tokens + 1 == self.num_tokens and not self.gets_fewer
+        decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
         most = self.most_new_tokens
         until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.lane is not None else 0

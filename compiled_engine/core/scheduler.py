@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
@@ -27,11 +26,12 @@ from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.constraints import MaskMaker
-from compiled_engine.core.draft_length import DraftLength
+from compiled_engine.core.draft_length import DraftLength, Drafts
 from compiled_engine.core.draft_sharpness import DraftSharpness
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
+from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
 from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.core.steps import (
     Lanes,
@@ -59,75 +59,6 @@ from compiled_engine.sampling.token_mask import Constraint
 FEW_WAITING = 4
 
 
-@dataclass(slots=True)
-class SchedulerCounts:
-    """Counts of requests and steps; `least_free` is the lowest number of free blocks after a step was scheduled."""
-
-    least_free: int
-    arrived: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    finished: int = 0
-    aborted: int = 0
-
-    def begin_step(self, num_free: int) -> int:
-        """Count a scheduled step that leaves this many blocks free; returns its number."""
-        self.least_free = min(self.least_free, num_free)
-        self.steps += 1
-        return self.steps
-
-    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, int | float]:
-        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
-
-        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
-        (by a stop or the length), aborted, steps.
-        """
-        blocks, free = kv_cache.num_blocks, kv_cache.num_free_blocks
-        total = max(blocks, 1)
-        least_free, used = (self.least_free, 1 - free / total) if blocks else (total, 0.0)
-        return {
-            "running": running,
-            "waiting": waiting,
-            "kv_usage": used,
-            "kv_usage_peak": 1 - least_free / total,
-            "blocks_total": blocks,
-            "blocks_free": free,
-            "prefix_queries": kv_cache.prefix_queries,
-            "prefix_hits": kv_cache.prefix_hits,
-            "preemptions": self.preemptions,
-            "finished": self.finished,
-            "aborted": self.aborted,
-            "steps": self.steps,
-        }
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Counts of drafts: how often a request had any in a step, how many, and how many were right, by position."""
-
-    by_position: list[int]
-    requests: int = 0
-    tokens: int = 0
-
-    def verified(self, num_drafts: int, num_right: int) -> None:
-        """Count the drafts of a request in a step."""
-        self.requests += 1
-        self.tokens += num_drafts
-        for position in range(num_right):
-            self.by_position[position] += 1
-
-    def metrics(self) -> dict[str, Any]:
-        """Since the start: drafted_requests (a request in a step), draft_tokens, accepted_tokens, accepted_by_position
-        (from 0).
-        """
-        return {
-            "drafted_requests": self.requests,
-            "draft_tokens": self.tokens,
-            "accepted_tokens": sum(self.by_position),
-            "accepted_by_position": {str(position): count for position, count in enumerate(self.by_position)},
-        }
-
-
 class Scheduler:
     """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
     `masks`), call `update` with both; repeat while unfinished.
@@ -140,9 +71,9 @@ class Scheduler:
 
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
     token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
-    prompt is computed in one step, and holds no blocks (num_blocks is 0). adapts_drafts: steps have as many drafts as
-    pay, up to most_new_tokens - 1. draft_sharpnesses: see SpeculationConfig. snapshots: of recurrent states, where the
-    model has them and prefixes are cached.
+    prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of drafts of
+    each step, up to most_new_tokens - 1; None for always as many. draft_sharpnesses: see SpeculationConfig. snapshots:
+    of recurrent states, where the model has them and prefixes are cached.
     """
 
     def __init__(
@@ -157,7 +88,7 @@ class Scheduler:
         pools: bool = False,
         *,
         whole: bool = False,
-        adapts_drafts: bool = False,
+        draft_length: DraftLength | None = None,
         draft_sharpnesses: Sequence[float] = (1.0,),
         adapters: AdapterConfig | None = None,
         snapshots: StateSnapshots | None = None,
@@ -182,7 +113,9 @@ class Scheduler:
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
         self._drafts = DraftCounts([0] * (most_new_tokens - 1))
-        self._draft_length = DraftLength(most_new_tokens - 1) if adapts_drafts else None
+        self._draft_length = draft_length
+        self._head_rests = draft_length is not None and draft_length.head_rests
+        self._num_rested = 0
         self._draft_sharpness = DraftSharpness(draft_sharpnesses) if len(draft_sharpnesses) > 1 else None
         self._fixed_sharpness = draft_sharpnesses[0]
         self._updated_s = 0.0  # when the last step was taken in, in seconds of time.perf_counter
@@ -243,7 +176,9 @@ class Scheduler:
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
-        sharpness = self._fixed_sharpness if self._draft_sharpness is None else self._draft_sharpness.choose()
+        sharpness = self._fixed_sharpness
+        if self._draft_sharpness is not None and not draft.head_rests:
+            sharpness = self._draft_sharpness.choose()
         step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, constraints=constraints)
         self._in_flight.append(step)
         return step.output
@@ -257,15 +192,41 @@ class Scheduler:
         running, num_waiting = self._requests.running, len(self._requests.waiting)
         most = self._config.max_prefill_tokens
         of_step = self._lanes.of_step(running, lane)
-        decode_tokens = self._most_new_tokens
+        drafts = Drafts(self._most_new_tokens - 1)
         if self._draft_length is not None:
-            decode_tokens = 1 + self._draft_length.choose(len(of_step))
-        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), decode_tokens)
+            drafts = self._choose_drafts(self._draft_length, of_step, num_waiting)
+        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
         room = self._lanes.room(of_step, lane, len(running), num_waiting)
         budget = self._schedule_running(draft, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
             self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.decodes else budget, room)
+        if self._head_rests:
+            self._let_rest(draft, drafts)
         return draft
+
+    def _choose_drafts(self, draft_length: DraftLength, of_step: Sequence[Request], num_waiting: int) -> Drafts:
+        """Where no request runs yet, those that wait are to tell whether the head should read their prompts."""
+        num_requests = len(of_step) or min(num_waiting, self._config.max_num_seqs)
+        drafting = [
+            request
+            for request in of_step
+            if request.most_new_tokens > 1 and request.num_computed_tokens + 1 == request.num_tokens
+        ]
+        return draft_length.choose(num_requests, len(drafting))
+
+    def _let_rest(self, draft: StepDraft, drafts: Drafts) -> None:
+        """Let the requests of a step rest that the head does not read; nor does it read a step without drafts whose
+        requests rest anyway."""
+        requests = (*draft.decodes, *draft.longer.requests)
+        reading = [request for request in requests if request.most_new_tokens > 1]
+        draft.head_rests = drafts.head_rests or not (reading or drafts.number)
+        if not draft.head_rests:
+            return
+        self._num_rested += len(reading)
+        for request in reading:
+            request.rest()
+        if all(step.output.head_rests for step in self._in_flight):  # so the numbers of tokens are exact
+            self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
 
     def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
         """Returns the budget left for waiting requests."""
@@ -273,7 +234,7 @@ class Scheduler:
         add_request, add_start = draft.decodes.append, draft.decode_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
-            if start < request.steady_until_computed:
+            if start < request.steady_until_computed and decode_tokens <= request.most_new_tokens:
                 add_request(request)
                 add_start(start)
                 request.num_computed_tokens = start + decode_tokens
@@ -381,7 +342,8 @@ class Scheduler:
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
         others = prompt_outputs(in_flight, result) if result.prompt_logprobs or result.vectors else []
-        take = self._take_single_tokens if self._most_new_tokens == 1 else self._take_several
+        single = self._most_new_tokens == 1 or step.head_rests
+        take = self._take_single_tokens if single else self._take_several
         outputs = take(in_flight, result, others)
         self._in_flight.popleft()
         if self._draft_length is not None:
@@ -395,7 +357,8 @@ class Scheduler:
         now = time.perf_counter()
         if step.num_drafts is not None:
             seconds = now - max(step.begun_s, self._updated_s)
-            draft_length.took(len(step.requests), step.num_drafts, seconds)
+            rested = step.output.head_rests
+            draft_length.took(len(step.requests), step.num_drafts, seconds, head_rested=rested)
         self._updated_s = now
 
     def _take_single_tokens(
@@ -497,12 +460,16 @@ class Scheduler:
 
     def metrics(self) -> dict[str, Any]:
         """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
-        AdapterTable.metrics."""
+        AdapterTable.metrics. Where a head may rest, resting: the requests that run and have no drafts any more; rested:
+        how often a request has begun to rest."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
         chosen = {} if self._draft_length is None else self._draft_length.metrics()
         if self._draft_sharpness is not None:
             chosen |= self._draft_sharpness.metrics()
+        if self._head_rests:
+            resting = sum(request.rests for request in self._requests.running)
+            chosen |= {"resting": resting, "rested": self._num_rested}
         return counts | self._drafts.metrics() | chosen | self.adapters.metrics()
 
     def check_idle(self) -> None:

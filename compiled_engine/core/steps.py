@@ -93,7 +93,8 @@ class StepDraft:
     indices in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
     `max_prefill_tokens` where others run. completed: requests whose share of at most as many tokens as a decode
     completes a block, which no request of this step may read: a kernel may write it while another row attends.
-    snapshots: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than decode_tokens.
+    snapshots, head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than
+    decode_tokens.
     """
 
     lane: int = 0
@@ -109,6 +110,7 @@ class StepDraft:
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     snapshots: dict[str, int] = field(default_factory=dict)
+    head_rests: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == self.decode_tokens:
@@ -148,8 +150,8 @@ class StepInFlight:
     constrained: requests that sample and have a constraint.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
-    lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: of each request, in a step of decodes alone;
-    None for any other. begun_s: when it was scheduled, in seconds of time.perf_counter.
+    lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
+    half have as many; None for any other. begun_s: when it was scheduled, in seconds of time.perf_counter.
     """
 
     output: SchedulerOutput
@@ -197,9 +199,10 @@ class StepInFlight:
             placed_adapters=placed_adapters,
             snapshots=draft.snapshots,
             draft_sharpness=draft_sharpness,
+            head_rests=draft.head_rests,
         )
         requests, lane, bounds = shares.requests, draft.lane, draft.bounds
-        of_decodes = not (draft.longer.requests or draft.bounds)
+        of_decodes = not (draft.num_prefill_tokens or draft.new) and 2 * len(draft.decodes) >= len(requests)
         num_drafts = draft.decode_tokens - 1 if of_decodes else None
         step = output, requests, sampling, sampling_ids, constrained, registered, lane, bounds
         return cls(*step, draft.decode_tokens, num_drafts, time.perf_counter())

@@ -89,11 +89,11 @@ COUNTED = (
     *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
     *("recordings", "recorded_replays"),
     *("adapter_loads", "adapter_placements"),
-    *("drafted_requests", "draft_tokens", "accepted_tokens"),
+    *("drafted_requests", "draft_tokens", "accepted_tokens", "rested"),
     *("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits"),
 )
 HELD = (
-    *("running", "waiting", "blocks_total", "blocks_free", "kv_cache_bytes"),
+    *("running", "waiting", "resting", "blocks_total", "blocks_free", "kv_cache_bytes"),
     *("graph_bytes_used", "graph_bytes_predicted"),
     *("adapters_loaded", "adapters_in_slots"),
 )

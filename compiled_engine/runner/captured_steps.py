@@ -8,7 +8,7 @@ computes the tokens of a step behind it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,7 +82,7 @@ class PaddedStep:
         if key.kind is GraphKind.FULL:
             self.prepare(batch)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
-        if self.head is not None:
+        if self.head is not None and not batch.plain:
             self.head.take(output.taps)
         if not key.is_decode:
             return output.tensor
@@ -146,6 +146,12 @@ def affordable(
     return replace(config.graph, token_sizes=kept)
 
 
+def plain_keys(keys: Iterable[GraphKey]) -> dict[GraphKey, GraphKey]:
+    """Return the keys of decodes where the head rests, by those of the same decodes where it does not."""
+    decodes = (key for key in keys if key.is_decode and key.max_query_len == 1)
+    return {key: replace(key, plain=True) for key in decodes}
+
+
 @dataclass(frozen=True)
 class _EitherStep:
     """Implements `GraphStep` for the keys of the engine's model and of its draft model or head."""
@@ -184,6 +190,8 @@ class CapturedSteps:
         fields = () if config.adapters is None else (ADAPTERS,)
         queries, fewer = config.most_new_tokens, config.fewer_queries
         self.dispatcher = Dispatcher(graph, config.scheduler, fields, queries, fewer)
+        rests = config.speculation.head_rests and step.head is not None
+        self._plain_keys = plain_keys(self.dispatcher.keys) if rests else {}
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]
         if in_parts and by_request:  # their number is not that of the capture
@@ -195,7 +203,8 @@ class CapturedSteps:
         self.graphs = None
         if capture is not None:
             keys, both = self.dispatcher.keys, step if draft is None else _EitherStep(step, draft)
-            self.graphs = CudaGraphManager(keys if draft is None else keys + draft.keys, capture, both)
+            keys += (*self._plain_keys.values(), *(draft.keys if draft is not None else ()))
+            self.graphs = CudaGraphManager(keys, capture, both)
 
     def graph_for(
         self,
@@ -206,9 +215,11 @@ class CapturedSteps:
         *,
         adapted: bool = False,
         queries: int | None = None,
+        plain: bool = False,
     ) -> GraphKey | None:
         """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. adapted: a
-        request has an adapter. queries: a token and drafts of each request, if all have as many."""
+        request has an adapter. queries: a token and drafts of each request, if all have as many. plain: see
+        InputBatch."""
         if queries is None and num_tokens == num_requests:
             queries = 1
         decodes_only = queries is not None
@@ -220,7 +231,7 @@ class CapturedSteps:
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, adapted=adapted)):
             self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
         else:
-            return key
+            return self._plain_keys.get(key, key) if plain else key
         return None
 
     def draft(self, drafting: Drafting) -> None:
@@ -235,9 +246,10 @@ class CapturedSteps:
         self._draft.read_prompts(drafting)
 
     def follow(self, batch: InputBatch) -> None:
-        """Let the head, if there is one, compute a step whose tokens the states have: by one launch after decodes."""
+        """Let the head, if there is one and it does not rest, compute a step whose tokens the states have: by one
+        launch after decodes."""
         head = self._step.head
-        if head is None:
+        if head is None or batch.plain:
             return
         key = None if batch.key is None else head.key_to_follow(batch.key)
         if key is None:
@@ -253,7 +265,7 @@ class CapturedSteps:
             return self.replay(batch)
         self._step.prepare(batch)
         output = self._step.forward(batch, hidden_wanted=hidden_wanted)
-        if (head := self._step.head) is not None:
+        if (head := self._step.head) is not None and not batch.plain:
             head.take(output.taps)
         return output
 

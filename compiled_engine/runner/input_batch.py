@@ -150,25 +150,39 @@ class InputBuffers:
 
 
 def prepare_inputs(
-    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
+    states: RequestStates,
+    buffers: InputBuffers,
+    num_rows: int,
+    num_tokens: int,
+    decodes_only: bool,
+    *,
+    plain: bool = False,
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
 
     num_rows: rows in it, padding included; row -1 reads nothing and gives an empty context. decodes_only: each row has
     one token, and query_start_loc is not read. num_tokens: to fill; tokens that no row has get token 0 and slot -1.
+    plain: draft_numbers_R is not read.
     """
     if buffers.rows_R.device.type == "cpu":
-        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only)
+        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, plain=plain)
     else:
-        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only)
+        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, plain=plain)
 
 
 def launch_prepare(
-    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
+    states: RequestStates,
+    buffers: InputBuffers,
+    num_rows: int,
+    num_tokens: int,
+    decodes_only: bool,
+    *,
+    plain: bool = False,
 ) -> None:
     """Launch the kernel of prepare_inputs."""
     from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
+    drafts_SK, history_SL = (None, None) if plain else (states.drafts_SK, states.history_SL)
     prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
         buffers.rows_R,
         buffers.query_start_loc_R1,
@@ -185,14 +199,14 @@ def launch_prepare(
         buffers.logits_index_R,
         buffers.block_table_RB,
         buffers.sample_positions_R,
-        buffers.draft_numbers_R,
-        states.drafts_SK,
-        states.history_SL,
+        None if plain else buffers.draft_numbers_R,
+        drafts_SK,
+        history_SL,
         num_rows,
         num_tokens,
         states.known_ids_KL.stride(0),
-        0 if states.history_SL is None else states.history_SL.stride(0),
-        NUM_DRAFTS=0 if states.drafts_SK is None else states.drafts_SK.shape[1],
+        0 if history_SL is None else history_SL.stride(0),
+        NUM_DRAFTS=0 if drafts_SK is None else drafts_SK.shape[1],
         MAX_BLOCKS=states.block_table_SB.shape[1],
         BLOCK_SIZE=states.block_size,
         DECODES_ONLY=decodes_only,
@@ -203,7 +217,13 @@ def launch_prepare(
 
 
 def prepare_reference(
-    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
+    states: RequestStates,
+    buffers: InputBuffers,
+    num_rows: int,
+    num_tokens: int,
+    decodes_only: bool,
+    *,
+    plain: bool = False,
 ) -> None:
     """Do what the kernel does, for tensors on the CPU."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
@@ -213,13 +233,13 @@ def prepare_reference(
     computed_R = np.where(real_R, states.num_computed_S.numpy()[rows_R], 0)
     known_R = states.num_known_S.numpy()[rows_R]
     newest_R = states.last_token_S.numpy()[rows_R]
-    if buffers.draft_numbers_R is not None:
+    if buffers.draft_numbers_R is not None and not plain:
         assert states.drafts_SK is not None
         number_R = np.where(real_R, buffers.draft_numbers_R.numpy()[:num_rows], 0)
         draft_R = states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)]
         real_R &= (number_R <= 0) | (draft_R >= 0)
-        if states.history_SL is None:
-            known_R = np.maximum(known_R, computed_R + 1)  # the newest token too, see RequestStates
+        if states.history_SL is None:  # known_ids_KL has the tokens before the newest one
+            known_R = np.where(number_R < 0, np.maximum(known_R, computed_R + 1), known_R)
         computed_R = np.where(real_R, computed_R + number_R, 0)
         newest_R = np.where(number_R > 0, draft_R, newest_R)
         if states.history_SL is not None:
@@ -274,7 +294,8 @@ class InputBatch:
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
     request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
-    `step_starts` and `samples` too are in batch order. `adapted`: a request has an adapter.
+    `step_starts` and `samples` too are in batch order. `adapted`: a request has an adapter. `plain`: see
+    SchedulerOutput.head_rests; always False without a head.
     """
 
     request_ids: list[str]
@@ -291,6 +312,7 @@ class InputBatch:
     order: np.ndarray | None = None
     drafted: DraftedRows | None = None
     adapted: bool = False
+    plain: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -335,7 +357,9 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
             num_rows, host = key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len)
             padding = np.full(num_rows - count, -1, np.int32)
             ends = np.full(num_rows - count, padded_tokens, np.int32)
-            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)))
+            # A graph of any batch serves those with drafts too.
+            numbers_R = None if buffers.draft_numbers_R is None else np.zeros(num_rows, np.int32)
+            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
         else:
             num_rows = count
             host = (lens.count(1), max(lens), max(map(add, step.starts, lens)))
@@ -353,6 +377,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         padded_tokens,
         host,
         order,
+        plain=step.head_rests,
     )
 
 
@@ -413,7 +438,8 @@ def empty_batch(
     batch = InputBatch(
         [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
-    return replace(batch, adapted=True) if has_adapters else batch
+    is_plain = key is not None and key.plain
+    return replace(batch, adapted=has_adapters, plain=is_plain) if has_adapters or is_plain else batch
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
@@ -431,7 +457,7 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Make the batch's inputs on the device from what was staged and applied."""
-    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only)
+    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, plain=batch.plain)
     if asked := buffers.asked if batch.adapted else buffers.unadapted_asked:
         _fill(batch, states, buffers, asked)
 

@@ -268,7 +268,7 @@ class Runner:
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
-            if self._proposer is not None and self.knows_drafts:
+            if self._proposer is not None and self.knows_drafts and not step.head_rests:
                 self.runs_begun += 1
                 self._proposer.propose(step)
                 self.runs_ended += 1
@@ -308,8 +308,9 @@ class Runner:
         adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         drafting: Drafting | None = None
-        if not self._config.speculation.num_tokens:
-            key = graph_for(step.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted)
+        if step.head_rests or not self._config.speculation.num_tokens:
+            plain, count = step.head_rests, step.num_tokens
+            key = graph_for(count, num_requests, longest, hidden_wanted, adapted=adapted, plain=plain)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
             if self._draft is not None and not self.knows_drafts:
@@ -373,7 +374,9 @@ class Runner:
         return pending
 
     def _follow(self, batch: InputBatch) -> None:
-        """Let the head compute a step whose tokens the states have."""
+        """Let the head compute a step whose tokens the states have, unless it rests."""
+        if batch.plain:
+            return
         if self._head is not None:
             self.runs_begun += 1
             self._head.follow(batch, self.buffers, self._taps)

@@ -116,7 +116,7 @@ class StepSampling:
         self._advance(batch, token_ids_R, num_rows, again=True)
 
     def _advance(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
-        if self._speculates:
+        if self._speculates and not batch.plain:
             verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
             return
         decodes_only = batch.decodes_only
@@ -155,7 +155,7 @@ class StepSampling:
         if num_logprobs_R is None:
             return None
         count = batch.num_requests
-        if not self._speculates:
+        if batch.plain or not self._speculates:
             token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
         else:
             token_ids_R = self._buffers.taken_R[:count]

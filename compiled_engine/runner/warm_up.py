@@ -144,6 +144,8 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
             if step.model.has_adapters:
                 _run_empty(step, shape, distinct=shape != shapes[0], adapted=True)
             progressed(1)
+        if config.speculation.head_rests:
+            _inputs(config, step)
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
@@ -366,9 +368,11 @@ def _empty_step(
 def _inputs(config: EngineConfig, step: PaddedStep) -> None:
     """Go through the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
     states, buffers = step.states, step.buffers
-    for num_tokens in (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,):
+    counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
+    for num_tokens, plain in product(counts, (False, True) if config.speculation.head_rests else (False,)):
         host_3 = BatchShape(num_tokens, 1, 2).host_3
         batch = empty_batch(buffers, num_tokens, 1, host_3, adapted=step.model.has_adapters)
+        batch = replace(batch, plain=plain)
         states.writes.apply()
         step.prepare(batch)
         step.sampling.without_tokens(batch, 1)

@@ -22,6 +22,7 @@ GAUGES = {
     "running": ("num_requests_running", "Completions that run."),
     "waiting": ("num_requests_waiting", "Completions that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
+    "resting": ("spec_decode_num_requests_resting", "Completions that run and have no drafts of a head any more."),
     "api_processes": ("api_processes", "Processes that answer requests."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
@@ -49,6 +50,7 @@ COUNTERS = {
     "drafted_requests": ("spec_decode_num_drafts", "Verified drafts of a completion in a step, of any length."),
     "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that were right."),
+    "rested": ("spec_decode_num_requests_rested", "Completions that ceased to have drafts of a head."),
 }
 # The same for figures that have a label.
 LABELLED = {

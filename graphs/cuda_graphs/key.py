@@ -25,8 +25,9 @@ class GraphKey:
     have one query token each, none more than max_query_len, and contexts of at most max_seq_len, which is less than the
     engine's limit in graphs for short contexts. Where all rows are decodes, max_query_len is the number of rows that
     share a request: its newest token and drafts. drafts: of each request, where the graph holds the passes of a draft
-    model; 0 otherwise. follows: the graph holds a head's pass over the tokens of a step. extra: the sizes of further
-    fields, by name, for batches that use them.
+    model; 0 otherwise. follows: the graph holds a head's pass over the tokens of a step. plain: a step without drafts
+    that no head reads, in an engine with a head. extra: the sizes of further fields, by name, for batches that use
+    them.
     """
 
     kind: GraphKind
@@ -38,6 +39,7 @@ class GraphKey:
     short: bool = False
     drafts: int = 0
     follows: bool = False
+    plain: bool = False
     extra: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -48,12 +50,12 @@ class GraphKey:
     @property
     def name(self) -> str:
         """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
-        `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""
+        `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
         if self.is_decode and (self.drafts or self.max_query_len > 1):
             purpose = f"draft-{self.drafts}" if self.drafts else f"verify-{self.max_query_len}"
             kind = f"{purpose}-{kind}" if self.short else purpose
-        kind = f"follow-{kind}" if self.follows else kind
+        kind = f"follow-{kind}" if self.follows else f"plain-{kind}" if self.plain else kind
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 

@@ -66,10 +66,11 @@ def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
 
 def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     """Families of keys that differ only in size, the largest first, in the order of capture."""
-    found: dict[tuple[GraphKind, int, int, bool, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
+    found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         queries = key.max_query_len if key.is_decode else 0
-        found.setdefault((key.kind, queries, key.drafts, key.follows, key.extra), []).append(key)
+        kind = key.kind, queries, key.drafts, key.follows, key.plain, key.extra
+        found.setdefault(kind, []).append(key)
     return list(found.values())
 
 

@@ -241,8 +241,8 @@ def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dic
 def _captures_of_drafts(
     most_tokens: int, decodes: Sequence[tuple[str, int]], speculation: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
-    """Kinds and sizes of the graphs that verify drafts, make them, and follow a step with a head. decodes: of the
-    model's graphs."""
+    """Kinds and sizes of the graphs that verify drafts, make them, follow a step with a head, and do without it.
+    decodes: of the model's graphs."""
     if not (most := speculation.get("num_tokens", 0)):
         return []
     lengths = [length for length in draft_lengths(most) if length] if speculation.get("adapts") else [most]
@@ -269,6 +269,7 @@ def _captures_of_drafts(
                 for kind, size in drafting
             ]
             sizes += [(f"follow-{kind}", size) for kind, size in followed if size <= most_tokens]
+            sizes += [(f"plain-{kind or 'decode'}", size) for kind, size in decodes if speculation.get("adapts")]
     return sizes
 
 

@@ -16,7 +16,7 @@ def run(
     number of drafts, with noise."""
     chosen, draw = [], random.Random(0)
     for _ in range(num_steps):
-        count = length.choose(num_requests)
+        count = length.choose(num_requests).number
         chosen.append(count)
         for _ in range(num_requests):
             right = next((i for i in range(count) if draw.random() > share), count)
@@ -92,7 +92,7 @@ def test_steps_that_are_held_up_do_not_decide() -> None:
     assert length.metrics()["draft_length_chosen"] == {"4": 0}
     for _ in range(3):
         length.took(3, 0, 1000.0)
-    assert length.choose(3) == 1
+    assert length.choose(3).number == 1
     assert length.metrics()["draft_step_ms"]["4"]["0"] == 1e6
 
 

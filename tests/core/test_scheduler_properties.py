@@ -10,6 +10,7 @@ from fake_runner import VOCAB_SIZE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scripted_drafts import AnyLength
 from simulated_engine import SimulatedEngine, outputs_of
 from token_masks import ByLastToken
 
@@ -42,6 +43,11 @@ def yields_of(seed: int) -> Callable[[int], int]:
     return lambda most: rng.choice([*range(most + 1), most])
 
 
+def draft_length_of(most_new_tokens: int, head_rests: bool) -> AnyLength | None:
+    """Steps with any number of drafts, where the drafts are those of a head, which rests at times."""
+    return AnyLength(most_new_tokens - 1, head_rests=True) if head_rests and most_new_tokens > 1 else None
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and fail at every moment, in flight too; ids and prompts are used again and again."""
 
@@ -62,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lanes=st.sampled_from(LANES),
         most_new_tokens=st.sampled_from([1, 1, 2, 4]),
         num_snapshots=st.sampled_from([0, 0, 1, 2, 20]),
+        head_rests=st.booleans(),
         seed=st.integers(0, 99),
     )
     def start(
@@ -70,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         most_new_tokens: int,
         num_snapshots: int,
+        head_rests: bool,
         seed: int,
         **limits: int | str | bool | None,
     ) -> None:
@@ -81,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             most_new_tokens=most_new_tokens,
             yields=yields_of(seed),
             num_snapshots=num_snapshots if most_new_tokens == 1 else 0,  # recurrences have no drafts
+            draft_length=draft_length_of(most_new_tokens, head_rests),
             **limits,  # type: ignore[arg-type]
         )
 
@@ -191,6 +200,7 @@ def test_a_heavy_load_is_served_in_full(
         most_new_tokens=most_new_tokens,
         yields=yields_of(seed),
         num_snapshots=rng.choice([0, 1, 3, 40]) if most_new_tokens == 1 else 0,
+        draft_length=draft_length_of(most_new_tokens, rng.random() < 0.5),
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
     for i in range(60):

@@ -19,7 +19,9 @@ from eagle_heads import (
     write_exact_head,
     write_head,
 )
+from scripted_drafts import AnyLength, AtRest
 
+from compiled_engine.core import engine_core
 from compiled_engine.llm import LLM
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
@@ -176,6 +178,68 @@ def test_steps_with_as_many_drafts_as_pay_have_the_same_tokens(target: Path, tmp
     assert all(metrics["draft_lengths"].values())
     assert metrics["draft_tokens"] > 0
     assert len(metrics["draft_shares"]) == 3
+
+
+@pytest.mark.parametrize("given", [{}, {"async_scheduling": True, "num_blocks": 120}], ids=str)
+def test_requests_at_rest_have_the_same_tokens(
+    given: dict[str, Any], target: Path, tmp_path: Path, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others with drafts, behind a cached prefix that the head has not read, and computed again. No key or value
+    of the head's cache is a number until it is written, and the head's weights are such that drafts may be none."""
+    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    allocate = EagleProposer.allocate
+
+    def allocate_poisoned(self: EagleProposer, num_blocks: int) -> None:
+        allocate(self, num_blocks)
+        for cache in self.kv_caches:
+            cache.fill_(torch.nan)
+
+    monkeypatch.setattr(EagleProposer, "allocate", allocate_poisoned)
+    config = head_config(target)
+    options = eagle(write_head(tmp_path, config, random_tensors(config, seed=3)))
+    options["speculative_config"]["enable_adaptive_verification"] = True
+    with LLM(model=str(target), mode="eager", **ENGINE | given, **options) as llm:
+        for sampling in (*SAMPLING, PENALISED, {"temperature": 0.8, "n": 2}, {"temperature": 0, "prompt_logprobs": 1}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["rested"] > 10
+    assert metrics["resting"] == 0
+    assert metrics["draft_tokens"] > 0
+    assert metrics["prefix_hits"] > 0
+    assert metrics["draft_sharpness"] in ("1", "1.5", "3", "greedy")
+    assert "num_blocks" in given or metrics["preemptions"] > 0
+
+
+def test_logits_that_are_no_numbers_are_wrong_drafts(target: Path, tmp_path: Path, plain: LLM) -> None:
+    config = head_config(target)
+    tensors = {name: each.fill_(torch.nan) for name, each in random_tensors(config).items() if name == "lm_head.weight"}
+    options = eagle(write_head(tmp_path, config, random_tensors(config) | tensors))
+    with LLM(model=str(target), mode="eager", **ENGINE, **options) as llm:
+        for sampling in ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["draft_tokens"] > 0
+    assert all(0 <= share < 0.1 for share in metrics["draft_sharpness_shares"].values())
+
+
+def test_a_head_at_rest_computes_nothing(
+    target: Path, tmp_path: Path, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as many steps as without a head."""
+    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    passes: list[int] = []
+    one_pass = EagleProposer._pass
+    monkeypatch.setattr(EagleProposer, "_pass", lambda *given: (passes.append(1), one_pass(*given)))
+    config = head_config(target)
+    options = eagle(write_head(tmp_path, config, random_tensors(config, seed=3)))
+    options["speculative_config"]["enable_adaptive_verification"] = True
+    with LLM(model=str(target), mode="eager", **ENGINE, **options) as llm:
+        before, tokens = plain.metrics()["steps"], generate(plain, temperature=0)
+        assert generate(llm, temperature=0) == tokens
+        metrics = llm.metrics()
+    assert metrics["steps"] == plain.metrics()["steps"] - before
+    assert metrics["drafted_requests"] == 0
+    assert passes == []
 
 
 def test_a_request_with_a_grammar_is_followed(bundled_model_path: Path, tmp_path: Path) -> None:

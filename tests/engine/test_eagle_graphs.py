@@ -21,8 +21,10 @@ from eagle_heads import (
 from graphed_drafts import SAMPLING, Text, config_of, held_out, requests, run, without_drafts
 from lagging_device import lagging_device
 from recorded_capture import RecordedCapture
+from scripted_drafts import AnyLength, AtRest
 
 from compiled_engine.config import GraphMode
+from compiled_engine.core import engine_core
 from compiled_engine.messages import EngineRequest
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
@@ -63,23 +65,28 @@ def fitted(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_drafts", "options"),
+    ("mode", "num_drafts", "adapts", "options"),
     [
-        (GraphMode.FULL, 3, {"async_scheduling": True}),
-        (GraphMode.FULL_DECODE_ONLY, 1, {"async_scheduling": True, "num_blocks": 40}),
-        (GraphMode.FULL_AND_PIECEWISE, 5, {}),
-        (GraphMode.BREAKABLE, 2, {"enable_prefix_caching": False}),
+        (GraphMode.FULL, 3, False, {"async_scheduling": True}),
+        (GraphMode.FULL_DECODE_ONLY, 1, False, {"async_scheduling": True, "num_blocks": 40}),
+        (GraphMode.FULL_AND_PIECEWISE, 5, True, {}),
+        (GraphMode.FULL, 3, True, {"async_scheduling": True, "num_blocks": 26}),
+        (GraphMode.BREAKABLE, 2, False, {"enable_prefix_caching": False}),
     ],
 )
 def test_the_tokens_are_those_without_drafts(
     mode: GraphMode,
     num_drafts: int,
+    adapts: bool,
     options: dict[str, Any],
     fitted: Path,
     text: Text,
     expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    core = start_core(config_of(mode, of_head(fitted, num_drafts, adapts=num_drafts == 5), **options), SilentProgress())
+    """Where the number of drafts changes, requests cease to have any, and some step has both kinds."""
+    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    core = start_core(config_of(mode, of_head(fitted, num_drafts, adapts=adapts), **options), SilentProgress())
     assert run(core, requests(text, SAMPLING)) == expected
     metrics = core.metrics()
     core.close()
@@ -90,22 +97,47 @@ def test_the_tokens_are_those_without_drafts(
     followed = sum(count for name, count in replays.items() if name.startswith("follow-"))
     assert followed == verified
     assert (followed > 0) == mode.captures_decodes
+    assert ("plain-decode" in {name.split()[0] for name in replays}) == adapts
     if num_drafts == 5:
         assert {name.split()[0] for name in replays} >= {"draft-5", "verify-6", "follow-decode", "follow-verify-6"}
         assert len({name.split()[0] for name in replays if name.startswith("draft-")}) > 1
+        assert metrics["rested"] > 0
     assert "num_blocks" not in options or metrics["preemptions"] > 0
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 def test_a_lagging_device_drafts_for_what_is_there_then(
-    fitted: Path, text: Text, expected: dict[str, list[int]]
+    adapts: bool, fitted: Path, text: Text, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps are in flight: the host stages the second before the first has run."""
-    core = start_core(config_of(GraphMode.FULL, of_head(fitted, 3), async_scheduling=True), SilentProgress())
+    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    drafts = of_head(fitted, 3, adapts=adapts)
+    core = start_core(config_of(GraphMode.FULL, drafts, async_scheduling=True), SilentProgress())
     with lagging_device():
         assert run(core, requests(text, SAMPLING)) == expected
     metrics = core.metrics()
     core.close()
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE])
+def test_steps_at_which_the_head_rests_are_those_without_a_head(
+    mode: GraphMode, fitted: Path, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launch by launch, from the first prompt on."""
+    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    found = []
+    for drafts in (of_head(fitted, 3, adapts=True), None):
+        core = start_core(config_of(mode, drafts, async_scheduling=True), SilentProgress())
+        tokens = run(core, requests(text, SAMPLING[:4]))
+        metrics = core.metrics()
+        core.close()
+        found.append((tokens, metrics["steps"], metrics["graph_replays_by_key"], metrics["graph_fallbacks"]))
+    (tokens, steps, replays, fallbacks), (plain_tokens, plain_steps, plain_replays, plain_fallbacks) = found
+    assert tokens == plain_tokens
+    assert (steps, fallbacks) == (plain_steps, plain_fallbacks)
+    assert {name.removeprefix("plain-"): count for name, count in replays.items()} == plain_replays
+    assert any(name.startswith("plain-decode ") for name in replays)
 
 
 def tiny(folder: Path) -> Path:

@@ -12,16 +12,19 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from scripted_drafts import AtRest
 from small_engines import SMALL
 
 import compiled_engine
 from compiled_engine.bench.bounds import model_sizes
 from compiled_engine.bench.engine_steps import decodes
+from compiled_engine.core import engine_core
 from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.llm import LLM
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.parameter import Parameter
@@ -36,6 +39,8 @@ COUNTED_STEPS = 48
 # Of these packages' functions, in a steady step of one request; and for each request more, whose blocks fill up.
 MOST_CALLS = 88
 MOST_CALLS_MORE = 2
+# More than without a head, for any number of requests; eight of them tap a model that is not compiled.
+MOST_CALLS_AT_REST = 19
 
 
 def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -90,6 +95,19 @@ def test_a_request_more_costs_the_host_hardly_a_call(small_engine: LLM) -> None:
     alone, six = (steady(small_engine, num_requests, calls) for num_requests in (1, 6))
     assert six - alone <= 5 * MOST_CALLS_MORE
     assert alone <= MOST_CALLS
+
+
+@pytest.mark.parametrize("num_requests", [1, 6])
+def test_a_step_at_which_a_head_rests_costs_the_host_little_more(
+    num_requests: int, small_engine: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is the choice of the number of drafts, and nothing for each request."""
+    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    head = {"method": "eagle3", "model": str(BUNDLED_MODEL_PATH / "head"), "num_speculative_tokens": 2}
+    options = SMALL | {"max_model_len": 512, "num_blocks": 256}
+    with LLM(**options, speculative_config=head | {"enable_adaptive_verification": True}) as llm:
+        at_rest = steady(llm, num_requests, calls)
+    assert at_rest - steady(small_engine, num_requests, calls) <= MOST_CALLS_AT_REST
 
 
 def test_a_compiled_step_reads_what_its_bound_counts() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from eagle_heads import make_bigram_model, write_exact_head, write_fitted_head
+from scripted_drafts import AnyLength, AtRest
 from test_gpu_speculation import ACTIVITIES, ENGINE, FEW_BLOCKS, MODES, results, workload
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.bench.engine_steps import decodes
+from compiled_engine.core import engine_core
+from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.frontend.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
@@ -62,12 +68,23 @@ def expected(text: str) -> Iterator[list[tuple[Any, ...]]]:
         ("graphed", 3, {}),
         ("graphed", 1, {}),
         ("piecewise", 3, {}),
+        ("graphed", 3, {"enable_adaptive_verification": True}),
+        ("graphed, one step in flight", 4, {"enable_adaptive_verification": True}),
         ("full and piecewise", 3, {"enable_adaptive_verification": True}),
+        ("compiled", 3, {"enable_adaptive_verification": True}),
     ],
 )
 def test_drafts_of_a_head_change_no_token(
-    mode: str, num_drafts: int, more: dict[str, Any], head: Path, text: str, expected: list[tuple[Any, ...]]
+    mode: str,
+    num_drafts: int,
+    more: dict[str, Any],
+    head: Path,
+    text: str,
+    expected: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where their number changes, the head rests at times, and requests at rest run beside others."""
+    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
     prompts, params = workload(text)
     with LLM(**ENGINE | FEW_BLOCKS | MODES[mode], **eagle(head, num_drafts, **more)) as llm:
         found = llm.generate(prompts, params, use_tqdm=False)
@@ -76,6 +93,7 @@ def test_drafts_of_a_head_change_no_token(
     assert results(found) == expected
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
     assert metrics["preemptions"] > 0
+    assert not more or metrics["rested"] > 0
 
 
 @pytest.mark.parametrize("mode", ["graphed", "eager"])
@@ -117,10 +135,56 @@ def test_the_passes_of_a_head_are_two_launches(head: Path) -> None:
     assert by_kind["verify-"] >= after["steps"] - before["steps"] - 3
 
 
-def test_warm_up_leaves_nothing_to_compile(head: Path) -> None:
+def launches(core: EngineCore, num_steps: int) -> tuple[dict[str, int], Counter[str]]:
+    """Return the CUDA graphs that the host launches in so many steps, and the kernels that run in them, by name."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=ACTIVITIES) as profile:
+        for _ in range(num_steps):
+            core.step()
+        torch.cuda.synchronize()
+    events = profile.events()
+    kernels = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    calls = Counter(event.name for event in events if event.name in ("cudaGraphLaunch", "cuLaunchKernel"))
+    return dict(calls), Counter(name for name in kernels if not name.startswith(("Memcpy", "Memset")))
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 8])
+def test_a_step_at_which_the_head_rests_is_that_of_an_engine_without_a_head(
+    num_requests: int, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same launches of the host, and the same kernels on the device."""
+    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    found = []
+    for drafts in (eagle(head, 3, enable_adaptive_verification=True), {}):
+        with LLM(**ENGINE, **drafts) as llm, decodes(llm, random.Random(0), num_requests, 20, 60) as core:
+            found.append(launches(core, 20))
+    assert found[0] == found[1]
+    assert found[0][0]["cudaGraphLaunch"] == 20
+
+
+def test_a_head_that_is_never_right_comes_to_rest(head: Path) -> None:
+    """By itself; from then on a step is one launch, until a new request has drafts."""
+    never = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0, 0.0, 0.0]}
+    with (
+        LLM(**ENGINE, **eagle(head, 3, enable_adaptive_verification=True, **never)) as llm,
+        decodes(llm, random.Random(0), 3, 20, 200) as core,
+    ):
+        for _ in range(100):
+            core.step()
+        assert llm.metrics()["resting"] == 3
+        before = llm.metrics()["graph_replays_by_key"]
+        calls, _ = launches(core, 20)
+        after = llm.metrics()["graph_replays_by_key"]
+    replayed = {name.split()[0] for name, count in after.items() if count > before.get(name, 0)}
+    assert calls["cudaGraphLaunch"] == 20
+    assert replayed <= {"plain-decode", "plain-short-256"}
+
+
+def test_warm_up_leaves_nothing_to_compile(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     compiled: list[str] = []
+    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
     with LLM(**ENGINE, **eagle(head, 3, enable_adaptive_verification=True)) as llm:
         triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: compiled.append(repr)
         try:

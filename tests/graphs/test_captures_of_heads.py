@@ -10,6 +10,7 @@ import pytest
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, draft_lengths, json_value
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.inspection.report import make_report
+from compiled_engine.runner.captured_steps import plain_keys
 from compiled_engine.runner.eagle_graphs import follow_keys
 
 GRAPH = GraphConfig(GraphMode.FULL, (1, 2, 8), (4, 16), short_decodes=((2, 50), (2, 90)))
@@ -31,6 +32,7 @@ def test_the_captures_of_a_head(adapts: bool) -> None:
     lengths = draft_lengths(3)[1:] if adapts else (3,)
     queries = tuple(1 + length for length in lengths)
     keys = Dispatcher(GRAPH, SCHEDULER, queries=4, fewer=queries[:-1]).keys
+    keys += tuple(plain_keys(keys).values()) if adapts else ()
     keys += tuple(follow_keys(graph, SCHEDULER, queries).values())
     keys += tuple(replace(key, drafts=length) for length in lengths for key in Dispatcher(graph, SCHEDULER).keys)
     assert sorted(names) == sorted(key.name for key in keys)

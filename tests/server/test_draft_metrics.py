@@ -21,7 +21,7 @@ def values(families: list[Metric], name: str, *labels: str) -> dict[tuple[str, .
 def test_the_table_of_numbers_of_drafts() -> None:
     length, draw = DraftLength(2), random.Random(0)
     for _ in range(300):
-        count = length.choose(3)
+        count = length.choose(3).number
         if count:
             length.verified(count, draw.choice((count, count, 0)))
         length.took(3, count, 0.001 * (1 + count / 10))

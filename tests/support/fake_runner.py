@@ -78,6 +78,7 @@ class Row:
     block_ids: list[int]
     masked: bool
     num_computed_tokens: int
+    rests: bool = False
     num_known: int = 0  # before its last step sampled
 
     def append(self, token_id: int) -> None:
@@ -90,8 +91,10 @@ class FakeRunner:
 
     serves_all: each step has a share for every request that has a row. token_masks: of requests that have one, by id;
     whoever adds such a request fills it in. most_new_tokens: with more than 1, `yields` says how many tokens a request
-    gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. num_snapshots: if
-    not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it.
+    gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. A request of a
+    step at which a head has rested has no guesses later. num_snapshots: if
+    not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it. adapts: a
+    step may have fewer guesses than others.
     """
 
     def __init__(
@@ -104,8 +107,10 @@ class FakeRunner:
         most_new_tokens: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
+        *,
+        adapts: bool = False,
     ) -> None:
-        self.num_snapshots = num_snapshots
+        self.num_snapshots, self.adapts = num_snapshots, adapts
         self.snapshots: dict[int, int | None] = {}
         self.saved: dict[int, dict[int, int | None]] = {}  # by step the snapshots that it took, and what was there
         self.serves_all = serves_all
@@ -167,7 +172,7 @@ class FakeRunner:
                     LogprobRows.of(logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions),
                 )
         self._save(step)
-        several = None if self.most_new_tokens == 1 else counts
+        several = None if self.most_new_tokens == 1 or step.head_rests else counts
         return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs, several)
 
     def _save(self, step: SchedulerOutput) -> None:
@@ -193,8 +198,9 @@ class FakeRunner:
         row.num_known = len(row.token_ids)
         guesses = row.num_computed_tokens + share.num_tokens - row.num_known
         assert not (guesses and row.masked), "a mask is made for one token"
+        assert not (guesses and row.rests), "a head has not read all of the request's tokens"
         tokens, entries = [], []
-        for _ in range(1 if self.most_new_tokens == 1 else self.yields(1 + guesses)):
+        for _ in range(1 if self.most_new_tokens == 1 or step.head_rests else self.yields(1 + guesses)):
             token_id = next_token(row.hashes[-1], token_mask, row.token_ids[row.num_prompt_tokens :])
             tokens.append(token_id)
             entries.append(logprobs_of(row.hashes[-1], token_id))
@@ -237,13 +243,16 @@ class FakeRunner:
             if new.snapshot >= 0:
                 assert self.snapshots[new.snapshot] == self.rows[new.request_id].hashes[start - 1]
         ids = [share.request_id for share in shares_of(step)]
+        for request_id in ids:
+            self.rows[request_id].rests |= step.head_rests
         assert len(set(ids)) == len(ids)
         assert set(ids) <= self.rows.keys()
         assert not self.serves_all or set(ids) == self.rows.keys(), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
         assert sum(share.num_tokens for share in shares_of(step)) <= self.budget
-        others = [share.num_tokens != self.most_new_tokens for share in shares_of(step)]
-        assert others == sorted(others), "decodes come first"
+        of_decode = 1 if step.head_rests else self.most_new_tokens
+        others = [share.num_tokens != of_decode for share in shares_of(step)]
+        assert (self.adapts and not step.head_rests) or others == sorted(others), "decodes come first"
         new_ids = {new.request_id for new in step.new}
         for share in shares_of(step):
             self._check_share(share, is_new=share.request_id in new_ids)

@@ -41,13 +41,14 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 
 
-def config_of(mode: GraphMode, drafts: dict[str, Any], **options: Any) -> EngineConfig:
-    """With graphs of up to four requests; more are served without."""
+def config_of(mode: GraphMode, drafts: dict[str, Any] | None, **options: Any) -> EngineConfig:
+    """With graphs of up to four requests; more are served without. drafts: None for an engine without any."""
     config = resolve(EngineOptions(**OPTIONS | {"speculative_config": drafts} | options))
     decodes = SIZES if mode.captures_decodes else ()
     own = GraphConfig(mode, decodes, (8, 16) if mode.captures_mixed else ())
     speculation = config.speculation
-    assert speculation.draft is not None
+    if speculation.draft is None:
+        return replace(config, graph=own)
     speculation = replace(speculation, draft=replace(speculation.draft, graph=GraphConfig(mode, SIZES)))
     return replace(config, graph=own, speculation=speculation)
 

@@ -11,6 +11,7 @@ from typing import Any
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
@@ -48,7 +49,7 @@ class SimulatedEngine:
     """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
-    step is finished. most_new_tokens, yields, num_snapshots: see FakeRunner.
+    step is finished. most_new_tokens, yields, num_snapshots: see FakeRunner. draft_length: see Scheduler.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class SimulatedEngine:
         most_new_tokens: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
+        draft_length: DraftLength | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
         snapshots = StateSnapshots(num_snapshots, block_size, least_gain=1) if num_snapshots else None
         self.scheduler = Scheduler(
-            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens), snapshots=snapshots
+            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens),
+            snapshots=snapshots,
+            draft_length=draft_length,
         )
         self.most_new_tokens = most_new_tokens
         self.steps_in_flight = steps_in_flight
@@ -88,6 +92,7 @@ class SimulatedEngine:
             most_new_tokens,
             yields=yields,
             num_snapshots=num_snapshots if prefix_caching else 0,
+            adapts=draft_length is not None,
         )
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
         self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1
@@ -222,7 +227,7 @@ class SimulatedEngine:
                 assert starts[request_id] == 0, "prompt tokens are skipped whose logprobs are asked for"
 
     def _is_ending(self, request_id: str) -> bool:
-        if self.most_new_tokens > 1:
+        if self.most_new_tokens > 1 and not all(step.head_rests for step, _, _ in self.in_flight):
             return False  # a length cannot be foreseen
         record = self.live[request_id]
         params, num_prompt_tokens = record.request.sampling_params, len(record.request.prompt_token_ids)

@@ -1,0 +1,77 @@
+"""Counts of a scheduler: of requests, steps, blocks and drafts, as metrics show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_engine.core.kv_cache_manager import KVCacheManager
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Counts of requests and steps; `least_free` is the lowest number of free blocks after a step was scheduled."""
+
+    least_free: int
+    arrived: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+    def begin_step(self, num_free: int) -> int:
+        """Count a scheduled step that leaves this many blocks free; returns its number."""
+        self.least_free = min(self.least_free, num_free)
+        self.steps += 1
+        return self.steps
+
+    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, int | float]:
+        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
+
+        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
+        (by a stop or the length), aborted, steps.
+        """
+        blocks, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        total = max(blocks, 1)
+        least_free, used = (self.least_free, 1 - free / total) if blocks else (total, 0.0)
+        return {
+            "running": running,
+            "waiting": waiting,
+            "kv_usage": used,
+            "kv_usage_peak": 1 - least_free / total,
+            "blocks_total": blocks,
+            "blocks_free": free,
+            "prefix_queries": kv_cache.prefix_queries,
+            "prefix_hits": kv_cache.prefix_hits,
+            "preemptions": self.preemptions,
+            "finished": self.finished,
+            "aborted": self.aborted,
+            "steps": self.steps,
+        }
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of drafts: how often a request had any in a step, how many, and how many were right, by position."""
+
+    by_position: list[int]
+    requests: int = 0
+    tokens: int = 0
+
+    def verified(self, num_drafts: int, num_right: int) -> None:
+        """Count the drafts of a request in a step."""
+        self.requests += 1
+        self.tokens += num_drafts
+        for position in range(num_right):
+            self.by_position[position] += 1
+
+    def metrics(self) -> dict[str, Any]:
+        """Since the start: drafted_requests (a request in a step), draft_tokens, accepted_tokens, accepted_by_position
+        (from 0).
+        """
+        return {
+            "drafted_requests": self.requests,
+            "draft_tokens": self.tokens,
+            "accepted_tokens": sum(self.by_position),
+            "accepted_by_position": {str(position): count for position, count in enumerate(self.by_position)},
+        }

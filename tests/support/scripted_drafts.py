@@ -1,0 +1,29 @@
+"""Numbers of drafts that are not chosen by times: at random, or none, so that a head rests."""
+
+from __future__ import annotations
+
+import random
+
+from compiled_engine.config import draft_lengths
+from compiled_engine.core.draft_length import DraftLength, Drafts
+
+
+class AnyLength(DraftLength):
+    """Any number of drafts, and at some steps the head rests; no choice depends on the machine's speed."""
+
+    share_at_rest = 0.04
+
+    def __init__(self, most: int, *, head_rests: bool = False) -> None:
+        super().__init__(most, head_rests=head_rests)
+        self._draw, self._numbers = random.Random(3), draft_lengths(most)
+
+    def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
+        if self.head_rests and self._draw.random() < self.share_at_rest:
+            return Drafts(0, head_rests=True)
+        return Drafts(self._draw.choice(self._numbers))
+
+
+class AtRest(AnyLength):
+    """The head rests from the first prompt on."""
+
+    share_at_rest = 1.0
