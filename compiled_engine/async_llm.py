@@ -7,12 +7,13 @@ import os
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError
@@ -29,8 +30,6 @@ from compiled_engine.frontend.pooling import (
     PoolingParams,
     PoolingRequestOutput,
     ScoringRequestOutput,
-    classifications,
-    embeddings,
 )
 from compiled_engine.frontend.pooling_processor import (
     PoolingProcessor,
@@ -41,6 +40,7 @@ from compiled_engine.frontend.pooling_processor import (
 )
 from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind, RequestStreams, connect, end, leave
+from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT, QUICK_TEXT
 from compiled_engine.messages import AdapterRef, RequestLimits
@@ -185,24 +185,19 @@ class AsyncLLM:
         priority: int = 0,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one or many prompts, as `LLM.encode`. Cancelling it ends its requests."""
-        processor = self._pooler()
-
-        def prepare() -> list[PreparedRequest]:
-            return processor.process(prompts, pooling_params, pooling_task, prompt_name, priority)
-
-        return await self._pooled(await self._prepared(num_characters(prompts), prepare))
+        return results(await self._encoded(prompts, pooling_params, pooling_task, prompt_name, priority))
 
     async def embed(
         self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, as `LLM.embed`; others: prompt_name and priority."""
-        return embeddings(await self.encode(prompts, pooling_params, pooling_task="embed", **others))
+        return embeddings(await self._encoded(prompts, pooling_params, "embed", **others))
 
     async def classify(
         self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of each label for each prompt, as `LLM.classify`; others: priority."""
-        return classifications(await self.encode(prompts, pooling_params, pooling_task="classify", **others))
+        return classifications(await self._encoded(prompts, pooling_params, "classify", **others))
 
     async def score(
         self,
@@ -377,7 +372,7 @@ class AsyncLLM:
             await self._load_adapter(adapter)
         if structured:
             await self.prepare_structured_outputs()
-        prepared = replace(prepared, request_id=self._new_id() if request_id is None else request_id)
+        prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id)
         stream = self._streams.add(prepared, output)
         try:
             self._send(prepared)
@@ -400,18 +395,31 @@ class AsyncLLM:
         self._require_open()
         return require_pooling(self._parts.pooling)
 
-    async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Run requests together; their results, in their order."""
+    async def _encoded(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None,
+        pooling_task: str | None,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> list[RunningPooling]:
+        processor = self._pooler()
+
+        def prepare() -> list[PreparedRequest]:
+            return processor.process(prompts, pooling_params, pooling_task, prompt_name, priority)
+
+        return await self._pooled(await self._prepared(num_characters(prompts), prepare))
+
+    async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
+        """Run requests together; they themselves as they have ended, in their order."""
         streams = [self._streams.add(request, "final") for request in requests]
         try:
             for request in requests:
                 self._send(request)
-            outputs: list[Any] = [await stream.next() for stream in streams]
+            ended: list[Any] = [await stream.next() for stream in streams]
         finally:
             self._client.abort([left for stream in streams for left in self._streams.remove(stream)])
-        for output in outputs:
-            output.raise_if_failed()
-        return outputs
+        return ended
 
     def _send(self, prepared: PreparedRequest) -> None:
         self._require_open()

@@ -14,9 +14,9 @@ from compiled_engine.frontend.chat import Conversation, read_chat_template, rend
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.frontend.pooling import classifications, embeddings
 from compiled_engine.frontend.pooling_processor import require_generating, require_pooling
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
+from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import AdapterRef, ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
@@ -155,6 +155,7 @@ class LLM:
         ]
         return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
 
+    @no_full_gc()
     def encode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -173,8 +174,10 @@ class LLM:
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
         refuse_arguments("encode", others, pools=True)
-        return self._pooled(self._pooler().process(prompts, pooling_params, pooling_task, prompt_name), use_tqdm)
+        requests = self._pooler().process(prompts, pooling_params, pooling_task, prompt_name)
+        return results(self._pooled(requests, use_tqdm))
 
+    @no_full_gc()
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -189,6 +192,7 @@ class LLM:
         requests = self._pooler().process(prompts, pooling_params, "embed", prompt_name)
         return embeddings(self._pooled(requests, use_tqdm))
 
+    @no_full_gc()
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -201,6 +205,7 @@ class LLM:
         refuse_arguments("classify", others, pools=True)
         return classifications(self._pooled(self._pooler().process(prompts, pooling_params, "classify"), use_tqdm))
 
+    @no_full_gc()
     def score(
         self,
         queries: str | Sequence[str],
@@ -338,12 +343,9 @@ class LLM:
                 advance(1)
         return [finished[request.request_id] for request in requests]
 
-    def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[PoolingRequestOutput[PoolingOutput]]:
-        with no_full_gc():
-            outputs = self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
-        for output in outputs:
-            output.raise_if_failed()
-        return outputs
+    def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RunningPooling]:
+        """Run requests; they themselves as they have ended, in their order."""
+        return self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
 
     def _pooler(self) -> PoolingProcessor:
         self._require_open()

@@ -74,9 +74,9 @@ class AdapterTable:
         if adapter is not None:
             self._uses[adapter.digest] -= 1
 
-    def slot_of(self, request: Request) -> int:
-        """The slot of a running request's adapter, -1 without one."""
-        return -1 if request.adapter is None else self._slots[request.adapter.digest]
+    def slot_of(self, adapter: AdapterRef) -> int:
+        """The slot of the adapter of a running request."""
+        return self._slots[adapter.digest]
 
     def take_placed(self) -> dict[int, str]:
         """Return the adapters by the slots that they got since the last call."""

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.constraints import GrammarQueue
 from compiled_engine.core.control import ControlError, apply
@@ -107,8 +109,9 @@ class EngineCore:
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
-            request = replace(request, sampling_params=params)
-        self._require_adapter(request)
+            request = structs.replace(request, sampling_params=params)
+        if request.adapter is not None:
+            self._require_adapter(request)
         if request.grammar is not None:
             self._scheduler.check(request)
             if token_mask is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
+import msgspec
+
 from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
@@ -25,8 +27,10 @@ class Finish(NamedTuple):
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True, slots=True)
-class StopRule:
+LENGTH = Finish("length", None)
+
+
+class StopRule(msgspec.Struct, frozen=True):
     """Conditions that end one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
 
     eos_token_ids: frozenset[int]
@@ -38,10 +42,10 @@ class StopRule:
     def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], room: int) -> StopRule:
         """`room`: most output tokens within the context length and the KV cache."""
         return cls(
-            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
-            stop_token_ids=frozenset(params.stop_token_ids or ()),
-            min_tokens=params.min_tokens,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            frozenset() if params.ignore_eos else eos_token_ids,
+            frozenset(params.stop_token_ids or ()),
+            params.min_tokens,
+            room if params.max_tokens is None else min(params.max_tokens, room),
         )
 
 
@@ -56,7 +60,7 @@ def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish 
         if token_id in rule.stop_token_ids:
             return Finish("stop", token_id)
     if num_output_tokens >= rule.max_tokens:
-        return Finish("length", None)
+        return LENGTH
     return None
 
 
@@ -148,17 +152,19 @@ class Request:
         constraint, whose masks are made a token at a time, gets one, and so does one whose logits depend on the tokens
         generated so far, or that asks for no drafts."""
         params = request.sampling_params
-        single = constraint is not None or params.edits_by_output or params.disable_spec_decode
-        most = 1 if single else most_new_tokens
+        gets_one = most_new_tokens > 1 and (
+            constraint is not None or params.edits_by_output or params.disable_spec_decode
+        )
+        most = 1 if gets_one else most_new_tokens
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
-        rule = StopRule.of(request.sampling_params, request.eos_token_ids, room)
+        rule = StopRule.of(params, request.eos_token_ids, room)
         made = cls(
             request_id=request.request_id,
             order=order,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt_tokens=num_prompt_tokens,
-            sampling_params=request.sampling_params,
+            sampling_params=params,
             eos_token_ids=request.eos_token_ids,
             stop_rule=rule,
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
@@ -173,9 +179,10 @@ class Request:
             adapter=request.adapter,
             next_prompt_logprob=request.next_prompt_logprob,
         )
-        if (wanted := request.sampling_params.prompt_logprobs) is not None:
+        if (wanted := params.prompt_logprobs) is not None:
             made.max_step_tokens = max(MOST_PROMPT_LOGPROBS // (vocab_size if wanted == -1 else wanted + 1), 1)
-        made.set_steady_limits()
+        if request.output_token_ids:
+            made.set_steady_limits()
         return made
 
     def start(self) -> None:

@@ -42,13 +42,9 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0]] if self._heap else None
 
-    def pop(self) -> Request:
-        """Take the next request out. Raises IndexError if there is none."""
-        if (request := self.peek()) is None:
-            raise IndexError("no request waits that is not set aside")
-        heapq.heappop(self._heap)
-        self._forget(request)
-        return request
+    def pop(self) -> None:
+        """Take out the request that `peek` has returned just now."""
+        self._forget(self._requests[heapq.heappop(self._heap)])
 
     def remove(self, request: Request) -> None:
         """Take out a request that will not come back."""
@@ -111,18 +107,16 @@ class RequestTable:
         self._adapters.add(request.adapter)
         self.waiting.push(request)
 
-    def start_next(self) -> Request:
-        """Run the first waiting request, which has its blocks."""
-        request = self.waiting.pop()
+    def start(self, request: Request) -> None:
+        """Run the next waiting request, which has its blocks."""
+        self.waiting.pop()
         request.start()
         bisect.insort(self.running, request, key=operator.attrgetter("order"))
-        return request
 
     def preempt_last(self) -> Request:
         """Take the blocks of the last running request; it waits in its old place to be computed again."""
         request = self.running.pop()
-        self.release(request)
-        request.status = RequestStatus.PREEMPTED
+        self._release(request, RequestStatus.PREEMPTED)
         self.waiting.push(request)
         return request
 
@@ -130,8 +124,7 @@ class RequestTable:
         """Release running requests whose last token is in flight."""
         retired = [request for request in requests if request.status is RequestStatus.RUNNING]
         for request in retired:
-            self.release(request)
-            request.status = RequestStatus.ENDING
+            self._release(request, RequestStatus.ENDING)
         if retired:
             self.sweep()
 
@@ -144,11 +137,12 @@ class RequestTable:
     def end(self, request: Request) -> None:
         """Forget a request and free its resources; `sweep` removes it from the running ones."""
         if request.status is RequestStatus.RUNNING:
-            self.release(request)
-        elif request.status is not RequestStatus.ENDING:
-            self.waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        request.set_steady_limits()
+            self._release(request, RequestStatus.FINISHED)
+        else:
+            if request.status is not RequestStatus.ENDING:
+                self.waiting.remove(request)
+            request.status = RequestStatus.FINISHED
+            request.set_steady_limits()
         self.num_constrained -= request.constraint is not None
         self._adapters.end(request.adapter)
         del self._requests[request.request_id]
@@ -157,10 +151,10 @@ class RequestTable:
         """Keep in `running` those alone that run."""
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
-    def release(self, request: Request) -> None:
+    def _release(self, request: Request, status: RequestStatus) -> None:
         """Free a running request's resources at once; kv_cache_manager explains why that is safe."""
         self._kv_cache.free(request)
-        request.lane = None
+        request.status, request.lane = status, None
         request.set_steady_limits()
         self.removed.append(request.request_id)
 

@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
+
 from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
 from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.block_pool import BlockGroup
@@ -99,13 +101,17 @@ class Scheduler:
         self.adapters = AdapterTable(adapters)
         self._kv_cache = KVCacheManager(
             [] if whole else [BlockGroup(num_blocks, cache.block_size)],
-            [RequestRows(most * num_lanes), self.adapters],
+            [RequestRows(most * num_lanes), *([] if adapters is None else [self.adapters])],
             snapshots,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
         longest = scheduler.max_num_batched_tokens if whole else None
         slots = self._kv_cache.num_slots
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
+        self._most_prompt_tokens, self._max_total_tokens = (
+            self._limits.most_prompt_tokens,
+            self._limits.max_total_tokens,
+        )
         self._requests = RequestTable(self._kv_cache, self.adapters)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
@@ -126,16 +132,15 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        limits, most_new_tokens = self._limits, self._most_new_tokens
-        self._requests.add(
-            Request.of(request, order, limits.max_total_tokens, limits.vocab_size, constraint, most_new_tokens)
-        )
+        longest, vocab_size, most_new_tokens = self._max_total_tokens, self._limits.vocab_size, self._most_new_tokens
+        self._requests.add(Request.of(request, order, longest, vocab_size, constraint, most_new_tokens))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", len(request.prompt_token_ids))
+        if not 0 < (num_tokens := len(request.prompt_token_ids)) <= self._most_prompt_tokens:
+            self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", num_tokens)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request; what a step in flight yields for it is ignored. None if it is unknown or ended.
@@ -282,11 +287,12 @@ class Scheduler:
             # A block is reserved for each running request, so that the new one is not preempted at once.
             if not self._kv_cache.admit(request, reserve=len(running)):
                 break
-            self._requests.start_next()
+            self._requests.start(request)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
             budget -= num_tokens
             snapshot = -1 if self._kv_cache.snapshots is None else self._kv_cache.snapshots.slot_of(request)
-            block_ids, adapter_slot = self._kv_cache.block_ids(request), self.adapters.slot_of(request)
+            adapter_slot = -1 if request.adapter is None else self.adapters.slot_of(request.adapter)
+            block_ids = self._kv_cache.block_ids(request)
             draft.new.append(request.as_new(block_ids, adapter_slot, snapshot))
             self._schedule_tokens(draft, request, num_tokens, bound=1)
 
@@ -310,7 +316,7 @@ class Scheduler:
             if (slot := self._kv_cache.snapshots.save(request)) is not None:
                 draft.snapshots[request.request_id] = slot
         if samples:
-            self._lanes.join(request, draft.lane)
+            request.lane = draft.lane
             request.num_tokens += bound
             if bound < draft.decode_tokens:
                 draft.bounds[request] = bound
@@ -408,7 +414,7 @@ class Scheduler:
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
             elif (output := self._take_tokens(request, tokens, result)) is not None:
-                others.append(output._replace(num_drafts=num_drafts))
+                others.append(structs.replace(output, num_drafts=num_drafts))
         every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.num_drafts)
         return every.part(columns, others)
 

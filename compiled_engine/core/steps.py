@@ -61,11 +61,6 @@ class Lanes:
         share = -(-(num_running + num_waiting) // self._count)
         return min(room, share - sum(request.lane == lane for request in of_step))
 
-    @staticmethod
-    def join(request: Request, lane: int) -> None:
-        """A step of the lane samples a token of the request."""
-        request.lane = lane
-
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
     """A mask of `count` entries, False at `indices`."""
@@ -267,7 +262,7 @@ def tokens_output(request: Request, tokens: slice, finish: Finish | None, result
     """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
     want of another one."""
     request_id = request.request_id
-    prompt_logprobs = _prompt_logprobs(request, result)
+    prompt_logprobs = _prompt_logprobs(request, result) if result.prompt_logprobs else None
     token_ids = () if request.pooling else tuple(result.token_ids[tokens])
     logprobs = None
     if token_ids and (many := result.many_logprobs.get(request_id)) is not None:

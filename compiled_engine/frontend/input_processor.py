@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.pooling import PoolingTask
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from compiled_engine.config import AdapterConfig
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True):
     """A prompt ready to run: one engine request for each of its `sampling_params.n` completions. pooling: what is made
     of it where it pools."""
 

@@ -149,7 +149,8 @@ class OutputProcessor:
         """Start to follow a request; its arrival is now. partial: every token changes it, not its end alone."""
         if request.pooling is not None:
             pooling = RunningPooling(request)
-            self._states |= dict.fromkeys(pooling.unfinished_ids(), pooling)
+            for engine_request in request.engine_requests:
+                self._states[engine_request.request_id] = pooling
             return pooling
         state = RunningRequest(request, self._tokenizer, time.perf_counter())
         for engine_request_id, completion in state.completions.items():

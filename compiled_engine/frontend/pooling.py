@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from compiled_engine.pooling import CLASSIFY, EMBED, NONE, NORMALISE, SIGMOID, SOFTMAX, Pooling
@@ -112,8 +113,7 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@dataclass(frozen=True)
-class PoolingOutput:
+class PoolingOutput(msgspec.Struct, frozen=True):
     """values: fp32, a vector, or [tokens, values] with a result for each token."""
 
     values: np.ndarray
@@ -126,8 +126,7 @@ class PoolingOutput:
         return torch.from_numpy(self.values)
 
 
-@dataclass(frozen=True)
-class EmbeddingOutput:
+class EmbeddingOutput(msgspec.Struct, frozen=True):
     embedding: list[float]
 
     @property
@@ -135,8 +134,7 @@ class EmbeddingOutput:
         return len(self.embedding)
 
 
-@dataclass(frozen=True)
-class ClassificationOutput:
+class ClassificationOutput(msgspec.Struct, frozen=True):
     """probs: of each label, in the order of id2label."""
 
     probs: list[float]
@@ -146,55 +144,30 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass(frozen=True)
-class ScoringOutput:
+class ScoringOutput(msgspec.Struct, frozen=True):
     score: float
 
 
 Output = TypeVar("Output")
 
 
-@dataclass(frozen=True)
-class PoolingRequestOutput(Generic[Output]):
-    """The result of a request. finish_reason: "error" or "abort" if there is none; `outputs` is then empty."""
+class PoolingRequestOutput(msgspec.Struct, Generic[Output], frozen=True):
+    """The result of a request."""
 
     request_id: str
     outputs: Output
     prompt_token_ids: list[int]
     finished: bool
     num_cached_tokens: int | None = None
-    finish_reason: str | None = None
-    error: Any = None
-
-    def raise_if_failed(self) -> None:
-        """Raise RuntimeError if there is no result."""
-        if self.finish_reason is not None:
-            raise RuntimeError(f"request {self.request_id} has no result ({self.finish_reason}): {self.error}")
-
-    def of(self, kind: type[PoolingRequestOutput[Any]], outputs: Any) -> Any:
-        """The same with other outputs."""
-        return kind(self.request_id, outputs, self.prompt_token_ids, self.finished, self.num_cached_tokens)
 
 
-class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput], frozen=True):
     """A result of `embed`."""
 
 
-class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput], frozen=True):
     """A result of `classify`."""
 
 
-class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput], frozen=True):
     """A result of `score`."""
-
-
-def embeddings(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[EmbeddingRequestOutput]:
-    """The results as `embed` returns them."""
-    return [each.of(EmbeddingRequestOutput, EmbeddingOutput(each.outputs.values.tolist())) for each in outputs]
-
-
-def classifications(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[ClassificationRequestOutput]:
-    """The results as `classify` returns them."""
-    return [
-        each.of(ClassificationRequestOutput, ClassificationOutput(each.outputs.values.tolist())) for each in outputs
-    ]

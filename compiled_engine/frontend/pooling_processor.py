@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,15 +16,9 @@ from compiled_engine.frontend.input_processor import (
     checked_priorities,
     require_unicode,
 )
-from compiled_engine.frontend.pooling import (
-    PoolingOutput,
-    PoolingParams,
-    PoolingRequestOutput,
-    PoolingTask,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
+from compiled_engine.frontend.pooling import PoolingParams, PoolingTask, ScoringOutput, ScoringRequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
+from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT, Pair
 from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
@@ -45,19 +39,17 @@ class Scoring:
     requests: list[PreparedRequest]
     compared: list[tuple[int, int]] | None
 
-    def scores(self, outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
-        """One for each pair: the model's, or the cosine of its embeddings."""
+    def scores(self, ended: Sequence[RunningPooling]) -> list[ScoringRequestOutput]:
+        """One for each pair: the model's, or the cosine of its embeddings. Raises RuntimeError if there is none."""
+        rows_ML = finished_rows(ended)
         if self.compared is None:
-            return [each.of(ScoringRequestOutput, ScoringOutput(float(each.outputs.values[0]))) for each in outputs]
-        return [_cosine(outputs[first], outputs[second]) for first, second in self.compared]
+            return result_of_each(ScoringRequestOutput, ScoringOutput, ended, rows_ML[:, 0].tolist())
+        return [_cosine(ended[i], ended[j], rows_ML[i], rows_ML[j]) for i, j in self.compared]
 
 
-def _cosine(
-    first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
-) -> ScoringRequestOutput:
-    a, b = first.outputs.values, second.outputs.values
+def _cosine(first: RunningPooling, second: RunningPooling, a: np.ndarray, b: np.ndarray) -> ScoringRequestOutput:
     score = float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-8))
-    both = first.prompt_token_ids + second.prompt_token_ids
+    both = [*first.request.prompt_token_ids, *second.request.prompt_token_ids]
     cached = (first.num_cached_tokens or 0) + (second.num_cached_tokens or 0)
     return ScoringRequestOutput(second.request_id, ScoringOutput(score), both, True, cached)
 
@@ -91,15 +83,14 @@ class PoolingProcessor:
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
         parsed = parse_prompts(prompts)
-        before = self._before(prompt_name)
-        texts = {i: before + (each.text or "") for i, each in enumerate(parsed) if each.token_ids is None}
-        for i, text in texts.items():
-            self._check_text(parsed[i].name, text, wanted.params)
-        encoded = dict(zip(texts, self._encoded(list(texts.values()), wanted.params), strict=True))
-        return [
-            self._prepare(each, tuple(encoded.get(i, each.token_ids or ())), wanted, priority)
-            for i, each in enumerate(parsed)
-        ]
+        before, most = self._before(prompt_name), self._most(wanted.params)
+        texts = [before + (each.text or "") for each in parsed if each.token_ids is None]
+        names = (each.name for each in parsed if each.token_ids is None)
+        for name, text in zip(names, texts, strict=True):
+            self._check_text(name, text, wanted.params)
+        encoded = map(tuple, self._encoded(texts, wanted.params))
+        token_ids = [next(encoded) if each.token_ids is None else each.token_ids[:most] for each in parsed]
+        return self._prepare(parsed, token_ids, wanted, priority)
 
     def score(
         self,
@@ -133,14 +124,10 @@ class PoolingProcessor:
         for i, (first_text, second_text) in enumerate(pairs):
             self._check_text(f"documents[{i}]", first_text + second_text, wanted.params)
         encoded = self._judged(pairs, instruction, wanted.params)
-        prompts = [Prompt(f"documents[{i}]", None, tuple(ids), cache_salt) for i, (ids, _) in enumerate(encoded)]
-        return Scoring(
-            [
-                self._prepare(prompt, prompt.token_ids or (), wanted, priority, pair.second)
-                for prompt, pair in zip(prompts, encoded, strict=True)
-            ],
-            None,
-        )
+        most = self._most(wanted.params)
+        token_ids = [tuple(pair.token_ids[:most]) for pair in encoded]
+        prompts = [Prompt(f"documents[{i}]", None, ids, cache_salt) for i, ids in enumerate(token_ids)]
+        return Scoring(self._prepare(prompts, token_ids, wanted, priority, [pair.second for pair in encoded]), None)
 
     def _task(self, params: PoolingParams | None, name: str | None) -> PoolingTask:
         if not isinstance(params, PoolingParams | None):
@@ -201,28 +188,31 @@ class PoolingProcessor:
 
     def _prepare(
         self,
-        prompt: Prompt,
-        token_ids: tuple[int, ...],
+        prompts: Sequence[Prompt],
+        token_ids: Sequence[tuple[int, ...]],
         task: PoolingTask,
         priority: int,
-        second_text: int | None = None,
-    ) -> PreparedRequest:
-        if prompt.token_ids is not None and (most := self._most(task.params)) is not None:
-            token_ids = token_ids[:most]
-        check_token_ids(prompt, token_ids, self._limits.vocab_size)
-        self._limits.check_length(prompt.name, len(token_ids))
-        request_id = f"{self._id_prefix}{next(self._numbers)}"
-        params = _one_step()
-        request = EngineRequest(
-            request_id,
-            token_ids,
-            params,
-            priority=priority,
-            prefix_root=prefix_root(salt=prompt.cache_salt),
-            pooling="token" if task.by_token else "sequence",
-            second_text=second_text,
-        )
-        return PreparedRequest(request_id, prompt.text, token_ids, params, (request,), task)
+        second_texts: Iterable[int | None] = itertools.repeat(None),
+    ) -> list[PreparedRequest]:
+        limits, params, pooling = self._limits, _one_step(), "token" if task.by_token else "sequence"
+        longest = limits.most_prompt_tokens
+        prepared = []
+        for prompt, ids, second_text in zip(prompts, token_ids, second_texts, strict=False):
+            check_token_ids(prompt, ids, limits.vocab_size)
+            if len(ids) > longest:
+                limits.check_length(prompt.name, len(ids))
+            request_id = f"{self._id_prefix}{next(self._numbers)}"
+            request = EngineRequest(
+                request_id,
+                ids,
+                params,
+                priority=priority,
+                prefix_root=prefix_root(salt=prompt.cache_salt),
+                pooling=pooling,
+                second_text=second_text,
+            )
+            prepared.append(PreparedRequest(request_id, prompt.text, ids, params, (request,), task))
+        return prepared
 
 
 @cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
+
+import msgspec
 
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 
@@ -17,11 +18,11 @@ A dict may also have a "cache_salt", text: only prompts of one salt share a pref
 
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KNOWN = frozenset(KEYS)
 LONGEST_SALT = 256  # characters
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One prompt, with its name in errors: text, or token ids, or both where they belong together."""
 
     name: str
@@ -47,16 +48,17 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
 def _parse(name: str, prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(name, prompt, None)
-    if _is_sequence(prompt):
-        return Prompt(name, None, _parse_token_ids(name, prompt))
-    if not isinstance(prompt, Mapping):
+    if not isinstance(prompt, dict | Mapping):
+        if _is_sequence(prompt):
+            return Prompt(name, None, _parse_token_ids(name, prompt))
         raise TypeError(f"{name} must be {FORMS}, got {prompt!r}{_as_list(prompt)}")
-    unknown = [key for key in prompt if key not in KEYS]
-    if unknown:
+    if not KNOWN.issuperset(prompt):
+        unknown = [key for key in prompt if key not in KEYS]
         advice = "; token ids are 'prompt_token_ids'" if unknown[0] == "input_ids" else ""
         raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}{advice}")
     text, token_ids, salt = map(prompt.get, KEYS)
-    _check_salt(f"{name}['cache_salt']", salt)
+    if salt is not None:
+        _check_salt(f"{name}['cache_salt']", salt)
     if text is None and token_ids is None:
         raise ValueError(f"{name} must have 'prompt' or 'prompt_token_ids', got {prompt!r}")
     if not isinstance(text, str | None):
@@ -77,11 +79,11 @@ def _as_list(value: Any) -> str:
 
 
 def _check_salt(name: str, salt: Any) -> None:
-    if not isinstance(salt, str | None):
+    if not isinstance(salt, str):
         raise TypeError(f"{name} must be a string, got {salt!r}")
-    if salt is not None and not 1 <= len(salt) <= LONGEST_SALT:
+    if not 1 <= len(salt) <= LONGEST_SALT:
         raise ValueError(f"{name} must have 1 to {LONGEST_SALT} characters, got {len(salt)}")
-    if salt is not None and any("\ud800" <= character <= "\udfff" for character in salt):
+    if any("\ud800" <= character <= "\udfff" for character in salt):
         raise ValueError(f"{name} must be valid Unicode, got {salt!r}")
 
 

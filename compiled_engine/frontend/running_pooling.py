@@ -1,25 +1,37 @@
-"""A request that pools, under way: its vectors so far."""
+"""Requests that pool, under way: their vectors so far, and the results of those that have ended together."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
 from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.pooling import PoolingOutput, PoolingRequestOutput
+from compiled_engine.frontend.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+)
 from compiled_engine.messages import EngineOutput, Vectors
+
+Result = TypeVar("Result", bound=PoolingRequestOutput[Any])
 
 
 class RunningPooling:
-    """The counterpart of RunningRequest, which has completions."""
+    """The counterpart of RunningRequest, which has completions. num_cached_tokens: None before the first output."""
 
     def __init__(self, request: PreparedRequest) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.finished = False
+        self.vectors: list[Vectors] = []
+        self.num_cached_tokens: int | None = None
         self._finish: tuple[str, int | str | None] | None = None
-        self._vectors: list[Vectors] = []
-        self._num_cached_tokens: int | None = None
 
     def look(self, engine_request_id: str, now: float) -> str | None:
         """No token of it is in the columns of a step."""
@@ -27,10 +39,12 @@ class RunningPooling:
 
     def update(self, output: EngineOutput, now: float) -> str | None:
         """Add a step's vectors; those that are computed again after a preemption replace the earlier ones."""
-        if self._num_cached_tokens is None:
-            self._num_cached_tokens = output.num_cached_tokens
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
         if (vectors := output.vectors) is not None:
-            self._vectors = [each for each in self._vectors if each.first < vectors.first] + [vectors]
+            while self.vectors and self.vectors[-1].first >= vectors.first:
+                self.vectors.pop()
+            self.vectors.append(vectors)
         if output.finish_reason is not None:
             self.finished, self._finish = True, (output.finish_reason, output.stop_reason)
         return output.finish_reason
@@ -40,24 +54,57 @@ class RunningPooling:
         return [] if self.finished else [each.request_id for each in self.request.engine_requests]
 
     def snapshot(self) -> Any:
-        """The result, a PoolingRequestOutput[PoolingOutput], once it is finished."""
-        request, task = self.request, self.request.pooling
-        reason, why = self._finish or (None, None)
-        assert task is not None
-        values = np.empty(0, np.float32)
-        failed = reason in ("error", "abort") or not self._vectors
-        if not failed:
-            rows_ML = np.frombuffer(b"".join(each.data for each in self._vectors), np.float32)
-            rows_ML = task.finish(rows_ML.reshape(-1, self._vectors[0].width))
-            values = np.ascontiguousarray(rows_ML if task.by_token else rows_ML[0])
-        return PoolingRequestOutput(
-            request.request_id,
-            PoolingOutput(values),
-            list(request.prompt_token_ids),
-            self.finished,
-            self._num_cached_tokens,
-            reason if failed else None,
-            why,
-        )
+        """The request itself: results are made of all requests of a call together, see `results`."""
+        return self
 
     delta = snapshot
+
+    def raise_if_failed(self) -> None:
+        """Raise RuntimeError if it has ended without a result."""
+        reason, why = self._finish or (None, None)
+        if reason in ("error", "abort") or not self.vectors:
+            raise RuntimeError(f"request {self.request_id} has no result ({reason}): {why}")
+
+
+def finished_rows(ended: Sequence[RunningPooling]) -> np.ndarray:
+    """The results of requests with the same task, one after the other: fp32 [rows, values], a row for a request, or for
+    each of its tokens. Raises RuntimeError if a request has none."""
+    for each in ended:
+        each.raise_if_failed()
+    if not ended:
+        return np.empty((0, 0), np.float32)
+    task = ended[0].request.pooling
+    assert task is not None
+    data = bytearray().join([vectors.data for each in ended for vectors in each.vectors])
+    rows_ML = np.frombuffer(data, np.float32).reshape(-1, ended[0].vectors[0].width)
+    return np.ascontiguousarray(task.finish(rows_ML))
+
+
+def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[PoolingOutput]]:
+    """The results as `encode` returns them. Raises RuntimeError as `finished_rows` does."""
+    rows_ML = finished_rows(ended)
+    values: Iterable[np.ndarray] = rows_ML
+    if ended and (task := ended[0].request.pooling) is not None and task.by_token:
+        ends = accumulate((sum(vectors.num_rows for vectors in each.vectors) for each in ended), initial=0)
+        values = [rows_ML[start:end] for start, end in pairwise(ends)]
+    return result_of_each(PoolingRequestOutput, PoolingOutput, ended, values)
+
+
+def embeddings(ended: Sequence[RunningPooling]) -> list[EmbeddingRequestOutput]:
+    """The results as `embed` returns them. Raises RuntimeError as `finished_rows` does."""
+    return result_of_each(EmbeddingRequestOutput, EmbeddingOutput, ended, finished_rows(ended).tolist())
+
+
+def classifications(ended: Sequence[RunningPooling]) -> list[ClassificationRequestOutput]:
+    """The results as `classify` returns them. Raises RuntimeError as `finished_rows` does."""
+    return result_of_each(ClassificationRequestOutput, ClassificationOutput, ended, finished_rows(ended).tolist())
+
+
+def result_of_each(
+    kind: type[Result], make: Callable[[Any], Any], ended: Iterable[RunningPooling], values: Iterable[Any]
+) -> list[Result]:
+    """A result of this kind for each request, whose outputs are made of its values."""
+    return [
+        kind(each.request_id, make(value), list(each.request.prompt_token_ids), True, each.num_cached_tokens)
+        for each, value in zip(ended, values, strict=True)
+    ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from compiled_engine.messages import EngineOutput, EngineRequest
 from compiled_engine.processes.channel import Connection, frame
@@ -43,7 +45,7 @@ class RoutedRequest:
         if not self.token_ids and self.next_prompt_logprob == 1:
             return self.request
         token_ids = tuple(self.token_ids)
-        return replace(self.request, output_token_ids=token_ids, next_prompt_logprob=self.next_prompt_logprob)
+        return structs.replace(self.request, output_token_ids=token_ids, next_prompt_logprob=self.next_prompt_logprob)
 
     def __lt__(self, other: RoutedRequest) -> bool:
         return self.order < other.order
@@ -68,7 +70,7 @@ class Replica:
     def by_our_clock(self, output: EngineOutput) -> EngineOutput:
         """The output, with its time as this machine has it."""
         there = output.scheduled_time
-        return output if there is None else output._replace(scheduled_time=there + self.clock_ahead_s)
+        return output if there is None else structs.replace(output, scheduled_time=there + self.clock_ahead_s)
 
     def send(self, message: ToCore) -> None:
         """Raises OSError if it is gone."""

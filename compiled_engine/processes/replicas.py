@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError, Failed
@@ -88,7 +89,7 @@ class Replicas:
             raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
-            request = replace(request, sampling_params=params)
+            request = structs.replace(request, sampling_params=params)
         priority = request.priority if self.config.scheduler.policy == "priority" else 0
         routed = RoutedRequest(request, (priority, next(self._arrivals)))
         self._requests[request.request_id] = routed

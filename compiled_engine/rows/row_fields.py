@@ -93,15 +93,14 @@ class RowFields:
         """Have arrays of at least `length` values, see StagedField.lengthen."""
         self._fields[name].lengthen(length)
 
-    def start(self, row: int) -> None:
-        """Give a row to a request: its single values are initial ones until others are set."""
+    def start(self, row: int, **values: float) -> None:
+        """Give a row to a request: its single values are these, and else initial ones until others are set."""
         self.writes.start(row)
+        self.writes.set_each(self._fields, row, values)
 
     def free(self, row: int) -> None:
         """Forget what the row has on the host."""
-        self.writes.forget_row(row)
-        for field in self._arrays:
-            field.forget(row)
+        self.writes.forget_row(row, self._arrays)
         for each in self._lists.values():
             each.free(row)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -91,11 +91,13 @@ class StagedWrites:
         for key in [key for key in self._arrays if key[:2] == (field, row)]:
             del self._arrays[key]
 
-    def forget_row(self, row: int) -> None:
-        """Forget the single values that are staged for a row."""
+    def forget_row(self, row: int, arrays: Sequence[StagedField]) -> None:
+        """Forget the single values that are staged for a row, and what is staged for it in arrays."""
         self._started.pop(row, None)
         for values in self._numbers.values():
             values.pop(row, None)
+        for field in arrays if self._arrays else ():
+            self.forget(field, row)
 
     def discard(self) -> None:
         """Forget what is staged: the step that it was for has failed. Fields that are to be longer will be."""

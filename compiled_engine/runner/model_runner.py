@@ -27,6 +27,7 @@ from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
@@ -161,7 +162,9 @@ class Runner:
             self._adapters = AdapterSlots(config.adapters, parameters, named, self._group.rank, num_ranks)
         recurrences = config.model.recurrences
         self._state_rows = None if recurrences is None else StateRows(recurrences, named)
-        self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
+        # What does not sample keeps no parameters of it: rows would be given initial ones for each request.
+        sampled_rows = self.states.fields if self._samples else RowFields(1, config.device)
+        self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
         self.knows_drafts = not on_gpu and not captures
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))

@@ -83,7 +83,7 @@ class RequestStates:
             pin_memory=device.type == "cuda",
         )
         self._known_ids_KL = self.known_ids_KL.numpy()
-        self._known_rows = np.arange(max_num_rows)
+        self._known_rows = list(range(max_num_rows))
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
         self.num_known = np.zeros(max_num_rows, np.int64)
@@ -107,24 +107,23 @@ class RequestStates:
         row = self._free_rows.pop()
         self.generation += 1
         self._row_of[request.request_id] = row
-        self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self.known_ids_KL)
-        known_ids = self.known_ids(row)[: len(request.token_ids)]
-        known_ids[:] = request.token_ids
+        num_known = len(request.token_ids)
+        self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self._known_ids_KL)
+        self._known_ids_KL[known_row, :num_known] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.num_known[row] = len(request.token_ids)
+        self.num_known[row] = num_known
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
             self.prompt_logprobs[row] = wanted
         if request.by_token:
             self.by_token.add(row)
-        self.fields.start(row)
-        self.fields.set(row, num_computed=num_computed, num_known=len(request.token_ids), known_row=known_row)
+        self.fields.start(row, num_computed=num_computed, num_known=num_known, known_row=known_row)
         if self._has_token_types and request.second_text is not None:
             self.fields.set(row, **{SECOND_TEXT: request.second_text})
         if self._has_adapters and request.adapter_slot >= 0:
             self.fields.set(row, **{ADAPTER_SLOT: request.adapter_slot})
             self.adapted.add(row)
         if self.history_SL is not None:
-            self.fields.write("history", row, known_ids)
+            self.fields.write("history", row, self.known_ids(row)[:num_known])
         self._num_blocks[row] = 0
         for block_ids in request.block_ids:
             self.append_blocks(row, block_ids)

@@ -20,11 +20,11 @@ from compiled_engine.messages import Vectors
 from compiled_engine.pooling import LAST, Pooling
 from compiled_engine.rows.row_fields import RowField
 from compiled_engine.rows.staged_writes import download, upload
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers, step_of_batch
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the position of each token, and the number of tokens of its request, both fp32 [T]."""
+"""From the position of each token, int32 [T], and the number of tokens of its request, fp32 [T]."""
 
 WEIGHTS: dict[str, Weights] = {
     "cls": lambda position_T, length_T: (position_T == 0).float(),
@@ -80,7 +80,9 @@ class StepPooling:
     def __call__(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
         """Launch the pooling of a step; None if no request gets a result."""
         count, by_token = batch.num_requests, self._states.by_token
-        done = [i for i in np.flatnonzero(batch.samples).tolist() if int(batch.rows[i]) not in by_token]
+        done = np.flatnonzero(batch.samples).tolist()
+        if by_token:
+            done = [i for i in done if int(batch.rows[i]) not in by_token]
         pooled_RW = self._pooled(batch, hidden_TD) if self._kinds != LAST else None
         parts, firsts, counts = [], [0] * len(done), [1] * len(done)
         if done:
@@ -105,12 +107,17 @@ class StepPooling:
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Pool the tokens of the batch's requests up to the end of this step, fp32 [R, W]; the row fields keep it."""
         count, num_tokens = batch.num_requests, batch.num_tokens
-        starts_R1 = step_of_batch(batch, self._buffers)["attention_inputs.query_start_loc_R1"][: count + 1].long()
-        rows_R = self._buffers.rows_R[:count].long()
+        buffers = self._buffers
+        starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
+        starts_R1 = starts_R1[: count + 1].long()
         tokens_R = starts_R1.diff()
         request_T = torch.repeat_interleave(tokens_R, output_size=num_tokens)
-        position_T = self._buffers.positions_T[:num_tokens].float()
-        length_T = self._states.num_known_S[rows_R].float()[request_T]
+        position_T = buffers.positions_T[:num_tokens]
+        length_R = tokens_R
+        if not self._whole:
+            rows_R = buffers.rows_R[:count].long()
+            length_R = self._states.num_known_S[rows_R]
+        length_T = length_R.float()[request_T]
         hidden_TD = hidden_TD[:num_tokens].float()
         pooled = []
         for kind in self._kinds:
@@ -123,7 +130,7 @@ class StepPooling:
                 field_SD = self._states.fields[f"pooled_{kind}"]
                 both = torch.maximum if kind == MAXIMUM else torch.add
                 # Where a request begins, its row holds values of an earlier one.
-                begins_R1 = (self._buffers.seq_lens_R[:count] == tokens_R).unsqueeze(1)
+                begins_R1 = (buffers.seq_lens_R[:count] == tokens_R).unsqueeze(1)
                 new_RD = torch.where(begins_R1, new_RD, both(field_SD[rows_R], new_RD))
                 field_SD[rows_R] = new_RD
             pooled.append(new_RD)

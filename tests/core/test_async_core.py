@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_runner import FakeRunner
+from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
@@ -178,7 +179,7 @@ def test_a_step_that_cannot_be_scheduled_ends_those_that_were_to_have_a_share(
         core.add(request(request_id, 9))
     for _ in range(number - 1):
         core.step()
-    core.add(replace(request("c", 9), prompt_token_ids=(3,) * config.cache.block_size))  # it fills a block
+    core.add(structs.replace(request("c", 9), prompt_token_ids=(3,) * config.cache.block_size))  # it fills a block
     core.add(request("d", 9))
 
     def fail(kv_cache: KVCacheManager, failing: Request) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from async_engines import ENGINE
+from msgspec import structs
 from small_engines import PROMPTS
 
 from compiled_engine.frontend.prompts import parse_prompts
@@ -61,7 +61,7 @@ def test_it_ends_as_it_would_have(name: str, llm: LLM) -> None:
     num_prompt = len(request.prompt_token_ids)
     for known in (1, 2, 9, len(said) - 1):
         llm.reset_prefix_cache()
-        begun = replace(
+        begun = structs.replace(
             request,
             request_id=f"known-{known}",
             output_token_ids=tuple(said[:known]),
@@ -79,7 +79,7 @@ def test_log_probabilities_of_a_prompt_go_on_where_they_ended(llm: LLM) -> None:
     (prepared,) = llm._prepare(parse_prompts(PROMPTS[1]), params)
     (request,) = prepared.engine_requests
     rows = [rows for output in run(llm, request) for _, rows in [output.prompt_logprobs or (0, ())] for rows in rows]
-    outputs = run(llm, replace(request, request_id="begun", next_prompt_logprob=4))
+    outputs = run(llm, structs.replace(request, request_id="begun", next_prompt_logprob=4))
     (first,) = [output.prompt_logprobs for output in outputs if output.prompt_logprobs]
     assert first[0] == 4
     assert [row.token_ids for row in first[1]] == [row.token_ids for row in rows[3:]]

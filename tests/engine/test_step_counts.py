@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from encoder_folders import make_encoder
 from scripted_drafts import AtRest
 from small_engines import SMALL
 
@@ -32,7 +33,10 @@ from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.kv_cache import block_bytes
 
 # The packages that work for each step, whatever the model is.
-PACKAGES = tuple(str(Path(compiled_engine.__file__).parent / name) for name in ("core", "rows", "runner", "sampling"))
+ROOT = Path(compiled_engine.__file__).parent
+PACKAGES = tuple(str(ROOT / name) for name in ("core", "rows", "runner", "sampling"))
+# The engine's functions, and those that dataclasses and named tuples are made with.
+ENGINE = (f"{ROOT}/", "<string>")
 NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48
@@ -41,6 +45,8 @@ MOST_CALLS = 88
 MOST_CALLS_MORE = 2
 # More than without a head, for any number of requests; eight of them tap a model that is not compiled.
 MOST_CALLS_AT_REST = 19
+# Of ENGINE, for each text more that is embedded, from its check to its result.
+MOST_CALLS_A_TEXT = 66
 
 
 def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -66,22 +72,22 @@ def blocks_kept(step: Callable[[], Any]) -> int:
     return sys.getallocatedblocks() - before
 
 
-def calls(step: Callable[[], Any]) -> float:
-    """Python functions of PACKAGES that a step calls, the mean of COUNTED_STEPS."""
+def calls(step: Callable[[], Any], files: tuple[str, ...] = PACKAGES, num_steps: int = COUNTED_STEPS) -> float:
+    """Python functions of files, by how their names begin, that a step calls: the mean of num_steps."""
     count = 0
 
     def profiled(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGES)
+        count += event == "call" and frame.f_code.co_filename.startswith(files)
 
     before = sys.getprofile()
     sys.setprofile(profiled)
     try:
-        for _ in range(COUNTED_STEPS):
+        for _ in range(num_steps):
             step()
     finally:
         sys.setprofile(before)
-    return count / COUNTED_STEPS
+    return count / num_steps
 
 
 @pytest.mark.parametrize("num_requests", [1, 6])
@@ -108,6 +114,18 @@ def test_a_step_at_which_a_head_rests_costs_the_host_little_more(
     with LLM(**options, speculative_config=head | {"enable_adaptive_verification": True}) as llm:
         at_rest = steady(llm, num_requests, calls)
     assert at_rest - steady(small_engine, num_requests, calls) <= MOST_CALLS_AT_REST
+
+
+def test_a_text_more_that_is_embedded_costs_the_host_few_calls(tmp_path: Path, one_thread: None) -> None:
+    """What there is to do for each text is done for all texts of a call at once, as far as it can be."""
+    make_encoder(tmp_path)
+    counts = []
+    with LLM(tmp_path, device="cpu", mode="eager", max_num_batched_tokens=640, max_num_seqs=40, progress=False) as llm:
+        for num_texts in (8, 40):
+            texts = [{"prompt_token_ids": [number] * 16} for number in range(num_texts)]
+            llm.embed(texts)  # the next call frees as many rows as it takes
+            counts.append(calls(lambda given=texts: llm.embed(given), ENGINE, 1))
+    assert (counts[1] - counts[0]) / 32 <= MOST_CALLS_A_TEXT
 
 
 def test_a_compiled_step_reads_what_its_bound_counts() -> None:

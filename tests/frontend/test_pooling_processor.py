@@ -13,6 +13,7 @@ from tokenizers import processors
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.pooling import PoolingParams, PoolingTask
 from compiled_engine.frontend.pooling_processor import PoolingProcessor
+from compiled_engine.frontend.running_pooling import results
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, RequestLimits, StepOutputs, Vectors
 from compiled_engine.pooling import CLASSIFY, EMBED, LAST, NONE, NORMALISE, SOFTMAX, Dense, Pooling
@@ -87,6 +88,6 @@ def test_vectors_that_are_computed_again_replace_the_earlier_ones() -> None:
 
     for given in (vectors(0, 1, 2), vectors(2, 3), vectors(0, 4, 5), vectors(2, 6)):
         assert not step(given).finished
-    output = step(vectors(3, 7), finish_reason="length")
+    (output,) = results([step(vectors(3, 7), finish_reason="length")])
     assert output.finished
     assert output.outputs.values.tolist() == [[4], [5], [6], [7]]

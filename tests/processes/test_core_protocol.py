@@ -254,7 +254,9 @@ def test_a_step_that_is_too_large_for_a_message(monkeypatch: pytest.MonkeyPatch)
     messages = [decode_to_api(payload) for payload in FrameReader().feed(b"".join(frames))]
     outputs = [output for message in messages if isinstance(message, Stepped) for output in message.outputs]
     assert {len(frame) <= 1004 for frame in frames} == {True}
-    assert sorted(outputs[:-1]) == sorted(list(step)[:-1])
+    by_id = {output.request_id: output for output in outputs[:-1]}
+    assert by_id == {output.request_id: output for output in list(step)[:-1]}
+    assert len(by_id) == len(outputs) - 1
     assert (outputs[-1].request_id, outputs[-1].new_token_ids, outputs[-1].finish_reason) == ("0:40", (), "error")
     assert "a message must have at most 1000 bytes" in str(outputs[-1].stop_reason)
     assert given_up == ["0:40"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
@@ -320,7 +321,7 @@ def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> 
 
 def test_a_row_loses_its_adapter_with_its_request() -> None:
     states = RequestStates(1, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), has_adapters=True)
-    states.add(replace(new_request("adapted", [1], [0]), adapter_slot=1), 0)
+    states.add(structs.replace(new_request("adapted", [1], [0]), adapter_slot=1), 0)
     assert states.has_adapter(["adapted"])
     states.remove("adapted")
     states.add(new_request("plain", [1], [0]), 0)
