@@ -89,7 +89,7 @@ GATE: dict[str, Any] = {"ACTIVATION": "silu", "ALPHA": 1.702, "LIMIT": 7.0, "INT
 ROUTE: dict[str, Any] = {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOP_K": 8}
 
 
-@pytest.mark.product(one_in=3)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("num_tokens", [8, 65, 8192])
 def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> None:
@@ -106,6 +106,7 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
     assert "cp.async" in program.asm["ptx"]
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("tiles", [(1, 0), (128, 128)])
 @pytest.mark.parametrize("num_tokens", [8, 8192])
 def test_products_of_codes_compiled_for_hopper(num_tokens: int, tiles: tuple[int, int]) -> None:

@@ -71,6 +71,7 @@ def compiled(tiles: CodesTiles, k: int, gated: bool, tile_rows: int, tile_column
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("tiles", "gated", "scales"),
     [

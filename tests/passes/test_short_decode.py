@@ -81,6 +81,7 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+@pytest.mark.product(one_in=8)
 @OF_TILES
 @pytest.mark.parametrize(
     ("head_dim", "group", "window", "sinks", "cap_scale"),
