@@ -1,6 +1,6 @@
 # make demo   install into .venv and generate text with the bundled model
 # make test   install into .venv and run lint, type check and tests
-# make test-all   the same, with every case of the tests that are products
+# make test-all   the same, with every case of the tests that are products, and those that others show
 # make test-gpu   the tests that need an NVIDIA GPU; every case of those that are products: make test-gpu PYTEST_OPTIONS=--all
 # Needs only Python 3.11 or newer, make and a C++ compiler (g++).
 
@@ -22,7 +22,7 @@ demo: $(VENV)/.installed
 
 test: lint typecheck unit
 
-# With every case of the tests that are products, of which `test` runs a few.
+# With every case of the tests that are products, of which `test` runs a few, and those that others show.
 test-all: PYTEST_OPTIONS := --all
 test-all: lint typecheck unit
 

@@ -87,7 +87,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run every case of tests that are products (marker: product)")
+    parser.addoption("--all", action="store_true", help="run every case (markers: product, shown_by)")
     parser.addoption("--seed", default="0", help="chooses the cases of products that run without --all")
 
 
@@ -113,14 +113,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def cases_left_out(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
     """All but a few cases of each test that is a product: one in so many as its marker says, and at least one.
 
-    If some need a GPU and others do not, at least one of each.
+    If some need a GPU and others do not, at least one of each. Cases that others show are left out; on a GPU none is.
     """
     left_out: set[pytest.Item] = set()
     products: dict[tuple[str, bool], list[tuple[int, pytest.Item]]] = {}
     for item in items:
-        if (marker := item.get_closest_marker("product")) is not None:
+        needs_gpu = item.get_closest_marker("gpu") is not None
+        if item.get_closest_marker("shown_by") is not None and not needs_gpu:
+            left_out.add(item)
+        elif (marker := item.get_closest_marker("product")) is not None:
             drawn = zlib.crc32(f"{seed} {item.nodeid.rpartition('/')[2]}".encode())
-            needs_gpu = item.get_closest_marker("gpu") is not None
             products.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append((drawn, item))
             if drawn % marker.kwargs["one_in"]:
                 left_out.add(item)

@@ -62,6 +62,12 @@ VARIANTS = [
 ]
 
 
+def drawn_but_one(*further: tuple[torch.dtype, tuple[int, int, int]]) -> list[Any]:
+    """The variants, of which one always runs, for each of the tiles that depend on more than the variant."""
+    always, product = VARIANTS[1], pytest.mark.product(one_in=1000)
+    return [always, *(pytest.param(*each, marks=product) for each in (*further, *VARIANTS) if each != always)]
+
+
 def without_machine_code(*compilation: Any) -> tuple[str, str]:
     """A hook of triton.compile: it ends with LLVM's code, before which shared memory is laid out."""
     if compilation:
@@ -142,9 +148,8 @@ def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) 
     }
 
 
-@pytest.mark.product(one_in=6)
 @pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
-@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "shape"), drawn_but_one())
 def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int) -> None:
     tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
     further = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "DEPENDENT_LAUNCH": True}
@@ -158,9 +163,8 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
     assert "cp.async.cg.shared.global" in ptx
 
 
-@pytest.mark.product(one_in=6)
 @pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (12, 12, 32)), *VARIANTS])
+@pytest.mark.parametrize(("dtype", "shape"), drawn_but_one((torch.bfloat16, (12, 12, 32))))
 def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], num_tokens: int) -> None:
     tiles = packed_tiles(shape[2], dtype.itemsize, num_tokens)
     sizes = {"TILE_M": tiles.queries, "TILE_N": tiles.keys, "SEARCHED": SEARCHED, "DEPENDENT_LAUNCH": True}
@@ -172,7 +176,7 @@ def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int,
     assert "cp.async.cg.shared.global" in ptx
 
 
-@pytest.mark.product(one_in=8)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("programs", [1, 2, SMALL])
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int) -> None:
@@ -187,7 +191,7 @@ def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int,
     assert "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.product(one_in=16)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("queries", [4, 9])
 @pytest.mark.parametrize("programs", [1, 2, SMALL])
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (32, 8, 128)), *VARIANTS])
@@ -207,7 +211,7 @@ def test_draft_decode(
     assert "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.product(one_in=6)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
@@ -224,7 +228,7 @@ def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple
     assert before_the_wait.count("ld.global.v4") >= 2
 
 
-@pytest.mark.product(one_in=6)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_listed_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     tiles = listed_decode_tiles(shape[2], dtype.itemsize)
@@ -290,6 +294,7 @@ def test_work_list(check: Callable[..., str]) -> None:
     check(list_kernel, torch.bfloat16, chosen | {"DEPENDENT_LAUNCH": True}, num_warps=1, launch_pdl=True)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_combine(check: Callable[..., str], head_dim: int) -> None:
     chosen = {
@@ -308,6 +313,7 @@ def test_combine(check: Callable[..., str], head_dim: int) -> None:
         assert "ld.global.v4" in ptx
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "num_warps"), [(8, 128, 4), (4, 80, 1)])
 def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, num_warps: int) -> None:
     chosen = {
@@ -327,6 +333,7 @@ def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, n
     assert "st.global.v4" in ptx
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_decoded_contexts(check: Callable[..., str], head_dim: int, cache: torch.dtype) -> None:
@@ -388,7 +395,7 @@ def _rope_decode_over_codes(
     return rope_decode_kernel, tiles, further, 1
 
 
-@pytest.mark.product(one_in=60)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("kind", "number"),
     [

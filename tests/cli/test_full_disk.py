@@ -20,7 +20,7 @@ GENERATE = ("generate", *SMALL, "--quiet", "--prompt", "import", "--max-tokens",
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
 
 
-@pytest.mark.product(one_in=3)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     "command",
     [

@@ -30,15 +30,18 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     return [make_adapter(folder / str(rank), model, rank, seed=rank) for rank in (1, 8, 64)]
 
 
-def generate(base: Path, adapters: list[Path] | None, **options: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
-    """The first prompt without an adapter, each other one with its own, if any are given."""
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+def prompts_of(adapters: list[Path] | None) -> dict[str, Any]:
+    """Arguments of generate: the first prompt without an adapter, each other one with its own, if any are given."""
     requests = None
     if adapters is not None:
         requests = [None, *(LoRARequest(path.name, 1 + place, path) for place, path in enumerate(adapters))]
+    return {"prompts": [{"prompt_token_ids": ids} for ids in PROMPTS], "lora_request": requests}
+
+
+def generate(base: Path, adapters: list[Path] | None, **options: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
     lora = {name: value for name, value in OPTIONS.items() if adapters is not None or "lora" not in name}
     with LLM(base, **{"strict_passes": True} | lora | options) as llm:
-        return llm.generate(prompts, GREEDY, lora_request=requests), llm.metrics()
+        return llm.generate(**prompts_of(adapters), sampling_params=GREEDY), llm.metrics()
 
 
 def test_drafts_change_no_token(base: Path, adapters: list[Path]) -> None:
@@ -61,9 +64,11 @@ def test_with_codes_a_request_is_near_its_merged_model(
     base: Path, adapters: list[Path], options: dict[str, Any], share: float
 ) -> None:
     """Nearer by far than the base model is. Codes of merged weights are others than those of the base."""
-    found, _ = generate(base, adapters, **options)
-    options = options | ({} if "quantization" in options else {"mode": "eager", "strict_passes": False})
-    plain, _ = generate(base, None, **options)
+    with LLM(base, **{"strict_passes": True} | OPTIONS | options) as llm:
+        plain = llm.generate(**prompts_of(None), sampling_params=GREEDY)
+        llm.reset_prefix_cache()
+        found = llm.generate(**prompts_of(adapters), sampling_params=GREEDY)
     assert distance(found[0], plain[0]) < 1e-3
+    options = options | ({} if "quantization" in options else {"mode": "eager", "strict_passes": False})
     merged, _ = generate(base, None, merge_adapter=adapters[1], **options)
     assert distance(found[2], merged[2]) < share * distance(plain[2], merged[2])

@@ -114,8 +114,18 @@ def test_classifiers_have_the_heads_of_their_families(family: str, tmp_path: Pat
     assert_close(output.outputs.embedding, torch.nn.functional.normalize(vector, dim=0))
 
 
-@pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "eager",
+        pytest.param(
+            "compiled",
+            marks=pytest.mark.shown_by(
+                "engine/test_encoders.py::test_a_compiled_encoder_is_found_again_without_its_code"
+            ),
+        ),
+    ],
+)
 def test_a_cross_encoder_tells_the_texts_of_a_pair_apart(mode: str, tmp_path: Path, engine: Engine) -> None:
     model = make_encoder_classifier(tmp_path, "bert", 1)
     llm = engine(tmp_path, mode, **({} if mode == "eager" else {"verify_passes": True}))

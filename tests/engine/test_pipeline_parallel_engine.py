@@ -25,14 +25,14 @@ def one() -> Iterator[LLM]:
         yield llm
 
 
-# With and without a step that is scheduled before the tokens of the one before it are known; with and without a
-# residual of which a rank has its own rows alone, and hands them on.
+# With and without a residual of which a rank has its own rows alone, and hands them on; steps are scheduled before the
+# tokens of the one before are known, and without ranks also after that.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "PP 2": {"pipeline_parallel_size": 2, "async_scheduling": True},
+    "PP 2": {"pipeline_parallel_size": 2, "async_scheduling": False},
     "TP 2 x PP 2": {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 2,
-        "async_scheduling": False,
+        "async_scheduling": True,
         "sequence_parallel": True,
         "compile_ranges": (),
         "strict_passes": True,
@@ -40,7 +40,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+ALONE = pytest.mark.shown_by("engine/test_pipeline_parallel_engine.py::test_the_tokens_are_those_of_one")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=ALONE) if name == "PP 2" else name for name in LAYOUTS]
+)
 def staged(request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Fewer blocks than six requests for each stage need."""
     with LLM(mode="compiled", logits_processors=[NAME], **ENGINE, **LAYOUTS[request.param]) as llm:

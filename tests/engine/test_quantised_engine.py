@@ -55,9 +55,13 @@ def compare(folder: Path, oracle: Any, prompts: list[list[int]], exact: bool = F
     return metrics
 
 
-# Compiled always, as its inputs are rounded while the model runs. Of the others one is drawn: they differ in how scales
-# are stored, which the decoded weights show, and in the scales of the inputs.
+# Compiled always, as its inputs are rounded while the model runs. The others differ in how scales are stored, which the
+# decoded weights show, and in the scales of the inputs, with which the graphs are verified.
 COMPILED = "compressed-tensors, channel and token"
+DECODED = pytest.mark.shown_by(
+    "engine/test_quantised_engine.py::test_each_layout_is_decoded",
+    "passes/test_quantise.py::test_every_pass_keeps_its_contract_and_its_verifier",
+)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -70,7 +74,7 @@ def test_each_layout_is_decoded(name: str, bundled_model_path: Path, bundled_tok
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == COMPILED else pytest.param(name, marks=pytest.mark.product(one_in=1000)) for name in LAYOUTS],
+    [name if name == COMPILED else pytest.param(name, marks=DECODED) for name in LAYOUTS],
 )
 def test_each_layout_computes_what_its_codes_stand_for(
     name: str, bundled_model_path: Path, bundled_tokenizer: Any, tmp_path: Path

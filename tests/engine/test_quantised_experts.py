@@ -61,6 +61,7 @@ def write_experts(source: Path, folder: Path, layout: Layout, text: str | dict[s
     return model
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("layout", "text"), [(ALONE, "e4m3 1x*"), ("compressed-tensors, block", "e4m3 128x128")], ids=["rows", "blocks"]
 )
@@ -80,7 +81,12 @@ def test_codes_of_experts_are_multiplied_as_they_are(layout: str, text: str, tmp
 DIVIDED = MOE | {"moe_intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 132}
 
 
-@pytest.mark.product(one_in=1000)
+@pytest.mark.shown_by(
+    "passes/test_quantise_experts.py::test_every_pass_keeps_its_contract_and_its_verifier",
+    "passes/test_quantise_experts.py::test_tiles_end_with_the_share_of_a_rank",
+    "models/test_experts_shards.py::test_each_rank_has_its_part_of_the_values",
+    "engine/test_quantised_engine.py::test_two_ranks_off_the_borders_of_blocks",
+)
 @pytest.mark.parametrize(
     "ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str
 )
@@ -114,7 +120,11 @@ def test_experts_are_quantised_while_they_are_loaded(quantization: str, tmp_path
     compare(tmp_path / "plain", oracle, IDS, exact=True, verify_passes=True, **online)
 
 
-@pytest.mark.product(one_in=1000)
+@pytest.mark.shown_by(
+    "engine/test_quantised_experts.py::test_experts_are_quantised_while_they_are_loaded",
+    "engine/test_quantised_engine.py::test_a_written_folder_computes_what_loading_quantises",
+    "models/test_quantise_experts_folder.py::test_each_matrix_of_an_expert_has_codes_and_scales",
+)
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
 def test_a_written_folder_has_the_codes_that_loading_makes(quantization: str, tmp_path: Path) -> None:
     sizes = MOE | {"moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -116,7 +116,7 @@ def test_two_layers_of_each_kind_are_chosen(windows: tuple[int | None, ...], num
     assert num_traced == (len(windows) if chosen is None else len(chosen.numbers))
 
 
-@pytest.mark.product(one_in=8)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("windows", "num_traced"), FEW)
 def test_few_layers_of_each_kind_are_traced(
     windows: tuple[int | None, ...], num_traced: int, monkeypatch: pytest.MonkeyPatch

@@ -98,25 +98,26 @@ def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyP
     assert len(started) < 200
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_requests"), [(512, 48), (511, 2), (60, 48), (96, 48), (48, 48), (3, 40), (1, 1)]
-)
-def test_requests_without_keys_are_alike(num_tokens: int, num_requests: int) -> None:
+SHAPES = [(512, 48), (511, 2), (60, 48), (96, 48), (48, 48), (3, 40), (1, 1)]
+
+
+def test_requests_without_keys_are_alike() -> None:
     """flash-attn 2 writes where they would be if each had the most tokens of any: that must be within its memory."""
     with LLM(mode="eager", progress=False, num_blocks=20, max_num_seqs=48, max_num_batched_tokens=512) as llm:
         step = runner_of(llm).step
-        shape = BatchShape(num_tokens, num_requests, 64)
-        batch = empty_batch(step.buffers, num_tokens, num_requests, shape.host_3)
-        step.states.writes.apply()
-        prepare(batch, step.states, step.buffers)
-        inputs = attention_inputs_of(step_of_batch(batch, step.buffers), "torch")
-        counts = inputs.query_start_loc_R1.diff().tolist()
-        num_decodes, most, _ = inputs.host_3.tolist()
-        assert num_decodes == (num_requests if num_tokens == num_requests else 0)
-        if num_decodes:
-            assert counts == [1] * num_requests
-        else:
-            with_some = sum(count > 0 for count in counts)
-            assert counts == [most] * with_some + [0] * (num_requests - with_some)
-            assert with_some > 0
-            assert with_some * max(2, most) <= num_tokens
+        for num_tokens, num_requests in SHAPES:
+            shape = BatchShape(num_tokens, num_requests, 64)
+            batch = empty_batch(step.buffers, num_tokens, num_requests, shape.host_3)
+            step.states.writes.apply()
+            prepare(batch, step.states, step.buffers)
+            inputs = attention_inputs_of(step_of_batch(batch, step.buffers), "torch")
+            counts = inputs.query_start_loc_R1.diff().tolist()
+            num_decodes, most, _ = inputs.host_3.tolist()
+            assert num_decodes == (num_requests if num_tokens == num_requests else 0), shape
+            if num_decodes:
+                assert counts == [1] * num_requests, shape
+            else:
+                with_some = sum(count > 0 for count in counts)
+                assert counts == [most] * with_some + [0] * (num_requests - with_some), shape
+                assert with_some > 0, shape
+                assert with_some * max(2, most) <= num_tokens, shape

@@ -39,7 +39,7 @@ from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
 # `make test-all` runs every case.
-pytestmark = pytest.mark.product(one_in=12)
+pytestmark = pytest.mark.product(one_in=48)
 
 TEXTBOOK_PASSES = ("merge_linears", "residual_rms_norm", "rms_norm", "rope_angles", "rope_kv_write", "silu_mul")
 

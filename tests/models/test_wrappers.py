@@ -43,7 +43,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.product(one_in=16)
+@pytest.mark.product(one_in=64)
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
 def test_logprobs_are_those_of_the_whole(checkpoint: tuple[Path, Any], implementation: str) -> None:
     """The code of transformers for the text models alone: tests/models/test_foreign_models.py."""

@@ -109,7 +109,7 @@ def compiled(storage: str, head_dim: int, group: int, writes: bool, plan: CodedP
     )
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=16)
 @OF_PLANS
 @pytest.mark.parametrize("writes", [True, False], ids=["writes", "reads"])
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=24)
 @pytest.mark.parametrize(("key", "tiles"), MEASURED.items(), ids=str)
 def test_what_the_profile_names_fits(key: tuple[int, int, int, bool], tiles: dict[str, int], tmp_path: Path) -> None:
     """In shared memory and registers; before the wait it touches the weight alone."""

@@ -10,12 +10,12 @@ import pytest
 import torch
 from graph_edits import Edit, aten, calls
 from pass_cases import BIASED, CPU, LLAMA, PHI3, QWEN3, QWEN3_MOE, RANGES, SMALL, Family
-from test_tensor_parallel_pass import config_of
-from test_tensor_parallel_pass import traced as trace_anew
+from test_tensor_parallel_pass import config_of, whole_of
+from test_tensor_parallel_pass import traced as traced_once
 from torch import fx
 
 from compiled_engine.config import EngineConfig, ParallelConfig
-from compiled_engine.graphs.compiler.build import apply_passes, structure_passes, trace_rank, trace_whole
+from compiled_engine.graphs.compiler.build import apply_passes, structure_passes, trace_rank
 from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables_of
 from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
 from compiled_engine.models.textbook.architectures import build_model
@@ -59,7 +59,7 @@ def traced(family: Family, num_ranks: int) -> tuple[TracedGraph, TracedGraph | N
     config = config_of(family, num_ranks)
     if num_ranks == 1:
         config = replace(config, parallel=ParallelConfig(1, "in_process"))
-    return trace_anew(config), trace_whole(config, build_model)
+    return traced_once(config), whole_of(config)
 
 
 CASES = [
@@ -73,7 +73,7 @@ CASES = [
 ]
 
 
-@pytest.mark.product(one_in=8)
+@pytest.mark.product(one_in=12)
 @pytest.mark.parametrize(("family", "num_ranks", "quantisation"), CASES, ids=lambda value: str(value)[:60])
 def test_every_pass_keeps_its_contract_and_its_verifier(
     family: Family, num_ranks: int, quantisation: Quantisation

@@ -156,7 +156,7 @@ def resources(program: Any, folder: Path) -> int:
     return int(re.search(r"STACK:(\d+)", usage.stdout)[1])  # type: ignore[index]
 
 
-@pytest.mark.product(one_in=6)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("scales", [(1, 0, 0), (128, 128, 128)])
 @pytest.mark.parametrize(
     ("tokens", "rows", "k", "gated"),
@@ -191,6 +191,7 @@ def test_tiles_of_the_rule_fit(
     assert arrivals == {"bar.sync"}
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_of_the_rule_fit(gated: bool, tmp_path: Path) -> None:
     from test_hopper_product import compiled

@@ -71,7 +71,7 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert all(torch.equal(left, right) for left, right in zip(got, expected, strict=True))
 
 
-@pytest.mark.product(one_in=6)
+@pytest.mark.product(one_in=24)
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
@@ -88,7 +88,7 @@ def test_every_layer_of_every_family(architecture: str, dtype: torch.dtype, merg
     assert_same(run(module), expected)
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=8)
 @pytest.mark.parametrize("rope", [RopeConfig(10000.0), YARN])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 def test_every_head_size(head_dim: int, rope: RopeConfig) -> None:
@@ -135,7 +135,7 @@ def test_the_op_stands_between_the_pieces(passes: tuple[GraphPass, ...], between
     assert called == [attend] * 4
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=16)
 @pytest.mark.parametrize("passes", [(RopeKVWrite(),), (RopeKVWrite(), RopeAttend())])
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_written_out_attention_writes_again(architecture: str, passes: tuple[GraphPass, ...]) -> None:

@@ -84,7 +84,11 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
 @OF_TILES
 @pytest.mark.parametrize(
     ("head_dim", "group", "window", "sinks", "cap_scale"),
-    [(128, 2, 0, False, 0.0), (128, 16, 100, True, 0.0), (64, 7, 0, False, 0.5)],
+    [
+        (128, 16, 100, True, 0.0),
+        pytest.param(128, 2, 0, False, 0.0, marks=pytest.mark.product(one_in=1000)),
+        pytest.param(64, 7, 0, False, 0.5, marks=pytest.mark.product(one_in=1000)),
+    ],
 )
 def test_it_fits_and_reads_keys_before_the_wait(
     head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, tiles: ShortTiles, tmp_path: Path

@@ -38,7 +38,7 @@ from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.layout.taps import Taps, layer_stack
 from compiled_engine.passes.registry import registered_passes
 
-NUM_LAYERS, LAYERS, NUM_TOKENS = 4, (3, 0, 2), 7
+NUM_LAYERS, LAYERS, NUM_TOKENS = 3, (2, 0), 7
 
 
 def tapped(family: Family, compile_range: CompileRange, dtype: torch.dtype = torch.float32) -> fx.Graph:
@@ -95,7 +95,7 @@ def inputs_of_layers(family: Family, inputs: RandomInputs) -> dict[int, torch.Te
     return found
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=10)
 @pytest.mark.parametrize("compile_range", [SMALL, DYNAMIC], ids=lambda each: each.name)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_taps_are_what_the_layers_are_called_with(family: Family, compile_range: CompileRange) -> None:
@@ -106,6 +106,7 @@ def test_taps_are_what_the_layers_are_called_with(family: Family, compile_range:
         torch.testing.assert_close(found, expected[layer], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE, GEMMA2], ids=str)
 def test_taps_in_bfloat16_keep_the_contracts_of_all_passes(family: Family) -> None:
     graph = tapped(family, SMALL, torch.bfloat16)
@@ -113,6 +114,7 @@ def test_taps_in_bfloat16_keep_the_contracts_of_all_passes(family: Family) -> No
     assert {node.meta["val"].dtype for node in outputs} == {torch.bfloat16}
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("family", [GPT_OSS, STARCODER2, GLM4], ids=str)
 def test_foreign_models_are_tapped(family: Family) -> None:
     """Each tap enters the first norm of its layer; the first is what the embedding gives."""

@@ -49,9 +49,23 @@ def config_of(family: Family, num_ranks: int, num_layers: int = 2, **changes: ob
     return replace(config, parallel=ParallelConfig(num_ranks, "multiprocess"), compile=compile_)
 
 
+_traced: dict[str, TracedGraph] = {}
+_whole: dict[str, TracedGraph | None] = {}
+
+
 def traced(config: EngineConfig) -> TracedGraph:
-    model = without_storage(build_model(config.local_model), config.device)
-    return trace_rank(config, model, forward_signature(config))
+    """Equal configurations are traced once."""
+    if (key := repr(config)) not in _traced:
+        model = without_storage(build_model(config.local_model), config.device)
+        _traced[key] = trace_rank(config, model, forward_signature(config))
+    return _traced[key]
+
+
+def whole_of(config: EngineConfig) -> TracedGraph | None:
+    """What a rank's graph is compared with, once for each configuration."""
+    if (key := repr(config)) not in _whole:
+        _whole[key] = trace_whole(config, build_model)
+    return _whole[key]
 
 
 CASES = [*((family, 2) for family in FAMILIES if family.architecture in DIVISIBLE), (BIASED, 4)]
@@ -62,7 +76,7 @@ CASES = [*((family, 2) for family in FAMILIES if family.architecture in DIVISIBL
 def test_the_ranks_together_compute_the_whole(family: Family, num_ranks: int) -> None:
     """Every pass keeps its contract and its verifier on a rank's graph."""
     config = config_of(family, num_ranks)
-    graphs, whole = traced(config), trace_whole(config, build_model)
+    graphs, whole = traced(config), whole_of(config)
     for compile_range in RANGES:
         _, reports = apply_passes(config, graphs, compile_range, whole)
         first = reports[0]
@@ -81,7 +95,7 @@ def test_graphs_of_transformers_code_are_divided_too(tmp_path: Path) -> None:
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
     config = config_of(LLAMA, 2, vocab_size=103)
-    _, reports = apply_passes(config, traced(config), RANGES[0], trace_whole(config, build_model))
+    _, reports = apply_passes(config, traced(config), RANGES[0], whole_of(config))
     assert reports[0].matches == reports[0].contract == 2 * 2
     assert shards_of(config)["lm_head.weight"].dim is None
 

@@ -71,6 +71,13 @@ def lines_of(block: Block) -> Iterator[str]:
             yield line.removeprefix("$ ").partition("  # ")[0]
 
 
+# A model that is compiled for one command alone.
+COMPILED_ALONE = pytest.mark.shown_by(
+    "project/test_docs.py::test_a_command_line_is_valid",
+    "passes/test_pass_manager.py::test_a_disabled_pass_does_not_run",
+)
+
+
 def commands(*, with_fragments: bool) -> Iterator[Any]:
     for document in DOCUMENTS:
         for block in blocks(document):
@@ -78,9 +85,8 @@ def commands(*, with_fragments: bool) -> Iterator[Any]:
                 for line in lines_of(block):
                     if with_fragments and not line.startswith("compiled-engine "):
                         continue
-                    # A model that is compiled for one command alone: of such commands one runs without --all.
                     is_alone = re.search("generate .*--(disable|verify)-pass", line) and not with_fragments
-                    marks = pytest.mark.product(one_in=1000) if is_alone else ()
+                    marks = COMPILED_ALONE if is_alone else ()
                     yield pytest.param(line, id=f"{block.name} {line}", marks=marks)
 
 

@@ -1,15 +1,21 @@
-"""Which cases of tests that are products run without --all."""
+"""Which cases of tests run without --all: a few of products, and none that others show."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from conftest import cases_left_out
 
+TESTS = Path(__file__).parents[1]
 
-def case(test: str, number: int, one_in: int | None, *, needs_gpu: bool = False) -> Any:
+
+def case(test: str, number: int, one_in: int | None, *, needs_gpu: bool = False, shown: bool = False) -> Any:
     markers = {} if one_in is None else {"product": SimpleNamespace(kwargs={"one_in": one_in})}
+    markers |= {"shown_by": SimpleNamespace()} if shown else {}
     markers |= {"gpu": SimpleNamespace()} if needs_gpu else {}
     return SimpleNamespace(nodeid=f"{test}[{number}]", get_closest_marker=markers.get)
 
@@ -44,3 +50,37 @@ def test_one_of_each_product_runs_with_a_gpu_and_without() -> None:
     for seed in map(str, range(9)):
         run = {item.get_closest_marker("gpu") is None for item in set(items) - cases_left_out(items, seed)}
         assert run == {False, True}
+
+
+def test_what_others_show_is_left_out_but_on_a_gpu() -> None:
+    items = [
+        Item(**vars(case("tests/test_a.py::test_both", number, 1000, needs_gpu=number % 2 > 0, shown=number < 4)))
+        for number in range(6)
+    ]
+    for seed in map(str, range(9)):
+        run = set(items) - cases_left_out(items, seed)
+        assert items[4] in run
+        assert {items[1], items[3]} & run or items[5] in run
+        assert not {items[0], items[2]} & run
+
+
+def shown_by(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls of the marker in a file, or in one decorator."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "shown_by":
+            yield node
+
+
+def test_what_shows_the_same_is_there_and_runs() -> None:
+    trees = {str(path.relative_to(TESTS)): ast.parse(path.read_text()) for path in TESTS.rglob("test_*.py")}
+    left_out, runs = set[str](), set[str]()
+    for name, tree in trees.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for function in functions:
+            plain = [each for each in function.decorator_list if next(shown_by(each), None) is each]
+            (left_out if plain else runs).add(f"{name}::{function.name}")
+    named = [argument for tree in trees.values() for call in shown_by(tree) for argument in call.args]
+    assert named
+    for argument in named:
+        assert isinstance(argument, ast.Constant)
+        assert argument.value in runs, f"{argument.value} {'does not run itself' if argument.value in left_out else ''}"

@@ -21,11 +21,14 @@ PROMPTS = [[7, 8, 9], list(range(20, 65)), [3], list(range(90, 107)), [5, 5, 5, 
 SMALL: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 80, "dtype": "float32"}
 
 
-# Without --all one of these runs, and the first of the other kind.
-DRAWN = pytest.mark.product(one_in=6)
+# One of each kind, the second of which is compiled; of the others one runs without --all.
+ALWAYS = ("lfm2", "qwen3_5_text")
+DRAWN = pytest.mark.product(one_in=1000)
 
 
-@pytest.fixture(scope="module", params=[FAMILIES[0], *(pytest.param(name, marks=DRAWN) for name in FAMILIES[1:])])
+@pytest.fixture(
+    scope="module", params=[name if name in ALWAYS else pytest.param(name, marks=DRAWN) for name in FAMILIES]
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A family's folder, and its model as transformers has it."""
     folder = tmp_path_factory.mktemp(request.param)

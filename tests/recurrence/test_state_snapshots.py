@@ -61,7 +61,19 @@ def one_by_one(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "eager",
+        pytest.param(
+            "compiled",
+            marks=pytest.mark.shown_by(
+                "recurrence/test_state_snapshots.py::test_tokens_and_log_probabilities_are_the_same_with_and_without",
+                "recurrence/test_recurrent_models.py::test_logprobs_are_those_of_transformers",
+            ),
+        ),
+    ],
+)
 def test_tokens_and_log_probabilities_are_the_same_with_and_without(mode: str, folder: Path) -> None:
     prompts = related_prompts(100, 30, 4)
     with LLM(folder, **SMALL, mode="eager", max_model_len=160, enable_prefix_caching=False) as llm:
