@@ -155,7 +155,6 @@ def prepare_inputs(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    *,
     plain: bool = False,
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
@@ -176,7 +175,6 @@ def launch_prepare(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    *,
     plain: bool = False,
 ) -> None:
     """Launch the kernel of prepare_inputs."""
@@ -222,7 +220,6 @@ def prepare_reference(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    *,
     plain: bool = False,
 ) -> None:
     """Do what the kernel does, for tensors on the CPU."""

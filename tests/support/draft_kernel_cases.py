@@ -112,13 +112,15 @@ class DraftCase:
 
 
 def check(seed: int, device: torch.device) -> None:
-    """Prepare, verify with two sets of tokens, draft: the kernels on `device`, the references on the CPU."""
-    case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
-    batch = reference.batch
-    shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
-    launch_prepare(case.states, case.buffers, *shape)
-    prepare_reference(reference.states, reference.buffers, *shape)
-    case.same_as(reference)
+    """Prepare, also as without drafts, verify with two sets of tokens, draft: the kernels on `device`, the references
+    on the CPU."""
+    for plain in (True, False):
+        case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
+        batch = reference.batch
+        shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
+        launch_prepare(case.states, case.buffers, *shape, plain=plain)
+        prepare_reference(reference.states, reference.buffers, *shape, plain=plain)
+        case.same_as(reference)
     for add in () if case.is_first_pass else (0, 1):
         launch_verify(case.states, case.buffers, case.token_ids_R + add, batch.num_rows, case.acceptance)
         tokens_R = reference.token_ids_R + add
