@@ -188,11 +188,12 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
 
 
 def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of an engine's metrics that the number of drafts and their sharpness are chosen by; none if they are
-    fixed."""
-    of_length = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen", "rested")
+    """Return those of an engine's metrics that the number of drafts and their sharpness are chosen by, and how many
+    requests have come to rest, if any; none if they are fixed."""
+    of_length = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
     names = (*of_length, "draft_sharpness", "draft_sharpness_shares")
-    return {name: metrics[name] for name in names if name in metrics}
+    choice = {name: metrics[name] for name in names if name in metrics}
+    return choice | ({"rested": metrics["rested"]} if metrics["rested"] else {})
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:

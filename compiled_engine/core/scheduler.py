@@ -466,16 +466,15 @@ class Scheduler:
 
     def metrics(self) -> dict[str, Any]:
         """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
-        AdapterTable.metrics. Where a head may rest, resting: the requests that run and have no drafts any more; rested:
-        how often a request has begun to rest."""
+        AdapterTable.metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
+        request has begun to rest."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
         chosen = {} if self._draft_length is None else self._draft_length.metrics()
         if self._draft_sharpness is not None:
             chosen |= self._draft_sharpness.metrics()
-        if self._head_rests:
-            resting = sum(request.rests for request in self._requests.running)
-            chosen |= {"resting": resting, "rested": self._num_rested}
+        chosen["resting"] = sum(request.rests for request in self._requests.running)
+        chosen["rested"] = self._num_rested
         return counts | self._drafts.metrics() | chosen | self.adapters.metrics()
 
     def check_idle(self) -> None:

@@ -376,6 +376,8 @@ def test_metrics() -> None:
         "draft_tokens": 0,
         "accepted_tokens": 0,
         "accepted_by_position": {},
+        "resting": 0,
+        "rested": 0,
     }
 
 

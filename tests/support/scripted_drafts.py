@@ -11,11 +11,11 @@ from compiled_engine.core.draft_length import DraftLength, Drafts
 class AnyLength(DraftLength):
     """Any number of drafts, and at some steps the head rests; no choice depends on the machine's speed."""
 
-    share_at_rest = 0.04
+    share_at_rest = 0.08
 
     def __init__(self, most: int, *, head_rests: bool = False) -> None:
         super().__init__(most, head_rests=head_rests)
-        self._draw, self._numbers = random.Random(3), draft_lengths(most)
+        self._draw, self._numbers = random.Random(most + 3), draft_lengths(most)
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
         if self.head_rests and self._draw.random() < self.share_at_rest:
