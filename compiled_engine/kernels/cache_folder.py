@@ -57,8 +57,8 @@ def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
 
 
 def kernel_variables(folder: Path | None) -> dict[str, str]:
-    """Environment variables that make Triton use the folder; empty without one."""
-    return {} if folder is None else {VARIABLE: str(folder), **MANAGER}
+    """Environment variables that make Triton use the folder, its own without one, as `CheckedFiles` does."""
+    return MANAGER | ({} if folder is None else {VARIABLE: str(folder)})
 
 
 def keep_kernels_of_this_thread(folder: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from uuid import uuid4
@@ -16,6 +17,8 @@ from compiled_engine.kernels.cache_folder import (
     keep_digest,
     matches_digest,
 )
+
+_LOADS = itertools.count(1)
 
 
 class CheckedFiles(FileCacheManager):
@@ -59,11 +62,11 @@ class CheckedFiles(FileCacheManager):
                     new.replace(path)
         finally:
             new.unlink(missing_ok=True)
-        return str(path)
+        return _to_load(str(path))
 
     def get_file(self, filename: str) -> str | None:
         path: str | None = super().get_file(filename)
-        return path if path is None or self._may_be_used(path) else None
+        return _to_load(path) if path is not None and self._may_be_used(path) else None
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         paths: dict[str, str] | None = super().get_group(filename)
@@ -75,3 +78,16 @@ class CheckedFiles(FileCacheManager):
 
     def _may_be_used(self, path: str) -> bool:
         return not self._is_shared or not is_checked(Path(path).name) or is_whole(Path(path))
+
+
+def _to_load(path: str) -> str:
+    """The path of a library, spelled as at no other call; other paths as they are.
+
+    All of Triton's launchers are modules of one name. If Python has loaded a module from a path before, it returns the
+    last loaded module of that name, of whatever path, with the functions of this one. Threads that load launchers at
+    the same time would get each other's.
+    """
+    folder, name = os.path.split(path)
+    if not name.endswith(".so"):
+        return path
+    return folder + "".join("/." if bit == "1" else "//." for bit in f"{next(_LOADS):b}") + "/" + name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_damaged_kernel_of_triton_is_not_there(root: Path) -> None:
         files = {name: manager.put(b"content", name) for name in ("k.cubin", "k.json", "k.ptx", "launcher.so")}
         manager.put_group("k.json", {name: path for name, path in files.items() if name != "launcher.so"})
         assert manager.get_group("k.json") == {name: files[name] for name in ("k.cubin", "k.json", "k.ptx")}
-        assert manager.get_file("launcher.so") == files["launcher.so"]
+        assert Path(manager.get_file("launcher.so")) == Path(files["launcher.so"])
         for name in ("k.cubin", "k.json"):
             damage(Path(files[name]))
             assert manager.get_group("k.json") is None
@@ -155,6 +156,35 @@ def test_no_process_sees_a_library_change_its_inode(root: Path) -> None:
         seen = list(pool.map(build, range(8)))
     assert all(inodes == seen[0] for inodes in seen)
     assert damaged_kernels(root) == []
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *module, PyObject *none) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, 0}, {0}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "__triton_launcher", 0, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_threads_get_the_launchers_that_they_load(kept: bool, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that have been loaded before, and without a folder of the engine's."""
+    from triton.runtime.build import compile_module_from_src
+
+    def wrong(thread: int) -> list[int]:
+        numbers = [(7 * i + thread) % 4 for i in range(200)]
+        modules = (compile_module_from_src(LAUNCHER.replace("NUMBER", str(n)), "__triton_launcher") for n in numbers)
+        return [n for n, module in zip(numbers, modules, strict=True) if module.launch() != n]
+
+    monkeypatch.setenv(VARIABLE, str(root / "other"))
+    before = sys.getswitchinterval()
+    with kernels_in(kernel_folder(root) if kept else None), ThreadPoolExecutor(8) as pool:
+        sys.setswitchinterval(1e-6)
+        try:
+            assert list(pool.map(wrong, range(8))) == [[]] * 8
+        finally:
+            sys.setswitchinterval(before)
 
 
 def test_kernels_of_tests_side_by_side_are_in_such_a_folder() -> None:
