@@ -33,9 +33,9 @@ def replace_missing_streams() -> None:
 
 
 @contextmanager
-def environment_variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set them, and put back what the caller had when the block ends."""
-    before = {name: os.environ.get(name) for name in wanted}
+def environment_variables(wanted: Mapping[str, str], others: Sequence[str] = ()) -> Iterator[None]:
+    """Set them, and put back what the caller had when the block ends; also of `others`, which the block may set."""
+    before = {name: os.environ.get(name) for name in (*wanted, *others)}
     os.environ.update(wanted)
     try:
         yield

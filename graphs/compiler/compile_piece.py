@@ -132,6 +132,11 @@ def _output_code(folder: Path) -> str | None:
 def compiler_folders(entry: Path, key: str) -> Iterator[None]:
     """Point Inductor and Triton at the entry's own folders while we compile or load; the caller's are put back."""
     wanted = {"TORCHINDUCTOR_CACHE_DIR": str(entry / "inductor" / key), "TRITON_CACHE_DIR": str(entry / "triton")}
+    # Inductor sets the assembler that its PyTorch brings. Triton names kernels by the assembler's version: a process
+    # that is started later would look for the engine's kernels under other names.
     # A precompiled header would tie the entry to this folder, and building it costs more than it saves.
-    with environment_variables(wanted), inductor_config.patch(cpp_cache_precompile_headers=False):
+    with (
+        environment_variables(wanted, ("TRITON_PTXAS_PATH",)),
+        inductor_config.patch(cpp_cache_precompile_headers=False),
+    ):
         yield

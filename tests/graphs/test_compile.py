@@ -235,6 +235,18 @@ def test_the_callers_compiler_folders_are_put_back(
     assert "TRITON_CACHE_DIR" not in os.environ
 
 
+def test_an_assembler_that_the_compiler_sets_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inductor does so once a process, for the kernels of a GPU."""
+    import os
+
+    from compiled_engine.graphs.compiler.compile_piece import compiler_folders
+
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    with compiler_folders(tmp_path, "piece"):
+        os.environ["TRITON_PTXAS_PATH"] = "ptxas of PyTorch"
+    assert "TRITON_PTXAS_PATH" not in os.environ
+
+
 def test_tracing_again_and_again_meets_no_recompile_limit() -> None:
     config = tiny_config(num_layers=1)
     with torch._dynamo.config.patch(recompile_limit=2):
