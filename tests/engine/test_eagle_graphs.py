@@ -20,6 +20,7 @@ from eagle_heads import (
 )
 from graphed_drafts import SAMPLING, Text, config_of, held_out, requests, run, without_drafts
 from lagging_device import lagging_device
+from msgspec import structs
 from recorded_capture import RecordedCapture
 from scripted_drafts import AnyLength, AtRest
 
@@ -153,7 +154,7 @@ def few(sampling: tuple[dict[str, Any], ...]) -> list[EngineRequest]:
         return tuple((7 * start + 3 * j * j) % VOCAB for j in range(count))
 
     return [
-        replace(each, sampling_params=replace(each.sampling_params, ignore_eos=True))
+        structs.replace(each, sampling_params=replace(each.sampling_params, ignore_eos=True))
         for each in requests(ids, sampling)
     ]
 
