@@ -175,13 +175,13 @@ def tile_of(num_tokens: int) -> int:
 
 
 def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TILE) -> torch.Tensor:
-    """Memory [C, T] for the scales of codes, with C 1 for a scale of whole rows or a static one. Rows have room for
-    whole tiles of this many tokens."""
+    """Memory [C, T] for the scales of codes, with C 1 for a scale of whole rows or a static one. Rows, the last one
+    too, have room for whole tiles of this many tokens, which kernels read."""
     num_tokens, k = codes_TK.shape
     columns = 0 if rounding.static else rounding.columns
     room = (num_tokens + tile - 1) // tile * tile
-    shape = (cdiv(k, columns) if columns else 1, num_tokens)
-    return torch.empty_strided(shape, (room, 1), dtype=torch.float32, device=codes_TK.device)
+    rows = cdiv(k, columns) if columns else 1
+    return torch.empty((rows, room), dtype=torch.float32, device=codes_TK.device)[:, :num_tokens]
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:

@@ -140,6 +140,19 @@ def check_fused(fused: dict[str, Any], rounding: str, num_tokens: int, k: int, d
     assert float((~carried & (off > wanted.abs() / 50 + smallest / 2)).float().mean()) < 0.05
 
 
+@pytest.mark.parametrize("scheme", [BY_ROWS, BY_BLOCKS])
+@pytest.mark.parametrize("num_tokens", [1, 17, 130])
+def test_every_row_of_scales_has_room_for_whole_tiles(scheme: str, num_tokens: int) -> None:
+    """Kernels read the scales of a whole tile, also those of tokens that are not there."""
+    rounding = LinearScheme.parse(scheme).inputs
+    assert rounding is not None
+    codes_TK = torch.empty((num_tokens, 320), dtype=rounding.dtype)
+    scales_CT = round_inputs.empty_scales(codes_TK, rounding)
+    whole_tiles = -(-num_tokens // round_inputs.MOST_TILE) * round_inputs.MOST_TILE
+    assert scales_CT.stride(0) == whole_tiles
+    assert scales_CT.untyped_storage().nbytes() == scales_CT.shape[0] * whole_tiles * scales_CT.itemsize
+
+
 def test_triton_in_the_interpreter() -> None:
     run = interpret(__file__, "-c", INTERPRETED)
     expected = 2 * len(SCHEMES) * len(CASES) + 3 * len(FUSED)
