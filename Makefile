@@ -11,9 +11,10 @@ BIN := $(VENV)/bin
 # Without an NVIDIA driver the CPU build is enough; with one, take the newest CUDA build that is supported.
 TORCH := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then echo 'torch>=2.11,<2.16'; else echo 'torch==2.13.0'; fi)
 
-# Two processes, a core each, that take files in the order of tests/conftest.py. Tests of a GPU would get in each
-# other's way, so with one they run one after the other.
-PARALLEL := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then :; else echo '-n 2 --dist loadfile --no-loadscope-reorder'; fi)
+# Three processes, that take files in the order of tests/conftest.py: two cores are enough for them, since tests wait for
+# processes and timers a third of their time. Tests of a GPU would get in each other's way, so with one they run one after
+# the other.
+PARALLEL := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then :; else echo '-n 3 --dist loadfile --no-loadscope-reorder'; fi)
 
 .PHONY: demo test test-all test-gpu lint typecheck unit clean
 
