@@ -22,7 +22,8 @@ _LOADS = itertools.count(1)
 
 
 class CheckedFiles(FileCacheManager):
-    """Files that are damaged count as missing: Triton compiles them again, and writes over them.
+    """Files that are damaged count as missing: Triton compiles them again, and writes over them. Threads may load
+    launchers at the same time, see `_to_load`.
 
     Files of a compiled piece, elsewhere, are in the manifest of its cache entry.
     """

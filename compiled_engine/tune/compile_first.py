@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from compiled_engine.kernels.cache_folder import kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linears import AnyTiles, Chain, Linear, LinearCase
@@ -33,6 +34,7 @@ def compile_first(many: Sequence[Iterator[Launch]], progress: Progress) -> None:
     count = len(os.sched_getaffinity(0))
     device = torch.cuda.current_device()
     with (
+        kernels_in(None),  # threads load launchers, see CheckedFiles
         ThreadPoolExecutor(count, initializer=torch.cuda.set_device, initargs=(device,)) as threads,
         KernelWorkers(count if count > 1 else 0, None) as workers,
     ):
