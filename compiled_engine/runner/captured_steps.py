@@ -108,12 +108,11 @@ class PaddedStep:
             result, key.is_decode or self.model.ends_at_logits(key.num_tokens, adapted=len(key.extra) > 0)
         )
 
-    def addresses(self) -> tuple[int, ...]:
-        """Return those of a buffer for each use, and of the first and last cache: all are replaced together. Layers
-        that do not attend have empty ones."""
-        buffers, caches = self.buffers, [cache for cache in self.kv_caches if cache.numel()]
+    def tensor_ids(self) -> tuple[int, ...]:
+        """See GraphStep. All caches are replaced together."""
+        buffers, caches = self.buffers, self.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
-        return tuple(tensor.data_ptr() for tensor in (*read, *caches[:1], *caches[-1:]))
+        return tuple(map(id, (*read, *caches[:1], *caches[-1:])))
 
     def _empty(self, key: GraphKey) -> InputBatch:
         if key.kind is GraphKind.FULL:
@@ -171,8 +170,8 @@ class _EitherStep:
     def run(self, key: GraphKey) -> torch.Tensor:
         return self._of(key).run(key)
 
-    def addresses(self) -> tuple[int, ...]:
-        return self.own.addresses() + self.draft.addresses()
+    def tensor_ids(self) -> tuple[int, ...]:
+        return self.own.tensor_ids() + self.draft.tensor_ids()
 
 
 class CapturedSteps:

@@ -22,6 +22,7 @@ from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
+from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.runner.drafts import keep_drafts
 from compiled_engine.runner.input_batch import (
     NO_GENERATION,
@@ -45,6 +46,7 @@ from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
 # Tokens of a request in the first pass.
 FIRST = 2
+NO_ROWS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,6 @@ class Drafting:
     key: GraphKey | None
     prompts: InputBatch | None
     num_tokens: int
-
-
-def drafting_rows(step: SchedulerOutput, states: RequestStates) -> tuple[np.ndarray, np.ndarray, int]:
-    """The rows of a step's requests that have sampled, those with most room for drafts first, how much room each has,
-    and a bound of their contexts."""
-    rows_R, starts_R = states.rows(step.request_ids), np.array(step.starts, np.int32)
-    counts_R = np.array(step.counts, np.int32)
-    indices = np.flatnonzero(starts_R >= states.num_known[rows_R])
-    indices = indices[np.lexsort((-starts_R[indices], 1 - counts_R[indices]))]
-    return rows_R[indices], counts_R[indices] - 1, int((starts_R + counts_R)[indices].max(initial=1))
 
 
 def single_tokens(num_rows: int, queries: int, longest: int) -> InputBatch:
@@ -152,7 +144,9 @@ class DraftModelProposer:
         self.first = forward_of(FIRST * most_requests, FIRST * most_requests, has_drafts=True)
         self.further = forward_of(most_requests, most_requests, has_drafts=True)
         self._room = states.writes.field(most_requests)
-        self._staged_room = np.empty(0, np.int32)
+        self._staged_room = NO_ROWS
+        self._drafting = DraftingSteps(states)
+        self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler, queries=FIRST)
         self.keys = tuple(key for length in lengths if length for key in pass_keys(self._dispatcher, length))
 
@@ -174,34 +168,41 @@ class DraftModelProposer:
 
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage what the passes of a step are over. The requests have their rows and blocks."""
+        states, rows = self._states, self._drafting.rows(step)
+        count, longest = len(rows.rows_R), rows.longest(step)
+        key = self._key(count, longest, len(rows.num_drafting))
+        self._stage_rows(rows, count if key is None else key.num_requests // FIRST)
+        num_drafting = (*rows.num_drafting, *[0] * (self._num_drafts - len(rows.num_drafting)))
+        prompts = None if rows.all_sampled else self._stage_prompts(step)
+        return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
+
+    def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:
+        """Stage the tokens of requests that have not sampled."""
         states = self._states
-        rows_R, room_R, longest = drafting_rows(step, states)
-        key = self._key(len(rows_R), longest, int(room_R.max(initial=0)))
-        self._stage_rows(rows_R, room_R, len(rows_R) if key is None else key.num_requests // FIRST)
-        num_drafting = [int((room_R > draft).sum()) for draft in range(self._num_drafts)]
         of_prompts = np.flatnonzero(np.array(step.starts) < states.num_known[states.rows(step.request_ids)])
         of_prompts = of_prompts[np.argsort(np.array(step.counts)[of_prompts] > 1, kind="stable")].tolist()
-        prompts = None
-        if of_prompts:
-            chunks = replace(
-                step,
-                request_ids=[step.request_ids[index] for index in of_prompts],
-                starts=[step.starts[index] for index in of_prompts],
-                counts=[step.counts[index] for index in of_prompts],
-                samples=[False] * len(of_prompts),
-            )
-            prompts = make_batch(chunks, states, self.prompts.buffers, None)
-        return Drafting(rows_R, num_drafting, longest, key, prompts, FIRST * len(rows_R))
+        if not of_prompts:
+            return None
+        chunks = replace(
+            step,
+            request_ids=[step.request_ids[index] for index in of_prompts],
+            starts=[step.starts[index] for index in of_prompts],
+            counts=[step.counts[index] for index in of_prompts],
+            samples=[False] * len(of_prompts),
+        )
+        return make_batch(chunks, states, self.prompts.buffers, None)
 
     def _key(self, num_requests: int, longest: int, num_drafts: int) -> GraphKey | None:
         key = self._dispatcher.dispatch(FIRST * num_requests, num_requests, FIRST, longest)
         length = next(length for length in self._lengths if length >= max(1, num_drafts))  # the first pass always runs
         return None if key is None or not key.is_decode else replace(key, drafts=length)
 
-    def _stage_rows(self, rows_R: np.ndarray, room_R: np.ndarray, padded: int) -> None:
-        """Stage requests for the passes. room_R: most drafts of each."""
-        if padded == 0:
+    def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
+        """Stage requests for the passes, unless they are there; None for padding alone."""
+        if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
+        self._staged = None if rows is None else (rows, padded)
+        rows_R, room_R = (NO_ROWS, NO_ROWS) if rows is None else (rows.rows_R, rows.room_R)
         padded_rows_R = np.full(padded, -1, np.int32)
         padded_rows_R[: len(rows_R)] = rows_R
         numbers = np.tile(np.arange(1 - FIRST, 1, dtype=np.int32), padded)
@@ -218,7 +219,7 @@ class DraftModelProposer:
         """Forget what was staged: it did not reach the device."""
         for each in (self.prompts, self.first, self.further):
             each.buffers.forget_staged()
-        self._staged_room = np.empty(0, np.int32)
+        self._staged_room, self._staged = NO_ROWS, None
 
     def draft(self, drafting: Drafting) -> None:
         """Launch the passes that make the drafts, without a graph."""
@@ -284,7 +285,7 @@ class DraftModelProposer:
 
     def _fill(self, count: int, longest: int) -> None:
         """Fill the buffers of the passes with padding for `count` requests."""
-        self._stage_rows(np.empty(0, np.int32), np.empty(0, np.int32), count)
+        self._stage_rows(None, count)
         self._states.writes.apply()
         prepare(single_tokens(FIRST * count, FIRST, longest), self._states, self.first.buffers)
         prepare(single_tokens(count, 1, longest), self._states, self.further.buffers)
@@ -331,7 +332,7 @@ class DraftModelProposer:
         assert logits_RV is not None
         return logits_RV
 
-    def addresses(self) -> tuple[int, ...]:
+    def tensor_ids(self) -> tuple[int, ...]:
         """See GraphStep."""
         inputs = (each.buffers.input_ids_T for each in (self.first, self.further))
-        return tuple(tensor.data_ptr() for tensor in (*inputs, *self.kv_caches[:1], *self.kv_caches[-1:]))
+        return tuple(map(id, (*inputs, *self.kv_caches[:1], *self.kv_caches[-1:])))

@@ -18,7 +18,7 @@ attention reads the keys of a request once for all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,7 +48,8 @@ class StepRows:
 
     request_A: int, the index of a row's request in the step; those of a request follow one another in the order of its
     tokens, rows of one token come first. number_A: see InputBuffers.draft_numbers_R. lens_A: tokens. exists_A: False
-    for padding. queries: rows of each request if all have as many, of a token each; else None.
+    for padding. queries: rows of each request if all have as many, of a token each; else None. last: whether later
+    steps with these Shares have the same rows.
     """
 
     request_A: np.ndarray
@@ -56,6 +57,7 @@ class StepRows:
     lens_A: np.ndarray
     exists_A: np.ndarray
     queries: int | None
+    last: bool
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +87,62 @@ class StepRows:
         request_A = np.repeat(order_R, num_rows_R)
         number_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
         lens_A = np.where(single_R, 1, counts_R)[request_A]
-        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], queries)
+        last = queries is not None and bool((behind_R >= 0).all())
+        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], queries, last)
+
+
+class DraftedSteps:
+    """Makes the batches of steps with drafts.
+
+    While the same requests decode, a step has the rows of the one before: these are made and staged once, in the order
+    of the contexts at that time.
+    """
+
+    def __init__(self, states: RequestStates, buffers: InputBuffers, lengths: Sequence[int], *, known: bool) -> None:
+        """lengths, known: see StepRows.of."""
+        self._states, self._buffers, self._lengths, self._known = states, buffers, lengths, known
+        self._shares: Shares | None = None
+        self._rows: StepRows | None = None
+        self._batch: InputBatch | None = None  # of these rows, the newest one
+        self._staged = buffers.drafted
+
+    def rows(self, step: SchedulerOutput) -> StepRows:
+        """Return the rows of a step. The requests have theirs in the states."""
+        shares = Shares.of(step, self._states)
+        if self._rows is None or shares != self._shares:
+            self._rows = StepRows.of(step, self._states, known=self._known, lengths=self._lengths)
+            self._shares, self._batch = shares if self._rows.last else None, None
+        return self._rows
+
+    def make_batch(self, step: SchedulerOutput, rows: StepRows, key: GraphKey | None) -> InputBatch:
+        """Make the batch of these rows, padded to `key`, and stage it, as make_batch does."""
+        batch = self._batch
+        if batch is None or batch.key != key or rows is not self._rows:
+            self._batch = batch = make_drafted_batch(step, self._states, self._buffers, rows, key)
+            self._staged = self._buffers.drafted
+            return batch
+        if self._buffers.drafted is not self._staged:
+            assert self._staged is not None
+            self._buffers.stage_batch(*self._staged)
+            self._staged = self._buffers.drafted
+        starts_A = np.array(step.starts, np.int32)[rows.request_A] + rows.number_A
+        host = batch.host if key is not None else (*batch.host[:2], int((starts_A + rows.lens_A).max()))
+        return replace(batch, step_starts=starts_A.tolist(), host=host)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each request of a step computes, but for where it starts. generation: of the states' rows."""
+
+    request_ids: list[str]
+    counts: list[int]
+    samples: list[bool]
+    generation: int
+
+    @classmethod
+    def of(cls, step: SchedulerOutput, states: RequestStates) -> Shares:
+        """The step's. Its requests have their rows."""
+        return cls(step.request_ids, step.counts, step.samples, states.generation)
 
 
 def make_drafted_batch(

@@ -29,7 +29,8 @@ from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.draft_model import Drafting, drafting_rows, single_tokens
+from compiled_engine.runner.draft_model import NO_ROWS, Drafting, single_tokens
+from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.runner.drafts import HeadInputs, keep_drafts
 from compiled_engine.runner.head import load_head
 from compiled_engine.runner.input_batch import (
@@ -234,12 +235,19 @@ class EagleGraphs:
         )
         self._room = states.writes.field(most_requests)
         self._sharpness = states.writes.field(1, dtype=torch.float32, initial=1.0)
-        self._staged_room, self._staged_sharpness = np.empty(0, np.int32), 1.0
+        self._staged_room, self._staged_sharpness = NO_ROWS, 1.0
+        self._drafting = DraftingSteps(states)
+        self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler)
         self._follow_keys = follow_keys(config.graph, scheduler, self.queries)
+        self._draft_keys = {
+            length: {key: replace(key, drafts=length) for key in self._dispatcher.keys}
+            for length in self._lengths
+            if length
+        }
         self.keys: tuple[GraphKey, ...] = (
             *self._follow_keys.values(),
-            *(replace(key, drafts=length) for length in self._lengths if length for key in self._dispatcher.keys),
+            *(key for of_length in self._draft_keys.values() for key in of_length.values()),
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -253,7 +261,7 @@ class EagleGraphs:
     def forget_staged(self) -> None:
         """Forget what was staged: it did not reach the device."""
         self._own.forget_staged()
-        self._staged_room, self._staged_sharpness = np.empty(0, np.int32), -1.0
+        self._staged_room, self._staged_sharpness, self._staged = NO_ROWS, -1.0, None
 
     # Follow a step --------------------------------------------------------------------------------------------------
 
@@ -264,7 +272,7 @@ class EagleGraphs:
 
     def key_to_follow(self, key: GraphKey) -> GraphKey | None:
         """Return the key of the graph that follows a step which `key` was replayed for; None if there is none."""
-        return self._follow_keys.get(replace(key, extra=()))
+        return self._follow_keys.get(replace(key, extra=()) if key.extra else key)
 
     def follow(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
         """Compute the tokens of a step whose tokens the states have and whose features were taken. Returns the hidden
@@ -291,27 +299,30 @@ class EagleGraphs:
 
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage what the passes of a step are over. The requests have their rows and blocks."""
-        rows_R, room_R, longest = drafting_rows(step, self._states)
-        drafts = [room for room in room_R.tolist() if room > 0]
-        rows_R, room_R = rows_R[: len(drafts)], room_R[: len(drafts)]  # those with room come first
-        key = None
-        if drafts:
-            key = self._dispatcher.dispatch(len(rows_R), len(rows_R), 1, longest)
-            length = min(length for length in self._lengths if length >= drafts[0])
-            key = None if key is None or not key.is_decode else replace(key, drafts=length)
+        rows = self._drafting.rows(step)
+        longest, key = rows.longest(step), None
+        count = rows.num_drafting[0] if rows.num_drafting else 0  # those with room for a draft come first
+        if count:
+            key = self._dispatcher.dispatch(count, count, 1, longest)
+            length = min(length for length in self._lengths if length >= len(rows.num_drafting))
+            key = None if key is None or not key.is_decode else self._draft_keys[length][key]
         if step.draft_sharpness != self._staged_sharpness:
             self._staged_sharpness = step.draft_sharpness
             self._sharpness.stage(0, np.array([step.draft_sharpness], np.float32))
-        self._stage_rows(rows_R, room_R, len(rows_R) if key is None else key.num_requests)
-        num_drafting = [int((room_R > draft).sum()) for draft in range(drafts[0] if drafts else 0)]
-        return Drafting(rows_R, num_drafting, longest, key, None, len(rows_R))
+        self._stage_rows(rows, count if key is None else key.num_requests)
+        return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
 
-    def _stage_rows(self, rows_R: np.ndarray, room_R: np.ndarray, padded: int) -> None:
-        if padded == 0:
+    def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
+        """Stage the requests with room for a draft, unless they are there; None for padding alone."""
+        if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
-        self._own.stage_decodes(StagedDecodes([], NO_GENERATION, padded, [], rows_R, None))
+        self._staged = None if rows is None else (rows, padded)
         room = np.zeros(padded, np.int32)
-        room[: len(room_R)] = room_R
+        rows_R = NO_ROWS
+        if rows is not None:
+            count = rows.num_drafting[0]
+            rows_R, room[:count] = rows.rows_R[:count], rows.room_R[:count]
+        self._own.stage_decodes(StagedDecodes([], NO_GENERATION, padded, [], rows_R, None))
         if not np.array_equal(room, self._staged_room):
             self._staged_room = room
             self._room.stage(0, room)
@@ -361,7 +372,7 @@ class EagleGraphs:
         return batch
 
     def _fill_drafts(self, count: int, longest: int) -> None:
-        self._stage_rows(np.empty(0, np.int32), np.empty(0, np.int32), count)
+        self._stage_rows(None, count)
         self._states.writes.apply()
         prepare(single_tokens(count, 1, longest), self._states, self._own)
 
@@ -381,10 +392,9 @@ class EagleGraphs:
         self._states.writes.discard()  # `fill` made these writes
         return self.follow(batch, distinct=distinct)
 
-    def addresses(self) -> tuple[int, ...]:
+    def tensor_ids(self) -> tuple[int, ...]:
         """See GraphStep."""
-        read = (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])
-        return tuple(tensor.data_ptr() for tensor in read)
+        return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Follow a step of padding alone, and draft for as many requests as it has if they decode. host_3: see

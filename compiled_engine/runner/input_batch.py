@@ -120,11 +120,12 @@ class InputBuffers:
         )
         self.taken_R = made(max_num_rows if has_drafts else 0, dtype=torch.int32)
         self.decodes: StagedDecodes | None = None  # what rows_R holds, where that is decodes
-        self._drafted: tuple[np.ndarray, ...] | None = None  # or where that is a batch with drafts
+        # Or of a batch with drafts: rows_R, query_start_loc_R1 and draft_numbers_R.
+        self.drafted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def stage_decodes(self, decodes: StagedDecodes) -> None:
         """Stage the rows, unless the same ones are there."""
-        there, self.decodes, self._drafted = self.decodes, decodes, None
+        there, self.decodes, self.drafted = self.decodes, decodes, None
         if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
             return
         padded_rows_R = np.full(decodes.num_rows, -1, np.int32)
@@ -133,12 +134,12 @@ class InputBuffers:
 
     def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, draft_numbers_R: np.ndarray | None = None) -> None:
         """Stage any batch, padding rows included."""
-        self.decodes, there = None, self._drafted
-        self._drafted = None
+        self.decodes, there = None, self.drafted
+        self.drafted = None
         if draft_numbers_R is not None:
             assert self._draft_numbers is not None
-            self._drafted = rows_R, starts_R1, draft_numbers_R
-            if there is not None and all(map(np.array_equal, there, self._drafted)):
+            self.drafted = rows_R, starts_R1, draft_numbers_R
+            if there is not None and all(map(np.array_equal, there, self.drafted)):
                 return
             self._draft_numbers.stage(0, draft_numbers_R)
         self._rows.stage(0, rows_R)
@@ -146,7 +147,7 @@ class InputBuffers:
 
     def forget_staged(self) -> None:
         """Forget what was staged: it did not reach the device."""
-        self.decodes = self._drafted = None
+        self.decodes = self.drafted = None
 
 
 def prepare_inputs(

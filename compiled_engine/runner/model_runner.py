@@ -32,7 +32,7 @@ from compiled_engine.runner import kv_cache
 from compiled_engine.runner.adapter_slots import AdapterSlots
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
-from compiled_engine.runner.drafts import StepRows, make_drafted_batch
+from compiled_engine.runner.drafts import DraftedSteps
 from compiled_engine.runner.eagle import EagleProposer
 from compiled_engine.runner.eagle_graphs import EagleGraphs
 from compiled_engine.runner.head import embedding_of
@@ -181,6 +181,7 @@ class Runner:
             tensors_beside_steps(config),
             has_drafts=speculation.num_tokens > 0,
         )
+        self._drafted = DraftedSteps(self.states, self.buffers, config.draft_lengths, known=self.knows_drafts)
         # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
         self._head: EagleProposer | None = None
         self._draft: DraftModelProposer | EagleGraphs | None = None
@@ -318,13 +319,12 @@ class Runner:
         else:
             if self._draft is not None and not self.knows_drafts:
                 drafting = self._draft.stage(step)
-            lengths = self._config.draft_lengths
-            rows = StepRows.of(step, self.states, known=self.knows_drafts, lengths=lengths)
+            rows = self._drafted.rows(step)
             longest = max(map(add, step.starts, step.counts), default=0)
             key = graph_for(
                 rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, queries=rows.queries
             )
-            batch = make_drafted_batch(step, self.states, self.buffers, rows, key)
+            batch = self._drafted.make_batch(step, rows, key)
         if adapted:
             batch = replace(batch, adapted=True)
         self._clock.lap("prepare")

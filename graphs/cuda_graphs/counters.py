@@ -27,7 +27,7 @@ class GraphCounters:
 
     def __init__(self, dispatcher: Dispatcher):
         self._dispatcher = dispatcher
-        self._replays: Counter[str] = Counter()
+        self._replays: Counter[GraphKey] = Counter()
         self._padded_tokens = 0
         self._fallbacks: Counter[Fallback] = Counter()
         self._decodes: Counter[int] = Counter()
@@ -38,7 +38,7 @@ class GraphCounters:
         (self._decodes if decodes_only else self._mixed)[num_tokens] += 1
 
     def replay(self, key: GraphKey, num_tokens: int) -> None:
-        self._replays[key.name] += 1
+        self._replays[key] += 1
         self._padded_tokens += key.num_tokens - num_tokens
 
     def no_key(self, num_tokens: int, decodes_only: bool) -> None:
@@ -60,7 +60,7 @@ class GraphCounters:
         """Counts since the start; `batch_histogram` shows which sizes would be worth a capture."""
         return {
             "graph_replays": self._replays.total(),
-            "graph_replays_by_key": dict(self._replays),
+            "graph_replays_by_key": {key.name: count for key, count in self._replays.items()},
             "graph_padded_tokens": self._padded_tokens,
             "graph_fallbacks": self._fallbacks.total(),
             "graph_fallbacks_by_reason": {reason.value: count for reason, count in self._fallbacks.items()},

@@ -41,8 +41,8 @@ class GraphStep(Protocol):
         """
         ...
 
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the buffers: in debug runs a replay checks that they have not changed."""
+    def tensor_ids(self) -> tuple[int, ...]:
+        """The `id` of a buffer for each use: in debug runs a replay checks that none was replaced."""
         ...
 
 
@@ -67,7 +67,7 @@ class CudaGraphManager:
         self._capture, self._step = capture, step
         self._pending = sorted(keys, key=capture_order, reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}
-        self._captured_addresses: tuple[int, ...] = ()
+        self._captured_ids: tuple[int, ...] = ()
         self._memory: dict[GraphKey, MemoryReading] = {}
         self._kept_by_driver = 0  # of what the graphs of `predict` took, for the next ones
         self.capture_seconds = 0.0
@@ -148,7 +148,7 @@ class CudaGraphManager:
         key = self._pending.pop()
         start = time.perf_counter()
         self._graphs[key], self._memory[key] = self._capture_one(key)
-        self._captured_addresses = self._step.addresses()
+        self._captured_ids = self._step.tensor_ids()
         self.capture_seconds += time.perf_counter() - start
 
     def _capture_one(self, key: GraphKey) -> tuple[Captured, MemoryReading]:
@@ -164,7 +164,7 @@ class CudaGraphManager:
 
         inputs: of the batch itself, for attention that runs between graphs; None for a full graph.
         """
-        assert self._step.addresses() == self._captured_addresses, "a buffer that graphs read was replaced"
+        assert self._step.tensor_ids() == self._captured_ids, "a buffer that graphs read was replaced"
         captured = self._graphs[key]
         captured.graph.replay(inputs)
         return captured.result

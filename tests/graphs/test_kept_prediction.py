@@ -104,7 +104,7 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
             self.num_runs += 1
             return torch.zeros(1)
 
-        def addresses(self) -> tuple[int, ...]:
+        def tensor_ids(self) -> tuple[int, ...]:
             return ()
 
     step, asked = Step(), []
