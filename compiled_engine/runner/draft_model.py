@@ -16,6 +16,7 @@ from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, model_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.group import Group
@@ -42,9 +43,6 @@ from compiled_engine.runner.model_forward import (
 )
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
-
-# Tokens of a request in the first pass.
-FIRST = 2
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,6 @@ def single_tokens(num_rows: int, queries: int, longest: int) -> InputBatch:
     nothing = np.empty(0, np.int32)
     host = num_rows, queries, longest
     return InputBatch([], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host)
-
-
-def pass_keys(dispatcher: Dispatcher, num_drafts: int) -> tuple[GraphKey, ...]:
-    """Return the keys of the graphs that hold all passes. dispatcher: for rows of the first pass."""
-    keys = (key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode)
-    return tuple(replace(key, drafts=num_drafts) for key in keys)
 
 
 class DraftModelProposer:
@@ -153,8 +145,8 @@ class DraftModelProposer:
         self.further = forward_of(most_requests, most_requests, has_drafts=True)
         self._room = states.writes.field(most_requests)
         self._staged_room = np.empty(0, np.int32)
-        self._dispatcher = Dispatcher(config.graph, scheduler, queries=FIRST)
-        self.keys = tuple(key for length in lengths if length for key in pass_keys(self._dispatcher, length))
+        self._dispatcher = Dispatcher(config.graph, scheduler, queries=(FIRST,))
+        self.keys = model_keys(self._dispatcher, lengths)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""

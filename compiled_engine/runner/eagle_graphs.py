@@ -8,7 +8,7 @@ Their entries are behind the newest token, where the next drafts are written bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +19,10 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
 from compiled_engine.attention.op import OnAttention
-from compiled_engine.config import EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, follow_keys, head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput
@@ -164,13 +165,6 @@ def launch_begin_drafts(
     )
 
 
-def follow_keys(graph: GraphConfig, scheduler: SchedulerConfig, queries: Sequence[int]) -> dict[GraphKey, GraphKey]:
-    """Return the keys of the graphs that follow steps, by those of the steps. queries: the numbers of a request's
-    newest token and drafts, ascending."""
-    steps = Dispatcher(graph, scheduler, queries=queries[-1], fewer=queries[:-1])
-    return {key: replace(key, follows=True) for key in steps.keys if key.is_decode}
-
-
 class EagleGraphs:
     """A head's passes, see the module's docstring. Implements `GraphStep`.
 
@@ -198,7 +192,7 @@ class EagleGraphs:
         self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
         self._token_ids_V = self._loaded.token_ids_V.to(config.device)
         self._lengths = engine.draft_lengths
-        self.queries = (*engine.fewer_queries, engine.most_new_tokens)
+        self.queries = engine.speculation.verified
         scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
         most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
         cases = cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype)
@@ -236,10 +230,12 @@ class EagleGraphs:
         self._sharpness = states.writes.field(1, dtype=torch.float32, initial=1.0)
         self._staged_room, self._staged_sharpness = np.empty(0, np.int32), 1.0
         self._dispatcher = Dispatcher(config.graph, scheduler)
-        self._follow_keys = follow_keys(config.graph, scheduler, self.queries)
+        dispatcher, longest = Dispatcher(engine.graph, scheduler, queries=self.queries), scheduler.max_model_len
+        steps = StepKeys.of(dispatcher, longest, engine.speculation.sizes_read)
+        self._follow_keys = follow_keys(steps.read.values(), longest)
         self.keys: tuple[GraphKey, ...] = (
-            *self._follow_keys.values(),
-            *(replace(key, drafts=length) for length in self._lengths if length for key in self._dispatcher.keys),
+            *dict.fromkeys(self._follow_keys.values()),
+            *head_keys(self._dispatcher, self._lengths),
         )
 
     def allocate(self, num_blocks: int) -> None:

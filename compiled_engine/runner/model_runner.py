@@ -318,8 +318,7 @@ class Runner:
         else:
             if self._draft is not None and not self.knows_drafts:
                 drafting = self._draft.stage(step)
-            lengths = self._config.draft_lengths
-            rows = StepRows.of(step, self.states, known=self.knows_drafts, lengths=lengths)
+            rows = StepRows.of(step, self.states, known=self.knows_drafts, queries=self._config.speculation.queries)
             longest = max(map(add, step.starts, step.counts), default=0)
             key = graph_for(
                 rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, queries=rows.queries
