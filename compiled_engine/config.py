@@ -361,13 +361,14 @@ class GraphConfig:
 
     `decode_sizes`: numbers of decodes with full graphs. `token_sizes`: token counts of other batches with graphs of the
     mode. `short_decodes`: (decodes, tokens), numbers of decodes with contexts up to this many tokens, with separate
-    graphs.
+    graphs; `short_verified`: the same of requests whose drafts are verified.
     """
 
     mode: GraphMode
     decode_sizes: tuple[int, ...] = ()
     token_sizes: tuple[int, ...] = ()
     short_decodes: tuple[tuple[int, int], ...] = ()
+    short_verified: tuple[tuple[int, int], ...] = ()
 
     @property
     def captures(self) -> bool:
@@ -412,14 +413,38 @@ class SpeculationConfig:
         """Return whether there is a head, and steps that it does not read."""
         return self.adapts and len(self.taps) > 0
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of drafts that steps may have, ascending."""
+        return draft_lengths(self.num_tokens) if self.adapts else (self.num_tokens,)
+
+    @property
+    def verified(self) -> tuple[int, ...]:
+        """The numbers of a request's newest token and drafts that steps may verify, ascending."""
+        return tuple(1 + length for length in self.lengths if length)
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """The numbers of rows that each request may have in a step of decodes, ascending."""
+        return (1, *self.verified)
+
+    @property
+    def sizes_read(self) -> tuple[int, ...] | None:
+        """Sizes of the graphs of steps without drafts that a head reads which may rest: those of its own graphs. None
+        for any other engine."""
+        return self.draft.graph.decode_sizes if self.draft is not None and self.head_rests else None
+
 
 GREEDY_DRAFTS = 1e6
 """A sharpness that leaves the noise of sampling no influence."""
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """The numbers of drafts between which a step chooses: 0, 1, powers of 2 and `most`. Each is measured."""
-    return tuple(sorted({0, most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)}))
+    """The numbers of drafts between which a step chooses: `most`, and each half of the one before, rounded down, to 0.
+
+    Each is measured, and has graphs of its own.
+    """
+    return tuple(most >> power for power in range(most.bit_length(), -1, -1))
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -481,13 +506,7 @@ class EngineConfig:
     @property
     def draft_lengths(self) -> tuple[int, ...]:
         """The numbers of drafts that steps may have."""
-        speculation = self.speculation
-        return draft_lengths(speculation.num_tokens) if speculation.adapts else (speculation.num_tokens,)
-
-    @property
-    def fewer_queries(self) -> tuple[int, ...]:
-        """The numbers of a request's newest token and drafts that steps may have between 1 and the most."""
-        return tuple(1 + length for length in self.draft_lengths if 0 < length < self.speculation.num_tokens)
+        return self.speculation.lengths
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -144,18 +144,25 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
     return ()
 
 
+def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return all of these contexts."""
+    return contexts
+
+
 @dataclass(frozen=True)
 class Support:
     """A backend's offer for a case that it accepts.
 
     records_decodes: whether, on a CPU, the calls for decodes depend only on their number. short_contexts: context
     lengths, ascending, up to which a number of decodes uses special kernels in `attend_unrotated`; a captured graph
-    does not know context lengths, so such batches have separate graphs.
+    does not know context lengths, so such batches have separate graphs. contexts_of_drafts: from a number of requests
+    and such lengths to those for which `attend` launches other kernels where drafts are verified.
     """
 
     graphs: GraphSupport
     records_decodes: bool = False
     short_contexts: Callable[[int], tuple[int, ...]] = no_short_contexts
+    contexts_of_drafts: Callable[[int, tuple[int, ...]], tuple[int, ...]] = all_contexts
 
     @classmethod
     def of_all(cls, supports: Sequence[Support]) -> Support:
@@ -165,9 +172,14 @@ class Support:
             first, *others = (support.short_contexts(num_requests) for support in supports)
             return tuple(context for context in first if all(context in other for other in others))
 
+        def contexts_of_drafts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...]:
+            needed = {each for support in supports for each in support.contexts_of_drafts(num_requests, contexts)}
+            return tuple(context for context in contexts if context in needed)
+
         order = list(GraphSupport)
         return cls(
             min((support.graphs for support in supports), key=order.index),
             all(support.records_decodes for support in supports),
             short_contexts,
+            contexts_of_drafts,
         )

@@ -22,6 +22,8 @@ CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
 # The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
 # launching takes.
 MAX_TOKENS_AROUND_ATTENTION = 512
+# Up to this many rows, a product of matrices takes about as long as reading its weights.
+MOST_ROWS_READ = 256
 
 
 def resolve_graphs(
@@ -59,15 +61,30 @@ def resolve_graphs(
             f"max_num_seqs ({scheduler.max_num_seqs}) decodes or max_num_batched_tokens "
             f"({scheduler.max_num_batched_tokens}) tokens, or graph_mode none"
         )
-    return GraphConfig(mode, decode_sizes, token_sizes, _short_decodes(decode_sizes, short_contexts, scheduler))
+    short_decodes = _short_decodes(decode_sizes, short_contexts, scheduler)
+    of_drafts = attention.support.contexts_of_drafts
+    short_verified = _short_decodes(decode_sizes, lambda size: of_drafts(size, short_contexts(size)), scheduler)
+    return GraphConfig(mode, decode_sizes, token_sizes, short_decodes, short_verified)
 
 
-def decode_graphs(
+def graphs_of_draft_model(
     sizes: tuple[int, ...], compiled: CompileConfig, attention: AttentionChoice, scheduler: SchedulerConfig
 ) -> GraphConfig:
-    """Graphs of these numbers of decodes, also with short contexts, for a model that runs beside another."""
-    short_decodes = _short_decodes(sizes, reached_short_contexts(compiled, attention), scheduler)
-    return GraphConfig(GraphMode.FULL_DECODE_ONLY, sizes, short_decodes=short_decodes)
+    """Graphs of the passes over these numbers of requests, also with short contexts: of two tokens of each in the
+    first pass, and of decodes in the others."""
+    short = _short_decodes(sizes, reached_short_contexts(compiled, attention), scheduler)
+    return GraphConfig(GraphMode.FULL_DECODE_ONLY, sizes, short_decodes=short, short_verified=short)
+
+
+def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
+    """Graphs of the passes in which a head drafts: of the smaller sizes those that powers of two are padded to.
+
+    A head is a layer and logits. Padding costs it little as long as reading its weights takes longer than multiplying,
+    and kernels for short contexts would save it little.
+    """
+    powers = [1 << power for power in range(MOST_ROWS_READ.bit_length())]
+    padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers}
+    return GraphConfig(GraphMode.FULL_DECODE_ONLY, tuple(sorted(padded | {s for s in sizes if s >= MOST_ROWS_READ})))
 
 
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:

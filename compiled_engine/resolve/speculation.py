@@ -27,7 +27,12 @@ from compiled_engine.models.checkpoint.eagle3_folder import read_head
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.compile import resolve_compile
-from compiled_engine.resolve.cuda_graphs import decode_graphs, default_capture_sizes, recording_obstacle
+from compiled_engine.resolve.cuda_graphs import (
+    default_capture_sizes,
+    graphs_of_draft_model,
+    graphs_of_head,
+    recording_obstacle,
+)
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
 from compiled_engine.resolve.parallel import check_model
 from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, require, text, unknown_name_message
@@ -190,7 +195,7 @@ def _graphs(
     attention: AttentionChoice,
     reasons: dict[str, str],
 ) -> GraphConfig:
-    """The graphs of a draft model: where the engine has any, its passes are captured for decodes, or recorded."""
+    """The graphs of a draft model or a head: where the engine has any, passes are captured for decodes, or recorded."""
     mode, graph, device = config.graph.mode, config.graph, config.device
     if mode is GraphMode.RECORDED:
         obstacle = recording_obstacle(compiled, config.parallel, draft, attention, device)
@@ -200,7 +205,9 @@ def _graphs(
     elif graph.captures and attention.support.graphs is not GraphSupport.NEVER:
         reasons["graph.mode"] = "the passes of a draft model are captured for decodes"
         sizes = graph.decode_sizes or default_capture_sizes(config.scheduler.max_num_seqs)
-        return decode_graphs(sizes, compiled, attention, config.scheduler)
+        if draft.head is not None:
+            return graphs_of_head(sizes)
+        return graphs_of_draft_model(sizes, compiled, attention, config.scheduler)
     elif graph.captures:
         reasons["graph.mode"] = f"attention backend {attention.backend} cannot be captured"
     return GraphConfig(GraphMode.NONE)

@@ -8,7 +8,7 @@ computes the tokens of a step behind it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from compiled_engine.config import EngineConfig, GraphConfig
 from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
@@ -145,12 +146,6 @@ def affordable(
     return replace(config.graph, token_sizes=kept)
 
 
-def plain_keys(keys: Iterable[GraphKey]) -> dict[GraphKey, GraphKey]:
-    """Return the keys of decodes where the head rests, by those of the same decodes where it does not."""
-    decodes = (key for key in keys if key.is_decode and key.max_query_len == 1)
-    return {key: replace(key, plain=True) for key in decodes}
-
-
 @dataclass(frozen=True)
 class _EitherStep:
     """Implements `GraphStep` for the keys of the engine's model and of its draft model or head."""
@@ -187,10 +182,9 @@ class CapturedSteps:
     ):
         self._step, self._draft = step, draft
         fields = () if config.adapters is None else (ADAPTERS,)
-        queries, fewer = config.most_new_tokens, config.fewer_queries
-        self.dispatcher = Dispatcher(graph, config.scheduler, fields, queries, fewer)
-        rests = config.speculation.head_rests and step.head is not None
-        self._plain_keys = plain_keys(self.dispatcher.keys) if rests else {}
+        speculation = config.speculation
+        self.dispatcher = Dispatcher(graph, config.scheduler, fields, speculation.verified)
+        self._keys = StepKeys.of(self.dispatcher, config.scheduler.max_model_len, speculation.sizes_read)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]
         if in_parts and by_request:  # their number is not that of the capture
@@ -201,9 +195,8 @@ class CapturedSteps:
         self.counters = GraphCounters(self.dispatcher)
         self.graphs = None
         if capture is not None:
-            keys, both = self.dispatcher.keys, step if draft is None else _EitherStep(step, draft)
-            keys += (*self._plain_keys.values(), *(draft.keys if draft is not None else ()))
-            self.graphs = CudaGraphManager(keys, capture, both)
+            both = step if draft is None else _EitherStep(step, draft)
+            self.graphs = CudaGraphManager((*self._keys.captured, *(draft.keys if draft else ())), capture, both)
 
     def graph_for(
         self,
@@ -230,7 +223,7 @@ class CapturedSteps:
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, adapted=adapted)):
             self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
         else:
-            return self._plain_keys.get(key, key) if plain else key
+            return (self._keys.plain if plain else self._keys.read)[key]
         return None
 
     def draft(self, drafting: Drafting) -> None:

@@ -16,6 +16,7 @@ from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, model_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.group import Group
@@ -44,8 +45,6 @@ from compiled_engine.runner.model_forward import (
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
-# Tokens of a request in the first pass.
-FIRST = 2
 NO_ROWS = np.empty(0, np.int32)
 
 
@@ -71,12 +70,6 @@ def single_tokens(num_rows: int, queries: int, longest: int) -> InputBatch:
     nothing = np.empty(0, np.int32)
     host = num_rows, queries, longest
     return InputBatch([], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host)
-
-
-def pass_keys(dispatcher: Dispatcher, num_drafts: int) -> tuple[GraphKey, ...]:
-    """Return the keys of the graphs that hold all passes. dispatcher: for rows of the first pass."""
-    keys = (key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode)
-    return tuple(replace(key, drafts=num_drafts) for key in keys)
 
 
 class DraftModelProposer:
@@ -147,8 +140,8 @@ class DraftModelProposer:
         self._staged_room = NO_ROWS
         self._drafting = DraftingSteps(states)
         self._staged: tuple[DraftingRows, int] | None = None
-        self._dispatcher = Dispatcher(config.graph, scheduler, queries=FIRST)
-        self.keys = tuple(key for length in lengths if length for key in pass_keys(self._dispatcher, length))
+        self._dispatcher = Dispatcher(config.graph, scheduler, queries=(FIRST,))
+        self.keys = model_keys(self._dispatcher, lengths)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
@@ -168,7 +161,7 @@ class DraftModelProposer:
 
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage what the passes of a step are over. The requests have their rows and blocks."""
-        states, rows = self._states, self._drafting.rows(step)
+        rows = self._drafting.rows(step)
         count, longest = len(rows.rows_R), rows.longest(step)
         key = self._key(count, longest, len(rows.num_drafting))
         self._stage_rows(rows, count if key is None else key.num_requests // FIRST)

@@ -64,9 +64,9 @@ class StepRows:
         return int(self.lens_A.sum())
 
     @classmethod
-    def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, lengths: Sequence[int] = ()) -> StepRows:
-        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have. lengths:
-        the numbers of drafts that a step may have, ascending; by default the most that the states hold."""
+    def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, queries: Sequence[int]) -> StepRows:
+        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have. queries:
+        the numbers of rows that each may have in a step of decodes then, ascending."""
         assert states.drafts_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
         step_starts_R = np.array(step.starts, np.int32)
@@ -76,19 +76,18 @@ class StepRows:
             num_drafts_R = np.minimum(num_drafts_R, (states.drafts_SK.numpy()[rows_R] >= 0).sum(1))
         single_R = (behind_R >= -1) | (counts_R == 1)
         num_rows_R = num_drafts_R + 1
-        queries, order_R = None, np.argsort(~single_R, kind="stable")
+        of_each, order_R = None, np.argsort(~single_R, kind="stable")
         if not known and single_R.all():
-            most = int(num_drafts_R.max())
-            queries = 1 + next(length for length in (*lengths, states.drafts_SK.shape[1]) if length >= most)
-            queries = queries if most else 1
-            num_rows_R = np.full_like(num_rows_R, queries)
+            most = int(num_rows_R.max())
+            of_each = next(number for number in queries if number >= most)
+            num_rows_R = np.full_like(num_rows_R, of_each)
             order_R = np.argsort(-step_starts_R, kind="stable")  # see make_batch
         num_rows_R = num_rows_R[order_R]
         request_A = np.repeat(order_R, num_rows_R)
         number_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
         lens_A = np.where(single_R, 1, counts_R)[request_A]
-        last = queries is not None and bool((behind_R >= 0).all())
-        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], queries, last)
+        last = of_each is not None and bool((behind_R >= 0).all())
+        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], of_each, last)
 
 
 class DraftedSteps:
@@ -98,9 +97,9 @@ class DraftedSteps:
     of the contexts at that time.
     """
 
-    def __init__(self, states: RequestStates, buffers: InputBuffers, lengths: Sequence[int], *, known: bool) -> None:
-        """lengths, known: see StepRows.of."""
-        self._states, self._buffers, self._lengths, self._known = states, buffers, lengths, known
+    def __init__(self, states: RequestStates, buffers: InputBuffers, queries: Sequence[int], *, known: bool) -> None:
+        """queries, known: see StepRows.of."""
+        self._states, self._buffers, self._queries, self._known = states, buffers, queries, known
         self._shares: Shares | None = None
         self._rows: StepRows | None = None
         self._batch: InputBatch | None = None  # of these rows, the newest one
@@ -110,7 +109,7 @@ class DraftedSteps:
         """Return the rows of a step. The requests have theirs in the states."""
         shares = Shares.of(step, self._states)
         if self._rows is None or shares != self._shares:
-            self._rows = StepRows.of(step, self._states, known=self._known, lengths=self._lengths)
+            self._rows = StepRows.of(step, self._states, known=self._known, queries=self._queries)
             self._shares, self._batch = shares if self._rows.last else None, None
         return self._rows
 

@@ -8,7 +8,7 @@ Their entries are behind the newest token, where the next drafts are written bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +19,10 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
 from compiled_engine.attention.op import OnAttention
-from compiled_engine.config import EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, follow_keys, head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput
@@ -165,13 +166,6 @@ def launch_begin_drafts(
     )
 
 
-def follow_keys(graph: GraphConfig, scheduler: SchedulerConfig, queries: Sequence[int]) -> dict[GraphKey, GraphKey]:
-    """Return the keys of the graphs that follow steps, by those of the steps. queries: the numbers of a request's
-    newest token and drafts, ascending."""
-    steps = Dispatcher(graph, scheduler, queries=queries[-1], fewer=queries[:-1])
-    return {key: replace(key, follows=True) for key in steps.keys if key.is_decode}
-
-
 class EagleGraphs:
     """A head's passes, see the module's docstring. Implements `GraphStep`.
 
@@ -199,7 +193,7 @@ class EagleGraphs:
         self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
         self._token_ids_V = self._loaded.token_ids_V.to(config.device)
         self._lengths = engine.draft_lengths
-        self.queries = (*engine.fewer_queries, engine.most_new_tokens)
+        self.queries = engine.speculation.verified
         scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
         most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
         cases = cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype)
@@ -239,15 +233,12 @@ class EagleGraphs:
         self._drafting = DraftingSteps(states)
         self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler)
-        self._follow_keys = follow_keys(config.graph, scheduler, self.queries)
-        self._draft_keys = {
-            length: {key: replace(key, drafts=length) for key in self._dispatcher.keys}
-            for length in self._lengths
-            if length
-        }
+        dispatcher, longest = Dispatcher(engine.graph, scheduler, queries=self.queries), scheduler.max_model_len
+        steps = StepKeys.of(dispatcher, longest, engine.speculation.sizes_read)
+        self._follow_keys = follow_keys(steps.read.values(), longest)
         self.keys: tuple[GraphKey, ...] = (
-            *self._follow_keys.values(),
-            *(key for of_length in self._draft_keys.values() for key in of_length.values()),
+            *dict.fromkeys(self._follow_keys.values()),
+            *head_keys(self._dispatcher, self._lengths),
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -305,7 +296,7 @@ class EagleGraphs:
         if count:
             key = self._dispatcher.dispatch(count, count, 1, longest)
             length = min(length for length in self._lengths if length >= len(rows.num_drafting))
-            key = None if key is None or not key.is_decode else self._draft_keys[length][key]
+            key = None if key is None or not key.is_decode else replace(key, drafts=length)
         if step.draft_sharpness != self._staged_sharpness:
             self._staged_sharpness = step.draft_sharpness
             self._sharpness.stage(0, np.array([step.draft_sharpness], np.float32))

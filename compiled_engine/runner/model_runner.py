@@ -181,7 +181,7 @@ class Runner:
             tensors_beside_steps(config),
             has_drafts=speculation.num_tokens > 0,
         )
-        self._drafted = DraftedSteps(self.states, self.buffers, config.draft_lengths, known=self.knows_drafts)
+        self._drafted = DraftedSteps(self.states, self.buffers, speculation.queries, known=self.knows_drafts)
         # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
         self._head: EagleProposer | None = None
         self._draft: DraftModelProposer | EagleGraphs | None = None

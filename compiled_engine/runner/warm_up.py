@@ -91,11 +91,7 @@ def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[
     Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
     contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
-    scheduler, graph, queries = (
-        config.scheduler,
-        config.graph,
-        queries or (*config.fewer_queries, config.most_new_tokens),
-    )
+    scheduler, graph, queries = config.scheduler, config.graph, queries or config.speculation.verified
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = scheduler.max_model_len
     num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
@@ -121,11 +117,11 @@ def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[
     shapes = [*product(few, bounds), *product(sizes, bounds[:1])]
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     verified: list[BatchShape] = []
-    for number in queries if queries[-1] > 1 else ():
-        kinds = [*((size, longest) for size in sizes), *graph.short_decodes, *shapes]
+    for number in queries:
+        kinds = [*((size, longest) for size in sizes), *graph.short_verified, *shapes]
         of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
         verified += [shape for shape in of_number if shape.num_tokens <= max_tokens]
-    most_rows = min(max_requests * queries[-1], max_tokens)
+    most_rows = min(max_requests * max(queries, default=1), max_tokens)
     return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *verified, *short, *of_any_length]
 
 

@@ -132,6 +132,7 @@ OTHER_FIELDS = (
     "graph.decode_sizes",
     "graph.token_sizes",
     "graph.short_decodes",
+    "graph.short_verified",
     "parallel.collectives",
     "parallel.executor",
     "parallel.stage_layers",

@@ -24,23 +24,22 @@ class Dispatcher:
         graph: GraphConfig,
         scheduler: SchedulerConfig,
         fields: Sequence[KeyField] = (),
-        queries: int = 1,
-        fewer: Sequence[int] = (),
+        queries: Sequence[int] = (),
     ):
-        """fields: what passes add to the keys; there is a graph of each size for each combination. queries: of a
-        request, its newest token and its drafts, at most. fewer: other numbers of these, between 1 and queries."""
-        most, longest = scheduler.max_num_seqs * queries, scheduler.max_model_len
+        """fields: what passes add to the keys; there is a graph of each size for each combination. queries: see
+        SpeculationConfig.verified."""
+        most, longest = scheduler.max_num_seqs * max(queries, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
         self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
         short_keys = [decode_key(*shape, short=True) for shape in sorted(graph.short_decodes)]
         verify_keys: dict[int, tuple[GraphKey, ...]] = {}
-        for number in (*fewer, queries) if queries > 1 else ():
+        for number in queries:
             most_requests = scheduler.max_num_batched_tokens // number
             fitting = (size for size in graph.decode_sizes if size <= most_requests)
             verify_keys[number] = tuple(verify_key(size, number, longest) for size in sorted(fitting))
             short_keys += [
                 verify_key(size, number, context, short=True)
-                for size, context in sorted(graph.short_decodes)
+                for size, context in sorted(graph.short_verified)
                 if size <= most_requests
             ]
         self.verify_keys = tuple(key for keys in verify_keys.values() for key in keys)

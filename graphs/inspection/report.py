@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_engine.config import EngineConfig, draft_lengths
+from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.record import RECORD
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, StepKeys, follow_keys, head_keys, model_keys
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.graphs.inspection.kernels import Kernel, kernels_of
 from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, parameter_uses, with_pieces
 
@@ -228,49 +231,35 @@ def _cache(entry: CompiledEntry) -> dict[str, Any]:
 def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The CUDA graphs, with the memory that each took (None: not measured)."""
     used = {name: sum(reading.values()) for name, reading in metrics.get("graph_bytes_by_key", {}).items()}
-    mixed = "full" if config["graph"]["mode"] == "full" else "piecewise"
-    mixed = "breakable" if config["graph"]["mode"] == "breakable" else mixed
-    decodes = [("", size) for size in config["graph"]["decode_sizes"]]
-    decodes += [(f"short-{context}", size) for size, context in config["graph"].get("short_decodes", ())]
-    sizes = [(kind or "decode", size) for kind, size in decodes]
-    sizes += _captures_of_drafts(config["scheduler"]["max_num_batched_tokens"], decodes, config.get("speculation", {}))
-    sizes += [(mixed, size) for size in config["graph"]["token_sizes"]]
-    return [{"kind": kind, "size": size, "bytes": used.get(f"{kind} {size}")} for kind, size in sizes]
+    names = [(key.name, key.name.split()[0], key.num_tokens) for key in _keys(config)]
+    return [{"kind": kind, "size": size, "bytes": used.get(name)} for name, kind, size in names]
 
 
-def _captures_of_drafts(
-    most_tokens: int, decodes: Sequence[tuple[str, int]], speculation: Mapping[str, Any]
-) -> list[tuple[str, int]]:
-    """Kinds and sizes of the graphs that verify drafts, make them, follow a step with a head, and do without it.
-    decodes: of the model's graphs."""
-    if not (most := speculation.get("num_tokens", 0)):
-        return []
-    lengths = [length for length in draft_lengths(most) if length] if speculation.get("adapts") else [most]
-    verified = [
-        (f"verify-{1 + length}-{kind}".rstrip("-"), size * (1 + length)) for length in lengths for kind, size in decodes
-    ]
-    sizes = [(kind, size) for kind, size in verified if size <= most_tokens]
-    if draft := speculation.get("draft"):
-        drafting = [("", size) for size in draft["graph"]["decode_sizes"]]
-        drafting += [(f"short-{context}", size) for size, context in draft["graph"]["short_decodes"]]
-        is_head = draft.get("model", {}).get("head") is not None
-        tokens = 1 if is_head else 2
-        sizes += [
-            (f"draft-{length}-{kind}".rstrip("-"), size * tokens)
-            for length in lengths
-            for kind, size in drafting
-            if size * tokens <= most_tokens
-        ]
-        if is_head:
-            followed = [(kind or "decode", size) for kind, size in drafting]
-            followed += [
-                (f"verify-{1 + length}-{kind}".rstrip("-"), size * (1 + length))
-                for length in lengths
-                for kind, size in drafting
-            ]
-            sizes += [(f"follow-{kind}", size) for kind, size in followed if size <= most_tokens]
-            sizes += [(f"plain-{kind or 'decode'}", size) for kind, size in decodes if speculation.get("adapts")]
-    return sizes
+def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
+    """The keys of the CUDA graphs of a configuration, but for those of adapters."""
+    scheduler, given, draft = SchedulerConfig(**config["scheduler"]), config.get("speculation", {}), None
+    if of_draft := given.get("draft"):
+        draft = _graph(of_draft["graph"])
+    most, adapts, taps = given.get("num_tokens", 0), given.get("adapts", False), given.get("taps", ())
+    speculation = SpeculationConfig(num_tokens=most, adapts=adapts, taps=tuple(taps))
+    dispatcher = Dispatcher(_graph(config["graph"]), scheduler, queries=speculation.verified)
+    longest, lengths = scheduler.max_model_len, speculation.lengths
+    if draft is None:
+        return dispatcher.keys
+    if not taps:
+        return dispatcher.keys + model_keys(Dispatcher(draft, scheduler, queries=(FIRST,)), lengths)
+    steps = StepKeys.of(dispatcher, longest, draft.decode_sizes if speculation.head_rests else None)
+    follows = dict.fromkeys(follow_keys(steps.read.values(), longest).values())
+    return (*steps.captured, *head_keys(Dispatcher(draft, scheduler), lengths), *follows)
+
+
+def _graph(config: Mapping[str, Any]) -> GraphConfig:
+    """Graphs from plain JSON."""
+    short_decodes, short_verified = (
+        tuple((size, context) for size, context in config.get(name, ())) for name in ("short_decodes", "short_verified")
+    )
+    sizes = tuple(config["decode_sizes"]), tuple(config["token_sizes"])
+    return GraphConfig(GraphMode(config["mode"]), *sizes, short_decodes, short_verified)
 
 
 def _output_code(folder: Path, key: str) -> str:

@@ -87,6 +87,15 @@ def test_what_is_offered_for_all_layers_is_the_least() -> None:
     assert Support.of_all([more]).short_contexts(7) == (256, 512)
 
 
+def test_drafts_of_all_layers_have_the_graphs_that_some_layer_needs() -> None:
+    last = Support(GraphSupport.ALWAYS, contexts_of_drafts=lambda num_requests, contexts: contexts[-1:])
+    first = Support(GraphSupport.ALWAYS, contexts_of_drafts=lambda num_requests, contexts: contexts[:1])
+    every = Support(GraphSupport.ALWAYS)
+    contexts = (64, 128, 256)
+    found = [Support.of_all(each).contexts_of_drafts(3, contexts) for each in ([last], [last, first], [last, every])]
+    assert found == [(256,), (64, 256), contexts]
+
+
 def test_backends_that_every_graph_captures() -> None:
     on_cuda = replace(ON_CPU, device="cuda").with_block_size(16)
     assert captured_always([on_cuda]) == ["triton"]

@@ -27,13 +27,13 @@ def run(
 
 
 # A draft costs a tenth of a step, or four of them more than two steps.
-CHEAP = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 6: 1.6}
-DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 4: 4.6, 6: 6.4}
+CHEAP = {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.3, 4: 1.4, 6: 1.6}
+DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 3: 3.7, 4: 4.6, 6: 6.4}
 
 
 @pytest.mark.parametrize(
     ("share", "seconds", "best"),
-    [(0.0, CHEAP, {0}), (0.95, CHEAP, {6}), (0.6, CHEAP, {2, 4}), (0.6, DEAR, {0}), (0.9, DEAR, {0, 1, 2})],
+    [(0.0, CHEAP, {0}), (0.95, CHEAP, {6}), (0.6, CHEAP, {3}), (0.6, DEAR, {0}), (0.9, DEAR, {0, 1})],
 )
 def test_the_best_number_is_found(share: float, seconds: dict[int, float], best: set[int]) -> None:
     length = DraftLength(6)
@@ -44,8 +44,8 @@ def test_the_best_number_is_found(share: float, seconds: dict[int, float], best:
 
 def test_drafts_that_never_are_right_cost_a_probe_at_times() -> None:
     length = DraftLength(6)
-    first = run(length, 0.0, CHEAP, 5 * LEAST_STEPS)
-    assert sorted(set(first)) == [0, 1, 2, 4, 6]
+    first = run(length, 0.0, CHEAP, 4 * LEAST_STEPS)
+    assert sorted(set(first)) == [0, 1, 3, 6]
     run(length, 0.0, CHEAP, 300)
     chosen = run(length, 0.0, CHEAP, 6400)
     cost = sum(CHEAP[count] for count in chosen) / len(chosen)

@@ -174,7 +174,7 @@ def test_steps_with_as_many_drafts_as_pay_have_the_same_tokens(target: Path, tmp
         for sampling in (*SAMPLING, {"temperature": 0.8, "repetition_penalty": 1.2}):
             assert generate(llm, **sampling) == generate(plain, **sampling)
         metrics = llm.metrics()
-    assert metrics["draft_lengths"].keys() == {"0", "1", "2", "3"}
+    assert metrics["draft_lengths"].keys() == {"0", "1", "3"}
     assert all(metrics["draft_lengths"].values())
     assert metrics["draft_tokens"] > 0
     assert len(metrics["draft_shares"]) == 3

@@ -106,6 +106,20 @@ def test_the_tokens_are_those_without_drafts(
     assert "num_blocks" not in options or metrics["preemptions"] > 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "adapts", "num_captures"),
+    [(GraphMode.FULL, False, 17), (GraphMode.FULL, True, 29), (GraphMode.PIECEWISE, True, 8)],
+)
+def test_a_graph_is_captured_for_what_may_be_replayed(
+    mode: GraphMode, adapts: bool, num_captures: int, fitted: Path
+) -> None:
+    """Of three sizes, and two of other batches: with one and three drafts where their number changes. A head follows
+    steps that have graphs."""
+    core = start_core(config_of(mode, of_head(fitted, 3, adapts=adapts)), SilentProgress())
+    assert core.metrics()["captures"] == num_captures
+    core.close()
+
+
 @pytest.mark.parametrize("adapts", [False, True])
 def test_a_lagging_device_drafts_for_what_is_there_then(
     adapts: bool, fitted: Path, text: Text, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch

@@ -175,6 +175,9 @@ def test_a_head_that_is_never_right_comes_to_rest(head: Path) -> None:
         before = llm.metrics()["graph_replays_by_key"]
         calls, _ = launches(core, 20)
         after = llm.metrics()["graph_replays_by_key"]
+        captures = llm.metrics()["captures"]
+    # Of 4 numbers of decodes and 11 of tokens: at rest, read without drafts, with 1 and 3 drafts; the head's passes.
+    assert captures == 11 + 4 + 4 + 2 * 4 + 2 * 4 + 3 * 4
     replayed = {name.split()[0] for name, count in after.items() if count > before.get(name, 0)}
     assert calls["cudaGraphLaunch"] == 20
     assert replayed <= {"plain-decode", "plain-short-256"}

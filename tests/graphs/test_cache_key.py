@@ -136,6 +136,7 @@ PERTURBED: dict[str, Any] = {
     "graph.mode": GraphMode.FULL_DECODE_ONLY,
     "graph.decode_sizes": (1, 2),
     "graph.short_decodes": ((1, 64), (2, 64)),
+    "graph.short_verified": ((1, 64), (2, 64)),
     "graph.token_sizes": (1, 2),
     "parallel.tensor_parallel_size": 2,
     "parallel.stage_layers": (2, 4),

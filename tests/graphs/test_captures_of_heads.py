@@ -1,48 +1,162 @@
-"""The report lists the graphs of a head, and those of each number of drafts."""
+"""The graphs of an engine with drafts: which there are, how many, and that the report lists them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from compiled_engine.attention.backends.decode_splits import contexts_of_drafts, short_contexts_of, short_splits
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, draft_lengths, json_value
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys
 from compiled_engine.graphs.inspection.report import make_report
-from compiled_engine.runner.captured_steps import plain_keys
-from compiled_engine.runner.eagle_graphs import follow_keys
+from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, graphs_of_head
 
-GRAPH = GraphConfig(GraphMode.FULL, (1, 2, 8), (4, 16), short_decodes=((2, 50), (2, 90)))
-SCHEDULER = SchedulerConfig(8, 30, 128, "fcfs")
+SHORT = ((2, 50), (2, 90))
+GRAPH = GraphConfig(GraphMode.FULL, (1, 2, 8), (4, 16), SHORT, SHORT[1:])
+SCHEDULER = SchedulerConfig(8, 32, 128, "fcfs")
+HOPPER_SMS = 132
 
 
-@pytest.mark.parametrize("adapts", [False, True])
-def test_the_captures_of_a_head(adapts: bool) -> None:
-    graph = GraphConfig(GraphMode.FULL_DECODE_ONLY, (1, 2, 8), short_decodes=((2, 50),))
-    draft = {"graph": json_value(graph), "model": {"head": {}}}
+def captures(
+    graph: GraphConfig, scheduler: SchedulerConfig, *, adapts: bool, draft: GraphConfig | None, head: bool
+) -> list[str]:
+    """The names of the graphs in the report."""
+    taps = (2, 4, 6) if head else ()
+    speculation = {"num_tokens": 3, "adapts": adapts, "taps": taps, "draft": draft and {"graph": json_value(draft)}}
     config: dict[str, Any] = {
         "device": "cuda",
-        "graph": json_value(GRAPH),
-        "scheduler": json_value(SCHEDULER),
-        "speculation": {"num_tokens": 3, "adapts": adapts, "draft": draft},
+        "graph": json_value(graph),
+        "scheduler": json_value(scheduler),
+        "speculation": json_value(speculation),
     }
-    captures = make_report(config, None, []).data["captures"]
-    names = [f"{capture['kind']} {capture['size']}" for capture in captures]
-    lengths = draft_lengths(3)[1:] if adapts else (3,)
-    queries = tuple(1 + length for length in lengths)
-    keys = Dispatcher(GRAPH, SCHEDULER, queries=4, fewer=queries[:-1]).keys
-    keys += tuple(plain_keys(keys).values()) if adapts else ()
-    keys += tuple(follow_keys(graph, SCHEDULER, queries).values())
-    keys += tuple(replace(key, drafts=length) for length in lengths for key in Dispatcher(graph, SCHEDULER).keys)
-    assert sorted(names) == sorted(key.name for key in keys)
+    found = make_report(config, None, []).data["captures"]
+    names = [f"{capture['kind']} {capture['size']}" for capture in found]
     assert len(set(names)) == len(names)
+    return names
+
+
+def test_the_captures_of_a_head() -> None:
+    """It follows each step that it reads; contexts of any length have the same graph of it."""
+    found = captures(GRAPH, SCHEDULER, adapts=False, draft=graphs_of_head((1, 2, 8)), head=True)
+    assert found == [
+        *("decode 1", "decode 2", "decode 8", "verify-4 4", "verify-4 8", "verify-4 32"),
+        *("short-50 2", "short-90 2", "verify-4-short-90 8", "full 4", "full 16"),
+        *("draft-3 1", "draft-3 2", "draft-3 8"),
+        *("follow-decode 1", "follow-decode 2", "follow-decode 8"),
+        *("follow-verify-4 4", "follow-verify-4 8", "follow-verify-4 32"),
+    ]
+
+
+def test_the_captures_of_a_head_that_may_rest() -> None:
+    """Its graphs without drafts are those of an engine without a head."""
+    found = captures(GRAPH, SCHEDULER, adapts=True, draft=graphs_of_head((1, 2, 8)), head=True)
+    assert found == [
+        *("plain-decode 1", "plain-decode 2", "plain-decode 8"),
+        *("verify-2 2", "verify-2 4", "verify-2 16", "verify-4 4", "verify-4 8", "verify-4 32"),
+        *("plain-short-50 2", "plain-short-90 2", "verify-2-short-90 4", "verify-4-short-90 8", "full 4", "full 16"),
+        *("decode 1", "decode 2", "decode 8"),
+        *("draft-1 1", "draft-1 2", "draft-1 8", "draft-3 1", "draft-3 2", "draft-3 8"),
+        *("follow-decode 1", "follow-decode 2", "follow-decode 8"),
+        *("follow-verify-2 2", "follow-verify-2 4", "follow-verify-2 16"),
+        *("follow-verify-4 4", "follow-verify-4 8", "follow-verify-4 32"),
+    ]
+
+
+def on_hopper(max_num_seqs: int, max_model_len: int) -> tuple[GraphConfig, SchedulerConfig]:
+    """The default graphs of a model with 8 K/V heads."""
+    sizes, scheduler = default_capture_sizes(max_num_seqs), SchedulerConfig(max_num_seqs, 8192, max_model_len, "fcfs")
+    contexts = {size: short_contexts_of(size, 8, HOPPER_SMS) for size in sizes}
+    short, verified = (
+        tuple((size, each) for size in sizes for each in of(size) if each < max_model_len)
+        for of in (contexts.__getitem__, lambda size: contexts_of_drafts(size, contexts[size]))
+    )
+    return GraphConfig(GraphMode.FULL, sizes, default_token_sizes(8192), short, verified), scheduler
+
+
+def kinds(names: list[str]) -> dict[str, int]:
+    """How many there are by kind, those for short contexts included."""
+    return dict(Counter(re.sub(r"-?(short-\d+|decode)$", "", name.split()[0]) or "decode" for name in names))
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "plain", "verified", "followed", "drafted"),
+    [(8, 4096, 12, 10, 4, 4), (64, 4096, 27, 20, 11, 7), (256, 4096, 39, 32, 23, 9), (256, 40960, 55, 48, 23, 9)],
+)
+def test_the_number_of_captures_on_hopper(
+    max_num_seqs: int, max_model_len: int, plain: int, verified: int, followed: int, drafted: int
+) -> None:
+    """A start waits for each. With a head that may rest, and up to three drafts, there are one and three."""
+    graph, scheduler = on_hopper(max_num_seqs, max_model_len)
+    of_head = graphs_of_head(graph.decode_sizes)
+    without = kinds(captures(graph, scheduler, adapts=False, draft=None, head=False))
+    assert (without["decode"], without["full"], without["verify-4"]) == (plain, 59, verified)
+    assert kinds(captures(graph, scheduler, adapts=True, draft=of_head, head=True)) == {
+        **{
+            "plain": plain,
+            "decode": drafted,
+            "full": 59,
+            "verify-2": verified,
+            "verify-4": verified,
+            "follow": drafted,
+        },
+        **{"follow-verify-2": followed, "follow-verify-4": followed, "draft-1": drafted, "draft-3": drafted},
+    }
+    assert kinds(captures(graph, scheduler, adapts=False, draft=of_head, head=True)) == {
+        **{"decode": plain, "full": 59, "verify-4": verified},
+        **{"follow": followed, "follow-verify-4": followed, "draft-3": drafted},
+    }
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 8, 16, 24, 40, 72])
+def test_verifications_that_launch_the_same_share_a_graph(num_requests: int) -> None:
+    """The kernel of drafts differs by its splits alone: each context has a graph with those that it would have."""
+    contexts = short_contexts_of(num_requests, 8, HOPPER_SMS)
+    kept = contexts_of_drafts(num_requests, contexts)
+    for longest in range(1, 20_000, 63):
+        bound = next((context for context in kept if longest <= context), None)
+        expected = next((context for context in contexts if longest <= context), None)
+        found = {short_splits(num_requests, each, contexts) for each in (bound, expected) if each is not None}
+        assert (bound is None) == (expected is None)
+        assert len(found) <= 1
+
+
+def test_the_numbers_of_drafts_are_halves() -> None:
+    assert [draft_lengths(most) for most in (0, 1, 2, 3, 4, 5, 7)] == [
+        *((0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 2, 4), (0, 1, 2, 5), (0, 1, 3, 7)),
+    ]
 
 
 def test_each_number_of_drafts_has_its_graphs() -> None:
-    dispatcher = Dispatcher(GRAPH, SCHEDULER, queries=4, fewer=(2, 3))
+    dispatcher = Dispatcher(GRAPH, SCHEDULER, queries=(2, 3, 4))
     names = {}
     for queries in (1, 2, 3, 4, 5):
         key = dispatcher.dispatch(2 * queries, 2, queries, 100)
         names[queries] = None if key is None else key.name
     assert names == {1: "decode 2", 2: "verify-2 4", 3: "verify-3 6", 4: "verify-4 8", 5: "full 16"}
+
+
+def test_a_head_drafts_in_graphs_of_few_sizes() -> None:
+    """Up to 256 rows those that powers of two are padded to."""
+    assert graphs_of_head(default_capture_sizes(256)).decode_sizes == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert graphs_of_head(default_capture_sizes(70)).decode_sizes == (1, 2, 4, 8, 16, 32, 64, 70)
+    assert graphs_of_head(default_capture_sizes(320)).decode_sizes[-4:] == (128, 256, 288, 320)
+    assert graphs_of_head((3, 6, 12)).decode_sizes == (3, 6, 12)
+
+
+def test_steps_that_a_head_reads_have_fewer_graphs_without_drafts() -> None:
+    """Padded to a size of the head, for contexts of any length; those at which it rests are as without a head."""
+    dispatcher = Dispatcher(GRAPH, SCHEDULER, queries=(2, 4))
+    steps = StepKeys.of(dispatcher, 128, (2, 8))
+    found = {key.name: (steps.plain[key].name, steps.read[key].name) for key in dispatcher.keys}
+    assert {name: keys for name, keys in found.items() if keys != (name, name)} == {
+        **{"decode 1": ("plain-decode 1", "decode 2"), "decode 2": ("plain-decode 2", "decode 2")},
+        **{"decode 8": ("plain-decode 8", "decode 8"), "short-50 2": ("plain-short-50 2", "decode 2")},
+        "short-90 2": ("plain-short-90 2", "decode 2"),
+    }
+    assert StepKeys.of(dispatcher, 128).captured == dispatcher.keys
+    in_all_sizes = StepKeys.of(dispatcher, 128, ())  # attention of the head cannot be captured
+    assert [key.name for key in set(in_all_sizes.captured) - set(steps.captured)] == ["decode 1"]

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from compiled_engine.cli.app import app
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, json_value
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, model_keys
 from compiled_engine.graphs.inspection.report import make_report
-from compiled_engine.runner.draft_model import FIRST, pass_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,7 +211,8 @@ def test_depyfs_folder_and_torchs_structured_trace(tmp_path: Path, bundled_model
 
 @pytest.mark.parametrize(("num_drafts", "has_draft_model"), [(0, False), (3, False), (3, True)])
 def test_the_captures_are_those_of_the_dispatcher(num_drafts: int, has_draft_model: bool) -> None:
-    graph = GraphConfig(GraphMode.FULL, (1, 2, 8), (4, 16), short_decodes=((2, 50), (2, 90)))
+    short = ((2, 50), (2, 90))
+    graph = GraphConfig(GraphMode.FULL, (1, 2, 8), (4, 16), short, short[1:])
     scheduler = SchedulerConfig(8, 16, 128, "fcfs")
     config = {
         "device": "cuda",
@@ -219,14 +220,16 @@ def test_the_captures_are_those_of_the_dispatcher(num_drafts: int, has_draft_mod
         "scheduler": json_value(scheduler),
         "speculation": {"num_tokens": num_drafts},
     }
-    draft_graph = GraphConfig(GraphMode.FULL_DECODE_ONLY, (1, 2, 8), short_decodes=((2, 50),))
+    draft_graph = GraphConfig(
+        GraphMode.FULL_DECODE_ONLY, (1, 2, 8), short_decodes=((2, 50),), short_verified=((2, 50),)
+    )
     if has_draft_model:
         config["speculation"]["draft"] = {"graph": json_value(draft_graph)}
     captures = make_report(config, None, []).data["captures"]
     names = [f"{capture['kind']} {capture['size']}" for capture in captures]
-    keys = Dispatcher(graph, scheduler, queries=1 + num_drafts).keys
+    keys = Dispatcher(graph, scheduler, queries=(1 + num_drafts,) if num_drafts else ()).keys
     if has_draft_model:
-        keys += pass_keys(Dispatcher(draft_graph, scheduler, queries=FIRST), num_drafts)
+        keys += model_keys(Dispatcher(draft_graph, scheduler, queries=(FIRST,)), (num_drafts,))
     assert sorted(names) == sorted(key.name for key in keys)
 
 

@@ -13,9 +13,11 @@ import torch
 from tiny_models import tiny_config
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.options import EngineOptions
 from compiled_engine.pooling import EMBED, LAST, NORMALISE, Pooling
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.speculation import resolve_speculation
 
 SCHEDULER = SchedulerConfig(4, 16, 256, "fcfs")
@@ -204,6 +206,16 @@ def test_the_passes_of_a_draft_model_are_captured(
     assert config.reasons.get("speculation.draft.graph.mode") == (
         "the passes of a draft model are captured for decodes" if sizes else None
     )
+
+
+def test_the_passes_of_a_head_are_captured_in_few_sizes() -> None:
+    config = resolve(EngineOptions(device="cpu", mode="eager"))
+    graph = GraphConfig(GraphMode.FULL, (*range(1, 9), 24), (4, 16), ((2, 64),), ((2, 64),))
+    config = replace(config, device=torch.device("cuda", 0), graph=graph, attention_backend="triton")
+    drafts = {"method": "eagle3", "model": str(BUNDLED_MODEL_PATH / "head"), "num_speculative_tokens": 3}
+    draft = resolve_speculation(EngineOptions(speculative_config=drafts), config, SilentProgress()).draft
+    assert draft is not None
+    assert draft.graph == GraphConfig(GraphMode.FULL_DECODE_ONLY, (1, 2, 4, 8, 24))
 
 
 def test_the_number_of_drafts_may_adapt() -> None:

@@ -298,7 +298,7 @@ def test_a_prompt_that_ends_with_one_token_has_no_drafts(known: bool) -> None:
     """Its share is as large as that of a request that has sampled, and one token of it is computed."""
     states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
     states.add(new_request("ends", [1, 2, 3, 4, 5], [0, 1]), 4)
-    rows = StepRows.of(step_of(scheduled("ends", 4, 4)), states, known=known)
+    rows = StepRows.of(step_of(scheduled("ends", 4, 4)), states, known=known, queries=(1, 4))
     assert (rows.number_A.tolist(), rows.lens_A.tolist(), rows.exists_A.tolist()) == ([0], [1], [True])
 
 
@@ -310,10 +310,10 @@ def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> 
     states.writes.apply()
     step = step_of(scheduled("r", 0, 3))
     buffers.rows_R[:] = -5
-    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True))
+    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True, queries=(1, 4)))
     states.writes.discard()
     buffers.forget_staged()
-    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True))
+    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True, queries=(1, 4)))
     states.writes.apply()
     assert buffers.rows_R[0] == row
     assert buffers.query_start_loc_R1[:2].tolist() == [0, 3]

@@ -15,7 +15,7 @@ class AnyLength(DraftLength):
 
     def __init__(self, most: int, *, head_rests: bool = False) -> None:
         super().__init__(most, head_rests=head_rests)
-        self._draw, self._numbers = random.Random(most + 3), draft_lengths(most)
+        self._draw, self._numbers = random.Random(most + 18), draft_lengths(most)
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
         if self.head_rests and self._draw.random() < self.share_at_rest:

@@ -94,6 +94,14 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
     return Splits(1, GRAIN)
 
 
+def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return those of these contexts up to which requests with drafts have splits of their own, see short_splits: the
+    kernel is the same for each, so that only the number of splits tells them apart."""
+    if num_requests <= FEW_REQUESTS:
+        return tuple(dict.fromkeys((*short_contexts[:1], *short_contexts[-1:])))
+    return short_contexts[-1:]
+
+
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
     """Return whether rotation and KV write are fused into attention: for small programs and short contexts.
 

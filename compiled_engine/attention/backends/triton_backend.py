@@ -13,6 +13,7 @@ from compiled_engine.attention.backends.coded_decode import exists as coded_deco
 from compiled_engine.attention.backends.coded_decode import serves as coded_decode_serves
 from compiled_engine.attention.backends.decode_splits import (
     BatchFacts,
+    contexts_of_drafts,
     few_short_contexts,
     one_kernel_pays,
     plan_splits,
@@ -91,9 +92,15 @@ class TritonBackend:
         if is_coded(cache.dtype) and not served and case.device == "cuda" and torch.cuda.is_available():
             num_sms = torch.cuda.get_device_properties().multi_processor_count
             return Support(
-                GraphSupport.ALWAYS, short_contexts=lambda count: few_short_contexts(count, case.num_kv_heads, num_sms)
+                GraphSupport.ALWAYS,
+                short_contexts=lambda count: few_short_contexts(count, case.num_kv_heads, num_sms),
+                contexts_of_drafts=contexts_of_drafts,
             )
-        return Support(GraphSupport.ALWAYS, short_contexts=lambda num_requests: short_contexts(num_requests, *shape))
+        return Support(
+            GraphSupport.ALWAYS,
+            short_contexts=lambda num_requests: short_contexts(num_requests, *shape),
+            contexts_of_drafts=contexts_of_drafts,
+        )
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
         if case.packed:

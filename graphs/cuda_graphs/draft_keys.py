@@ -1,0 +1,63 @@
+"""Keys of an engine with drafts: the graphs of its steps, and of the passes of a draft model or a head beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key
+
+# Tokens of a request in the first pass of a draft model.
+FIRST = 2
+
+
+@dataclass(frozen=True)
+class StepKeys:
+    """The keys of the graphs of an engine's steps, by those that its dispatcher finds. plain: of steps that no head
+    reads; read: of others. They differ where a head may rest."""
+
+    plain: Mapping[GraphKey, GraphKey]
+    read: Mapping[GraphKey, GraphKey]
+
+    @classmethod
+    def of(cls, dispatcher: Dispatcher, longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
+        """sizes_read: see SpeculationConfig. These steps are rare, so their graphs serve contexts of any length, up to
+        `longest`."""
+        keys = {key: key for key in dispatcher.keys}
+        if sizes_read is None:
+            return cls(keys, keys)
+        plain, read = dict(keys), dict(keys)
+        for key in keys:
+            if key.is_decode and key.max_query_len == 1:
+                size = min((s for s in sizes_read if s >= key.num_requests), default=key.num_requests)
+                plain[key] = replace(key, plain=True)
+                read[key] = replace(decode_key(size, longest), extra=key.extra)
+        return cls(plain, read)
+
+    @property
+    def captured(self) -> tuple[GraphKey, ...]:
+        """All keys, each once."""
+        return tuple(dict.fromkeys((*self.plain.values(), *self.read.values())))
+
+
+def follow_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
+    """Return the keys of the graphs in which a head follows steps that it reads, by those of the steps.
+
+    One of them serves contexts of any length up to `longest`, and steps with further fields too.
+    """
+    decodes = (key for key in keys if key.is_decode)
+    return {key: replace(key, follows=True, short=False, max_seq_len=longest, extra=()) for key in decodes}
+
+
+def model_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> tuple[GraphKey, ...]:
+    """Return the keys of the graphs that hold all passes of a draft model, for each number of drafts. dispatcher: for
+    rows of the first pass."""
+    keys = [key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode]
+    return tuple(replace(key, drafts=length) for length in lengths if length for key in keys)
+
+
+def head_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> tuple[GraphKey, ...]:
+    """Return the keys of the graphs that hold the passes in which a head drafts, for each number of drafts."""
+    keys = [key for key in dispatcher.keys if key.is_decode]
+    return tuple(replace(key, drafts=length) for length in lengths if length for key in keys)
