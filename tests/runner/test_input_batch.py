@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from msgspec import structs
 
 from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key, verify_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.drafts import StepRows, make_drafted_batch
+from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
+from compiled_engine.runner.drafts import DraftedSteps, StepRows, make_drafted_batch
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
     RING,
@@ -317,6 +320,86 @@ def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> 
     states.writes.apply()
     assert buffers.rows_R[0] == row
     assert buffers.query_start_loc_R1[:2].tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> None:
+    """Between steps with drafts there are others, failures, and requests that go or have fewer drafts."""
+    generator = random.Random(seed)
+    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
+    blocks = states.block_table_SB.shape[1]
+    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_drafts=True)
+    steps, drafting = DraftedSteps(states, buffers, (1, 2, 4), known=False), DraftingSteps(states)
+    computed = dict.fromkeys("abcd", 3)
+    for request_id in computed:
+        states.add(new_request(request_id, [1, 2, 3, 4], [0, 1]), 3)
+    names, counts, taken_over = [*computed], [1, 1, 1, 1], 0
+    for number in range(60):
+        happens = generator.randrange(12)
+        if happens == 0:
+            counts = [generator.randint(1, 4) for _ in names]
+        elif happens == 1:
+            name = generator.choice(names)
+            states.remove(name)
+            states.add(new_request(name, [1, 2, 3, 4], [0, 1]), 3)
+            computed[name] = 3
+            counts = [1 if computed[each] == 3 else count for each, count in zip(names, counts, strict=True)]
+        elif happens == 2:
+            make_batch(step_of(scheduled(names[0], computed[names[0]], 1)), states, buffers, decode_key(2, 32))
+        elif happens == 3:
+            generator.shuffle(names)
+            counts = [1 if computed[name] == 3 else 4 for name in names]
+        step = step_of(*(scheduled(n, computed[n], count) for n, count in zip(names, counts, strict=True)))
+        before = steps.rows(step) if number else None
+        rows = steps.rows(step)
+        taken_over += rows is before
+        key = None if generator.random() < 0.3 else verify_key(5, rows.queries or 1, MAX_MODEL_LEN)
+        batch = steps.make_batch(step, rows, key)
+        if generator.random() < 0.2:  # the step fails
+            states.writes.discard()
+            buffers.forget_staged()
+            batch = steps.make_batch(step, steps.rows(step), key)
+        states.writes.apply()
+        own = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_drafts=True)
+        fresh = StepRows.of(step, states, known=False, queries=(1, 2, 4))
+        expected = make_drafted_batch(step, states, own, fresh, key)
+        states.writes.apply()
+        assert _by_request(batch, buffers) == _by_request(expected, own)
+        assert (batch.host, batch.num_rows, batch.padded_tokens) == (
+            expected.host,
+            expected.num_rows,
+            expected.padded_tokens,
+        )
+        assert batch.drafted is not None
+        assert [batch.request_ids[i] for i in batch.drafted.places[batch.drafted.starts].tolist()] == names
+        found, made = drafting.rows(step), DraftingRows.of(step, states)
+        assert dict(zip(found.rows_R.tolist(), found.room_R.tolist(), strict=True)) == dict(
+            zip(made.rows_R.tolist(), made.room_R.tolist(), strict=True)
+        )
+        assert (found.num_drafting, found.longest(step)) == (made.num_drafting, made.longest(step))
+        for name, count in zip(names, counts, strict=True):
+            computed[name] = min(computed[name] + generator.randint(1, count), MAX_MODEL_LEN - 6)
+    assert taken_over > 10
+
+
+def _by_request(batch: InputBatch, buffers: InputBuffers) -> list[tuple[Any, ...]]:
+    """The rows of a batch, and what the device has of each, in an order that does not depend on the batch's."""
+    rows_R, numbers_R = buffers.rows_R[: batch.num_rows].tolist(), buffers.draft_numbers_R
+    assert numbers_R is not None
+    starts = buffers.query_start_loc_R1[: batch.num_rows + 1]
+    real = zip(
+        batch.request_ids,
+        batch.rows.tolist(),
+        rows_R,
+        numbers_R.tolist(),
+        starts.diff().tolist(),
+        batch.step_starts,
+        batch.samples.tolist(),
+        strict=False,
+    )
+    count = len(batch.request_ids)
+    padding = zip(rows_R[count:], numbers_R[count : batch.num_rows].tolist(), starts[count:].tolist(), strict=False)
+    return [*sorted(real), *padding]
 
 
 def test_a_row_loses_its_adapter_with_its_request() -> None:
