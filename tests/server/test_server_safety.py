@@ -442,6 +442,15 @@ def test_paths_and_methods_that_there_are_not(client: httpx.Client) -> None:
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
 
 
+def test_a_server_that_ends_is_alive_and_not_ready(server: RunningServer) -> None:
+    with running(ScriptedEngine(server.engine)) as ending:
+        assert httpx.get(f"{ending.url}/ready").status_code == 200
+        ending.serving.stopping.set()  # as a signal does, before the listener closes
+        response = httpx.get(f"{ending.url}/ready")
+        assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
+        assert httpx.get(f"{ending.url}/health").status_code == 200
+
+
 def test_a_busy_server_says_so(narrow: RunningServer, client: httpx.Client, scripted: ScriptedEngine) -> None:
     async def run() -> list[httpx.Response]:
         headers = {"authorization": f"Bearer {KEY}"}
