@@ -18,7 +18,8 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.logprob_shapes import chat_logprobs
 from compiled_engine.server.options import Limits
-from compiled_engine.server.protocol import CompletionRequest
+from compiled_engine.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from compiled_engine.server.request_fields import read_request
 from compiled_engine.server.sampling_fields import sampling_params
 
 JSON = {"content-type": "application/json"}
@@ -121,6 +122,22 @@ def test_all_log_probabilities_may_be_asked_for_where_their_number_has_no_bound(
     assert asked(-1).prompt_logprobs == -1
     with pytest.raises(ApiError, match="prompt_logprobs must be at most 20, got -1"):
         asked(20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "prompt"),
+    [
+        (CompletionRequest, "logprobs", {"prompt": "x"}),
+        (CompletionRequest, "prompt_logprobs", {"prompt": "x"}),
+        (ChatRequest, "top_logprobs", {"messages": []}),
+        (ResponsesRequest, "top_logprobs", {"input": "x"}),
+    ],
+)
+def test_minus_one_asks_for_all_log_probabilities(kind: Any, name: str, prompt: dict[str, Any]) -> None:
+    fields, ignored = read_request({**prompt, name: -1}, kind)
+    assert (getattr(fields, name), ignored) == (-1, [])
+    with pytest.raises(ApiError, match=name):
+        read_request({**prompt, name: -2}, kind)
 
 
 def test_entries_of_the_vocabulary(server: RunningServer) -> None:
