@@ -411,7 +411,7 @@ class Watched:
         return "x"
 
 
-def test_long_texts_are_tokenised_beside_the_event_loop(client: httpx.Client, scripted: ScriptedEngine) -> None:
+def test_long_prompts_are_tokenised_beside_the_event_loop(client: httpx.Client, scripted: ScriptedEngine) -> None:
     scripted.tokenizer, scripted.chunks = Watched(), ["a"]
     plain = {"add_special_tokens": False}
     try:
