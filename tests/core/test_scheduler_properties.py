@@ -231,14 +231,27 @@ def test_a_heavy_load_is_served_in_full(
     num_decodes=st.integers(0, 2),
     length=st.integers(1, 24),
     steps_before=st.integers(0, 4),
+    most_new_tokens=st.integers(1, 3),
 )
 def test_prompts_that_go_on_after_one_that_is_being_computed(
-    lanes: tuple[int, int], block_size: int, budget: int, num_decodes: int, length: int, steps_before: int
+    lanes: tuple[int, int],
+    block_size: int,
+    budget: int,
+    num_decodes: int,
+    length: int,
+    steps_before: int,
+    most_new_tokens: int,
 ) -> None:
-    """The budget may leave the first prompt a single token, which completes a block in the step that admits others."""
+    """The budget may leave the first prompt as many tokens as a decode has, which complete a block in the step that
+    admits others."""
     steps_in_flight, num_lanes = lanes
     engine = SimulatedEngine(
-        block_size=block_size, num_blocks=64, budget=budget, steps_in_flight=steps_in_flight, num_lanes=num_lanes
+        block_size=block_size,
+        num_blocks=64,
+        budget=max(budget, most_new_tokens),
+        steps_in_flight=steps_in_flight,
+        num_lanes=num_lanes,
+        most_new_tokens=most_new_tokens,
     )
     for i in range(num_decodes):
         engine.add(f"decode {i}", [i], params=outputs_of(12))
@@ -249,7 +262,7 @@ def test_prompts_that_go_on_after_one_that_is_being_computed(
             engine.finish_step()
         engine.try_step()
     for i in range(3):
-        engine.add(f"longer {i}", [*prompt, i], params=outputs_of(2))
+        engine.add(f"longer {i}", [*prompt, *[i] * most_new_tokens], params=outputs_of(2))
     engine.run()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,13 @@ import torch
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
 from compiled_engine.attention.inputs import attention_inputs_of
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.kernels.cache_folder import VARIABLE
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
+from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.group import StandIn
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import warm_up
 from compiled_engine.runner.input_batch import empty_batch, prepare, step_of_batch
 from compiled_engine.runner.model_runner import Runner
@@ -67,6 +73,27 @@ def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypat
     assert len(ways) == 1
     tokens = [shape.num_tokens for shape in start_up_batches(llm.config)]
     assert attended == [torch.Size((count, heads.num_heads, heads.head_dim)) for count in tokens]
+
+
+def test_its_kernels_stay_apart_from_a_piece_that_another_thread_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For which Triton's folder is the piece's meanwhile."""
+    from triton.runtime.cache import get_cache_manager
+
+    kept: list[Path] = []
+
+    def keep() -> None:
+        kept.append(Path(get_cache_manager("00" * 32).put(b"a", "launcher.so")))
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "entry" / "triton"))
+    monkeypatch.setattr(warm_up, "start_up_batches", lambda config: [])
+    monkeypatch.setattr(warm_up, "ways_of_sampling", lambda *arguments: [keep])
+    config = resolve(EngineOptions(device="cpu", mode="eager"))
+    on_gpu = replace(config, device=torch.device("cuda", 0), compile=replace(config.compile, cache_dir=tmp_path))
+    with ThreadPoolExecutor(1) as caller:
+        caller.submit(compile_kernels_ahead, on_gpu, StandIn(), KernelWorkers(0, None)).result()
+    assert [path.is_relative_to(tmp_path / "kernels") for path in kept] == [True]
 
 
 def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

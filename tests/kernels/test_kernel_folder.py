@@ -187,6 +187,20 @@ def test_threads_get_the_launchers_that_they_load(kept: bool, root: Path, monkey
             sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_launcher_stays_what_it_is_when_another_is_loaded_again(
+    kept: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one thread, which shows it every time."""
+    from triton.runtime.build import compile_module_from_src
+
+    monkeypatch.setenv(VARIABLE, str(root / "other"))
+    with kernels_in(kernel_folder(root) if kept else None):
+        numbers = [0, 1, 0, 1, 0]
+        modules = [compile_module_from_src(LAUNCHER.replace("NUMBER", str(n)), "__triton_launcher") for n in numbers]
+    assert [module.launch() for module in modules] == numbers
+
+
 def test_kernels_of_tests_side_by_side_are_in_such_a_folder() -> None:
     """Also those that are launched without an engine."""
     from triton.runtime.cache import get_cache_manager

@@ -15,7 +15,9 @@ from folders import REPOSITORY
 
 from compiled_engine.frontend.outputs import Logprob
 from compiled_engine.llm import LLM
+from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.methods import ARGUMENTS, MISSING
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.sampling.params import SamplingParams
 
 DOCUMENT = REPOSITORY / "docs" / "switching.md"
@@ -48,6 +50,18 @@ def llm(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_the_keywords_took_effect(llm: LLM) -> None:
     assert (llm.config.compile.enabled, llm.config.cache.num_blocks) == (False, 64)
     assert str(llm.config.model.dtype) == "torch.float32"
+
+
+@pytest.mark.parametrize("habit", [{"trust_remote_code": True}, {"enable_chunked_prefill": False}], ids=str)
+def test_keywords_that_most_scripts_have_are_accepted_with_a_warning(habit: dict[str, bool]) -> None:
+    """They ask for what is never done."""
+    with pytest.warns(UserWarning, match="without effect"):
+        assert make_options(habit) == EngineOptions()
+
+
+def test_a_keyword_about_reasoning_says_who_parses_it() -> None:
+    with pytest.warns(UserWarning, match=r"reasoning_config \(the server parses reasoning, see --reasoning-parser\)"):
+        assert make_options({"reasoning_config": {"reasoning_start_str": "<think>"}}) == EngineOptions()
 
 
 def test_habits_of_scripts(llm: LLM) -> None:
@@ -179,6 +193,12 @@ def test_what_is_missing_says_what_to_do(llm: LLM, name: str, advice: str) -> No
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; {re.escape(advice)}"):
         getattr(llm, name)
     assert not hasattr(llm, name)
+
+
+def test_what_scripts_reach_through_the_engine_within_is_the_llm_itself(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r"'llm_engine'; config, metrics\(\) and get_tokenizer\(\) are attributes"):
+        llm.llm_engine  # noqa: B018
+    assert llm.config.model.vocab_size == llm.get_tokenizer().vocab_size
 
 
 @pytest.mark.parametrize(("name", "advice"), ARGUMENTS.items())

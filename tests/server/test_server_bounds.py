@@ -174,12 +174,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
 
 def test_memory_comes_back(server: RunningServer) -> None:
     """Of long texts, which take a hundred bytes a character while they are tokenised."""
-    asked = {"prompt": text(2 << 20), "max_tokens": 1, "truncate_prompt_tokens": 9}
-    httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120)
-    before = psutil.Process().memory_info().rss
-    for _ in range(2):
+
+    def memory_after(length: int) -> int:
+        asked = {"prompt": text(length), "max_tokens": 1, "truncate_prompt_tokens": 9}
         assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120).status_code == 200
-    assert psutil.Process().memory_info().rss - before < 100 << 20
+        return psutil.Process().memory_info().rss
+
+    before = memory_after(20_000)
+    assert max(memory_after(2 << 20) for _ in range(2)) - before < 100 << 20
 
 
 def test_long_work_has_a_deadline_and_a_queue() -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running_server import RunningServer, error_of
+from running_server import RunningServer, ScriptedEngine, error_of, running
 
-from compiled_engine.frontend.outputs import Logprob
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.logprob_shapes import chat_logprobs
 from compiled_engine.server.options import Limits
-from compiled_engine.server.protocol import CompletionRequest
+from compiled_engine.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from compiled_engine.server.request_fields import read_request
 from compiled_engine.server.sampling_fields import sampling_params
 
 JSON = {"content-type": "application/json"}
@@ -122,9 +124,49 @@ def test_all_log_probabilities_may_be_asked_for_where_their_number_has_no_bound(
         asked(20)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "prompt"),
+    [
+        (CompletionRequest, "logprobs", {"prompt": "x"}),
+        (CompletionRequest, "prompt_logprobs", {"prompt": "x"}),
+        (ChatRequest, "top_logprobs", {"messages": []}),
+        (ResponsesRequest, "top_logprobs", {"input": "x"}),
+    ],
+)
+def test_minus_one_asks_for_all_log_probabilities(kind: Any, name: str, prompt: dict[str, Any]) -> None:
+    fields, ignored = read_request({**prompt, name: -1}, kind)
+    assert (getattr(fields, name), ignored) == (-1, [])
+    with pytest.raises(ApiError, match=name):
+        read_request({**prompt, name: -2}, kind)
+
+
 def test_entries_of_the_vocabulary(server: RunningServer) -> None:
     asked = {"prompt": "def a b", "return_token_strs": True}
     answer = httpx.post(f"{server.url}/tokenize", json=asked, timeout=30).json()
     hf = server.engine.tokenizer.hf
     assert answer["token_strs"] == hf.convert_ids_to_tokens(answer["tokens"])
     assert any(entry.startswith("\u0120") for entry in answer["token_strs"])
+
+
+class Counted(list[dict[int, Logprob] | None]):
+    """Counts how often it is gone through."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        self.num_read += 1
+        return super().__iter__()
+
+
+def test_log_probabilities_of_a_prompt_are_converted_once_for_all_its_completions(server: RunningServer) -> None:
+    """Once as they are, and once for the echo."""
+    entry = {5: Logprob(-1.0, 1, "a")}
+    of_prompt, scripted = Counted([None, entry]), ScriptedEngine(server.engine)
+    completions = [CompletionOutput(index, "a", [5], None, [entry], "stop", None) for index in range(8)]
+    scripted.outputs = [RequestOutput("0", "aa", [5, 5], of_prompt, completions, True, 0, RequestMetrics(0.0))]
+    asked = {"prompt": [5, 5], "n": 8, "prompt_logprobs": 1, "logprobs": 1, "echo": True, "max_tokens": 1}
+    with running(scripted) as asking:
+        choices = httpx.post(f"{asking.url}/v1/completions", json=asked, timeout=30).json()["choices"]
+    assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[None, -1.0, -1.0]] * 8
+    assert all(len(choice["prompt_logprobs"]) == 2 for choice in choices)
+    assert of_prompt.num_read == 2

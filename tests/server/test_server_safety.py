@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,6 +235,42 @@ def test_headers_have_a_bound(narrow: RunningServer) -> None:
     assert raw(narrow, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a key\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"x" * 5000, CHUNKED + b"1;" + b"a" * 5000],
+    ids=["a header", "the extension of a chunk"],
+)
+def test_what_has_no_end_is_refused_at_the_bound(narrow: RunningServer, sent: bytes) -> None:
+    """Not when its time is over."""
+    assert raw(narrow, sent).startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_short_trailer_is_refused_too(narrow: RunningServer) -> None:
+    answer = raw(narrow, CHUNKED + b"2\r\n{}\r\n0\r\na: b\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"no headers after the body" in answer
+
+
+def test_a_refused_request_may_not_go_on_with_its_body(server: RunningServer) -> None:
+    """Though it would have had a minute."""
+    with running(ScriptedEngine(server.engine), api_key=(KEY,)) as asking:
+        host, port = asking.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(CHUNKED.replace(KEY.encode(), b"wrong"))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+            deadline = time.monotonic() + 20
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < deadline:
+                    connection.sendall(b"1\r\n \r\n")
+                    time.sleep(0.1)
+            assert time.monotonic() < deadline
+
+
 @pytest.mark.parametrize(
     ("body", "more"),
     [
@@ -344,29 +381,46 @@ def test_a_reader_that_stops_is_cut_off(narrow: RunningServer, scripted: Scripte
     scripted.chunks = ["a"]
 
 
+class Watched:
+    """A tokenizer that notes its calls, and which of them an event loop waits for."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.in_loop: Counter[str] = Counter()
+
+    def _note(self, call: str) -> None:
+        self.calls[call] += 1
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self.in_loop[call] += 1
+
+    def fewest_tokens(self, text: str) -> int:
+        return 1
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        self._note("encode")
+        return [1]
+
+    def decode(self, token_ids: list[int]) -> str:
+        self._note("decode")
+        return "x"
+
+    def entry(self, token_id: int) -> str:
+        self._note("entry")
+        return "x"
+
+
 def test_long_prompts_are_tokenised_beside_the_event_loop(client: httpx.Client, scripted: ScriptedEngine) -> None:
-    class Watched:
-        """Counts the prompts that are tokenised, and those of them in an event loop."""
-
-        num_encoded = num_in_loop = 0
-
-        def fewest_tokens(self, text: str) -> int:
-            return 1
-
-        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-            assert not add_special_tokens
-            self.num_encoded += 1
-            with contextlib.suppress(RuntimeError):
-                asyncio.get_running_loop()
-                self.num_in_loop += 1
-            return [1]
-
     scripted.tokenizer, scripted.chunks = Watched(), ["a"]
+    plain = {"add_special_tokens": False}
     try:
         for prompt in ("x" * 9000, ["x" * 9000], ["x" * 5000] * 2):
-            body = {**COMPLETION, "prompt": prompt, "add_special_tokens": False}
-            assert client.post("/v1/completions", json=body).status_code == 200
-        assert (scripted.tokenizer.num_encoded, scripted.tokenizer.num_in_loop) == (4, 0)
+            assert client.post("/v1/completions", json={**COMPLETION, **plain, "prompt": prompt}).status_code == 200
+        asked = {**plain, "prompt": "x" * 9000, "return_token_strs": True}
+        assert client.post("/tokenize", json=asked).status_code == 200
+        assert client.post("/detokenize", json={"tokens": [1] * 5000}).status_code == 200
+        assert (scripted.tokenizer.calls, scripted.tokenizer.in_loop) == ({"encode": 5, "entry": 1, "decode": 1}, {})
     finally:
         del scripted.tokenizer
 
@@ -386,6 +440,15 @@ def test_paths_and_methods_that_there_are_not(client: httpx.Client) -> None:
         error_of(response)
     response = client.post("/v1/completions", json={**COMPLETION, "model": "another"})
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+
+
+def test_a_server_that_ends_is_alive_and_not_ready(server: RunningServer) -> None:
+    with running(ScriptedEngine(server.engine)) as ending:
+        assert httpx.get(f"{ending.url}/ready").status_code == 200
+        ending.serving.stopping.set()  # as a signal does, before the listener closes
+        response = httpx.get(f"{ending.url}/ready")
+        assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
+        assert httpx.get(f"{ending.url}/health").status_code == 200
 
 
 def test_a_busy_server_says_so(narrow: RunningServer, client: httpx.Client, scripted: ScriptedEngine) -> None:
