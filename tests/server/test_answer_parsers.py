@@ -146,6 +146,10 @@ def test_calls_of_newer_mistral_models(arguments: list[dict[str, object]], place
         ("mistral", "[TOOL_CALLS][]", []),
         ("mistral", "[TOOL_CALLS] what is this", []),
         ("mistral", '[TOOL_CALLS]add[CALL_ID]a b[ARGS]{"a": 1}', []),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]ab12{"a": 1}', [("add", {"a": 1})]),
+        ("mistral", '[TOOL_CALLS]{"name": "add", "arguments": {}}', []),
+        ("mistral", '[TOOL_CALLS]add[AR{"a": 1}', []),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]{"a": 1}', []),
     ],
 )
 def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]) -> None:
