@@ -209,6 +209,23 @@ def test_the_one_used_least_recently_gives_way() -> None:
     assert computed(cache, range(20, 30))[0] == 0
 
 
+def test_a_snapshot_that_another_request_comes_to_is_in_use() -> None:
+    """It had not been taken when that request was admitted."""
+    cache = cache_of(2)
+    assert cache.snapshots is not None
+    requests = [admitted(cache, range(first, first + 10)) for first in (0, 0, 20, 40)]
+    one, same, other, last = requests
+    slots = []
+    for request in (one, other, same, last):
+        slots.append(cache.snapshots.save(request))
+        cache.take_registered()
+    assert slots == [0, 1, None, 1]
+    assert cache.snapshots.longest_prefix(one, 9) == 8
+    for request in requests:
+        cache.free(request)
+    cache.check_integrity([])
+
+
 def test_a_step_gives_no_slot_twice_and_finds_none_that_it_fills() -> None:
     cache = cache_of(1)
     assert cache.snapshots is not None
