@@ -102,3 +102,14 @@ def test_the_first_drafts_tell_most() -> None:
     run(length, 0.0, CHEAP, 4 * LEAST_STEPS)
     run(length, 0.0, CHEAP, 10)
     assert length.metrics()["draft_shares"][0] < 0.15
+
+
+def test_drafts_of_few_requests_do_not_hold_up_the_others() -> None:
+    """A draft costs half a step."""
+    length = DraftLength(4)
+    for number in (0, 1, 2, 4):
+        for _ in range(LEAST_STEPS):
+            length.took(8, number, 1 + number / 2)
+    for _ in range(200):
+        length.verified(4, 4)
+    assert [length.choose(8, num_drafting).number for num_drafting in (8, 6, 1)] == [4, 4, 0]

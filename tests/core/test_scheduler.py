@@ -68,16 +68,18 @@ class TestBudget:
         assert sizes == [8, 6, 6, 4, 4, 4]
         engine.run()
 
-    def test_an_urgent_long_prompt_does_not_hold_up_decodes(self) -> None:
-        engine = SimulatedEngine(budget=8, policy="priority")
+    @pytest.mark.parametrize(("most_new_tokens", "budget", "left"), [(1, 8, 5), (2, 9, 3)])
+    def test_an_urgent_long_prompt_does_not_hold_up_decodes(self, most_new_tokens: int, budget: int, left: int) -> None:
+        """Nor their drafts."""
+        engine = SimulatedEngine(budget=budget, policy="priority", most_new_tokens=most_new_tokens)
         for request_id in "abc":
             engine.add(request_id, [1], priority=5)
         engine.step()
         engine.add("urgent", list(range(30)), priority=0)
-        for start in (0, 5, 10):
+        for start in (0, left, 2 * left):
             step = engine.begin_step()
             assert [share[0] for share in shares(step)] == ["a", "b", "c", "urgent"]
-            assert shares(step)[3] == ("urgent", start, 5, False)
+            assert shares(step)[3] == ("urgent", start, left, False)
             engine.finish_step()
 
     def test_no_more_than_max_num_seqs_run(self) -> None:

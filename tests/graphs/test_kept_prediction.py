@@ -18,9 +18,9 @@ from compiled_engine.graphs.cache.folder import open_cache
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
 from compiled_engine.graphs.cuda_graphs import memory
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
-from compiled_engine.graphs.cuda_graphs.memory import ENOUGH_DRIVER_BYTES, MemoryReading, predicted_bytes
+from compiled_engine.graphs.cuda_graphs.memory import ENOUGH_DRIVER_BYTES, MemoryReading, families, predicted_bytes
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 
@@ -117,6 +117,26 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
     CudaGraphManager(keys, Capture(torch.device("cpu")), step).predict(least)
     assert asked == [1] * (1 if agreed else len(keys))
     assert step.num_runs == step.num_warm_ups == len(asked)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kind": GraphKind.PIECEWISE},
+        {"max_query_len": 2},
+        {"drafts": 2},
+        {"follows": True},
+        {"plain": True},
+        {"extra": (("rank", 16),)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_graphs_that_hold_other_kernels_are_measured_apart(other: dict[str, Any]) -> None:
+    """Each takes about as much memory as those of its kind, and the prediction is a mean for each kind."""
+    keys = [decode_key(size, 64) for size in (1, 2, 4)]
+    others = [replace(key, **other) for key in keys]
+    found = families([*keys, *others])
+    assert sorted(found, key=str) == sorted([keys[::-1], others[::-1]], key=str)
 
 
 def test_other_factors_are_another_prediction(

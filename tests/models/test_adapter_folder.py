@@ -141,6 +141,16 @@ def _wider(folder: Path) -> None:
     save_file({name: tensor.repeat(1, 2) for name, tensor in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
 
 
+def _with_magnitude(module: str, size: int) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        magnitude = {f"base_model.model.{module}.lora_magnitude_vector": torch.ones(size)}
+        save_file(load_file(folder / WEIGHTS) | magnitude, folder / WEIGHTS)
+
+    return change
+
+
+Q = "model.layers.0.self_attn.q_proj"
+OF_OTHER_KINDS = ("layer_replication", "alora_invocation_tokens", "trainable_token_indices", "megatron_config")
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "half": (_without_b, r"has no lora_B; allowed: both matrices"),
     "pickle": (_pickled, r"adapter_model.bin is a pickle file, which can run code"),
@@ -151,6 +161,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "pissa": (_set(init_lora_weights="pissa_niter_4"), r"init_lora_weights must be one that keeps the base weights"),
     "another method": (_set(peft_type="IA3"), r"peft_type must be LORA; IA3 is not supported"),
     "alpha": (_set(lora_alpha=-1), r"lora_alpha must be a number above 0"),
+    "magnitude alone": (_with_magnitude("lm_head", 4), r"lm_head has a magnitude, but no lora_A and lora_B"),
+    "short magnitude": (_with_magnitude(Q, 3), r"q_proj has a magnitude \[3\]; allowed: \[\d+\]"),
+    "lora_bias": (_set(lora_bias=True), r"lora_bias must be false"),
+    **{name: (_set(**{name: [1]}), rf"{name} must be null, got \[1\]") for name in OF_OTHER_KINDS},
 }
 
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_config
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions, pooling_tensors, read_pooling
-from compiled_engine.pooling import CLASSIFY, LAST, NORMALISE, SIGMOID, SOFTMAX, Dense, PoolerConfig, Pooling
+from compiled_engine.pooling import CLASSIFY, LAST, NONE, NORMALISE, SIGMOID, SOFTMAX, Dense, PoolerConfig, Pooling
 
 HIDDEN = 8
 
@@ -43,6 +43,18 @@ def test_a_stated_problem_counts_more_than_the_number_of_labels(
     stated = {} if problem is None else {"problem_type": problem}
     pooling = read(tmp_path, "Qwen3ForSequenceClassification", id2label=labels, **stated)
     assert (pooling.activation, pooling.labels) == (activation, tuple(labels.values()))
+
+
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"sentence_transformers": {"activation_fn": IDENTITY}}, {"sbert_ce_default_activation_function": IDENTITY}],
+    ids=["since version 4", "before"],
+)
+def test_a_cross_encoder_states_its_activation_in_one_of_two_fields(stated: dict[str, Any], tmp_path: Path) -> None:
+    assert read(tmp_path, "Qwen3ForSequenceClassification", num_labels=1, **stated).activation == NONE
 
 
 @pytest.mark.parametrize("softmax", [True, False])

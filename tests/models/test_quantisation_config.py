@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quantised_checkpoints import GROUP, LAYOUTS, TOKEN, compressed
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.quantisation_config import as_compressed_tensors, read_quantisation
+from compiled_engine.models.checkpoint.quantised_tensors import find_stored
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding, Rule, online
 
 SCHEMES = {
@@ -28,6 +30,7 @@ SCHEMES = {
 }
 BLOCK = LAYOUTS["fp8, block"].config([])
 CHANNEL = compressed("channel", TOKEN)([])
+ROUNDS_OUTPUTS = CHANNEL["config_groups"]["group_0"] | {"output_activations": {"num_bits": 8, "type": "float"}}
 
 
 def read(config: dict[str, Any], folder: Path = Path(".")) -> Quantisation | None:
@@ -98,6 +101,7 @@ def test_what_is_named_of_fp8_may_be_a_module_with_others_in_it() -> None:
         (CHANNEL | {"format": "pack-quantized"}, ("format", "'pack-quantized'", "a checkpoint in FP8")),
         (CHANNEL | {"sparsity_config": {"format": "24"}}, ("sparsity_config", "empty")),
         (CHANNEL | {"config_groups": {}}, ("config_groups", "at least one group")),
+        (CHANNEL | {"config_groups": {"a": ROUNDS_OUTPUTS}}, ("config_groups: a: output_activations", "null")),
         (compressed("channel", TOKEN, num_bits=4)([]), ("num_bits", "got 4")),
         (compressed("channel", TOKEN, type="int")([]), ("type", "got 'int'")),
         (compressed("channel", TOKEN, symmetric=False)([]), ("symmetric", "got False")),
@@ -137,6 +141,16 @@ def test_smaller_tiles_divide_the_stored_ones_and_the_share(rows: int, columns: 
     assert scheme is not None
     tile = scheme.dividing(rows, columns).weight
     assert 128 % tile.rows == rows % tile.rows == 128 % tile.columns == columns % tile.columns == 0
+
+
+def test_scales_of_blocks_are_not_read_in_another_order() -> None:
+    """As many scales in another shape than that of the blocks, such as their transpose, are refused."""
+    rules = read(BLOCK)
+    codes = torch.zeros(256, 384, dtype=torch.float8_e4m3fn)
+    for shape, problems in (((2, 3), []), ((3, 2), ["x.weight_scale_inv ([3, 2] instead of [2, 3])"])):
+        found, wrong = find_stored({"x.weight": codes, "x.weight_scale_inv": torch.ones(shape)}, rules)
+        assert found.keys() == {"x.weight"}
+        assert wrong["of another shape"] == problems
 
 
 def test_what_is_no_regular_expression_is_named() -> None:

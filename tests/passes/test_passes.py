@@ -115,6 +115,25 @@ def test_residual_and_norm_become_one(dtype: torch.dtype, eps: float, weight_fir
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize(("inner_eps", "is_fused"), [(1e-5, True), (0.3, False)])
+def test_a_norm_of_what_is_added_is_fused_if_it_is_like_that_of_the_sum(inner_eps: float, is_fused: bool) -> None:
+    """The fused op has one eps for both."""
+
+    def function(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, inner: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        normed = inner * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + inner_eps))
+        return norm_of_sum(1e-5)(normed, residual, weight)
+
+    inputs, weights = random_tensors(x=(5, 24), residual=(5, 24)), random_tensors(weight=(24,), inner=(24,))
+    module = graph_of(function, inputs, weights)
+    assert rewrite(ResidualRMSNorm(), module).matches == 1
+    (fused,) = module.graph.find_nodes(op="call_function", target=ours.residual_rms_norm.default)
+    assert (fused.args[-1] is not None) == is_fused
+    for got, expected in zip(run(module, inputs | weights), function(**inputs, **weights), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_a_norm_without_a_residual_stays() -> None:
     def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))

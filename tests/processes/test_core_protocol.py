@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
 import pytest
 from async_engines import ENGINE, LONG, collect, idle, run
@@ -23,6 +24,7 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.pooling import Pooling
 from compiled_engine.processes.channel import Connection, FrameReader, MessageTooLargeError, frame
 from compiled_engine.processes.core_child import ForeignCore
 from compiled_engine.processes.core_client import wait_started
@@ -202,6 +204,18 @@ def served(core: ServedCore) -> Iterator[tuple[Connection[ToApi], Started]]:
             starter.close()
             thread.join(SOON_S)
             connection.close()
+
+
+def test_a_process_is_told_the_limits_of_the_model() -> None:
+    """So that it can refuse a request before it sends it. An encoder computes a text in one step."""
+    generates, pools = ServedCore(1), ServedCore(1)
+    pooling = Pooling("embed", ("mean",), (), "normalise")
+    pools.config = replace(pools.config, model=replace(pools.config.model, causal=False, pooling=pooling))
+    for core, step_tokens in ((generates, None), (pools, pools.config.scheduler.max_num_batched_tokens)):
+        with served(core) as (_, started):
+            limits = started.limits
+        assert (limits.pools, limits.max_step_tokens) == (core is pools, step_tokens)
+        assert (limits.max_model_len, limits.num_slots) == (core.config.model.max_model_len, core.num_slots)
 
 
 def test_the_requests_of_a_process_that_is_gone_end() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from simulated_engine import SimulatedEngine, outputs_of
 
 from compiled_engine.bench.families import family, write_checkpoint
@@ -19,9 +20,10 @@ from compiled_engine.core.state_snapshots import LEAST_GAIN, StateSnapshots
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest
+from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.resolve.recurrences import LEAST_SNAPSHOTS
+from compiled_engine.resolve.recurrences import LEAST_SNAPSHOTS, MIB, resolve_snapshots
 from compiled_engine.sampling.params import SamplingParams
 
 VOCABULARY = 131
@@ -135,6 +137,12 @@ def test_the_number_follows_from_memory_and_is_part_of_the_key(folder: Path) -> 
     assert LEAST_SNAPSHOTS >= 3
 
 
+def test_large_states_have_a_few_snapshots_beyond_the_budget() -> None:
+    """With fewer none would be left where prompts part."""
+    counts = [resolve_snapshots(EngineOptions(), size * MIB, 16, torch.device("cpu"), {}) for size in (1, 4, 100, 1000)]
+    assert counts == [128, 64, LEAST_SNAPSHOTS, LEAST_SNAPSHOTS]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -207,6 +215,37 @@ def test_the_one_used_least_recently_gives_way() -> None:
         computed(cache, range(first, first + 10))
     assert [computed(cache, range(first, first + 10))[0] for first in (0, 40)] == [8, 8]
     assert computed(cache, range(20, 30))[0] == 0
+
+
+def test_a_request_that_goes_on_takes_snapshots_of_its_prompt_alone() -> None:
+    """Blocks of its answer may be cached too."""
+    cache = cache_of(8)
+    computed(cache, range(21))
+    assert cache.snapshots is not None
+    cache.snapshots.unregister_all()
+    given = EngineRequest("r", tuple(range(10)), SamplingParams(), output_token_ids=tuple(range(10, 21)))
+    request = Request.of(given, order=(0, 0), max_total_tokens=1000, vocab_size=VOCABULARY)
+    assert cache.admit(request, reserve=0)
+    assert request.snapshot_ends == (8,)
+    cache.free(request)
+    cache.check_integrity([])
+
+
+def test_a_snapshot_that_another_request_comes_to_is_in_use() -> None:
+    """It had not been taken when that request was admitted."""
+    cache = cache_of(2)
+    assert cache.snapshots is not None
+    requests = [admitted(cache, range(first, first + 10)) for first in (0, 0, 20, 40)]
+    one, same, other, last = requests
+    slots = []
+    for request in (one, other, same, last):
+        slots.append(cache.snapshots.save(request))
+        cache.take_registered()
+    assert slots == [0, 1, None, 1]
+    assert cache.snapshots.longest_prefix(one, 9) == 8
+    for request in requests:
+        cache.free(request)
+    cache.check_integrity([])
 
 
 def test_a_step_gives_no_slot_twice_and_finds_none_that_it_fills() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from running_server import MODEL, RunningServer
 from torch import nn
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.server.adapters import adapters_of
+from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.server.adapters import AdapterNames, adapters_of
 from compiled_engine.server.options import ServerOptions
 
 
@@ -83,6 +85,29 @@ def test_adapters_are_loaded_and_unloaded_while_it_serves(served: Served) -> Non
     assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'second' removed successfully.")
     assert served.post("/v1/completions", model="second", prompt=[1]).status_code == 404
     assert served.post("/v1/unload_lora_adapter", lora_name="second").status_code == 404
+
+
+def test_an_adapter_with_two_names_is_dropped_with_the_second() -> None:
+    dropped: list[str] = []
+
+    class Engine:
+        async def load_adapter(self, request: LoRARequest) -> str:
+            return f"content of {request.lora_path}"
+
+        async def unload_adapter(self, digest: str) -> None:
+            dropped.append(digest)
+
+    async def serve() -> None:
+        engine: Any = Engine()
+        names = AdapterNames()
+        for name, path in (("one", "a"), ("same", "a"), ("other", "b")):
+            await names.load(engine, name, path)
+        await names.unload(engine, "one")
+        assert (list(names), dropped) == (["same", "other"], [])
+        await names.unload(engine, "same")
+        assert (list(names), dropped) == (["other"], ["content of a"])
+
+    asyncio.run(serve())
 
 
 def test_what_is_no_adapter_is_refused_and_the_server_stays(

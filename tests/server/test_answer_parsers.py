@@ -135,6 +135,7 @@ def test_calls_of_newer_mistral_models(arguments: list[dict[str, object]], place
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', [("f", {"a": 2})]),
         ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', []),
         ("hermes", '<tool_call> no <tool_call>{"name": "f", "arguments": {}}</tool_call>', [("f", {})]),
         ("hermes", "<tool_call>no</tool_call>", []),
         ("hermes", '<tool_call>{"id": }, "name": "f", "arguments": {}}</tool_call>', []),
@@ -146,6 +147,10 @@ def test_calls_of_newer_mistral_models(arguments: list[dict[str, object]], place
         ("mistral", "[TOOL_CALLS][]", []),
         ("mistral", "[TOOL_CALLS] what is this", []),
         ("mistral", '[TOOL_CALLS]add[CALL_ID]a b[ARGS]{"a": 1}', []),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]ab12{"a": 1}', [("add", {"a": 1})]),
+        ("mistral", '[TOOL_CALLS]{"name": "add", "arguments": {}}', []),
+        ("mistral", '[TOOL_CALLS]add[AR{"a": 1}', []),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]{"a": 1}', []),
     ],
 )
 def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]) -> None:
@@ -160,6 +165,7 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
     [
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_ca', "</tool_ca"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call>\n', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}} </b>', "</b>"),
         ("llama3_json", '{"name": "add", "parameters": {}} ; \n', ""),
         ("llama3_json", '{"name": "add", "parameters": {}}; {"x": 1}; {"name": "add", "parameters": {}}',
          '; {"x": 1}; {"name": "add", "parameters": {}}'),

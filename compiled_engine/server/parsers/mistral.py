@@ -85,12 +85,12 @@ class MistralParser:
 
     def _read_name(self, text: str, pieces: list[Piece]) -> str:
         for place, character in enumerate(text):
-            if character == "{":
-                name = self._held.removeprefix(MARKER).split("[")[0].strip()
+            before = self._held.removeprefix(MARKER).lstrip()
+            if character == "{" and (name := _name_before_arguments(before)):
                 pieces.append(CallStart(self._count, name))
                 self._read, self._held, self._value = self._read_arguments, "", JsonValue()
                 return text[place:]
-            if not _may_precede_arguments(self._held.removeprefix(MARKER).lstrip() + character):
+            if not _may_precede_arguments(before + character):
                 return self._give_up("", text[place:], pieces)
             self._held += character
         return ""
@@ -132,3 +132,10 @@ def _may_precede_arguments(text: str) -> bool:
         return False
     call_id, bracket, rest = tag.removeprefix(CALL_ID).partition("[")
     return (not call_id or call_id.isalnum()) and ARGUMENTS.startswith(bracket + rest)
+
+
+def _name_before_arguments(text: str) -> str | None:
+    """Return the name in what can begin a call, see above; None if its name, a tag or the id is missing or cut off."""
+    name, bracket, rest = text.removesuffix(ARGUMENTS).partition("[")
+    is_whole = not bracket or (bracket + rest).removeprefix(CALL_ID).isalnum()
+    return name if name and is_whole else None
