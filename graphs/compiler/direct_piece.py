@@ -1,5 +1,6 @@
-"""Pieces in which nothing is left to fuse: each call is of an op that is declared direct, as a
-kernel of ours, a library's matrix product or a view; a constant may scale an embedding.
+"""Pieces in which nothing is left to fuse: each call is of an op that is declared direct, as a kernel of ours, a
+library's matrix product or a view. One other may be among them: an op that is declared lone, or a constant that scales
+an embedding.
 
 Inductor could only call them one by one; so does the Python that is generated here, and neither a compiler nor its
 import is needed. Pieces with anything else are compiled.
@@ -21,7 +22,8 @@ _GETITEM = "operator.getitem"
 def is_direct(text: str) -> bool:
     """Return whether a piece (its JSON) can run as generated Python."""
     nodes = json.loads(text)["nodes"]
-    return all(_is_scaled_embedding(node, nodes) or _needs_no_compiler(node[0]) for node in nodes)
+    others = [node for node in nodes if not _needs_no_compiler(node[0])]
+    return len(others) <= 1 and all(_is_scaled_embedding(node, nodes) or _is_lone(node[0]) for node in others)
 
 
 def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
@@ -29,6 +31,10 @@ def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
     if node[0] != "aten::mul.Tensor" or not isinstance(node[1][1], int | float):
         return False
     return nodes[node[1][0]["node"]][0] == "aten::embedding.default"
+
+
+def _is_lone(call: str) -> bool:
+    return "::" in call and declaration_of(op_named(_function(call))).lone
 
 
 def _needs_no_compiler(call: str) -> bool:

@@ -46,13 +46,15 @@ class OpDeclaration:
     """direct: a piece with the op may run as generated Python, since Inductor could only call the op too. call: the
     function that this Python calls in place of the op, which costs the host less. launches: whether a call launches
     anything; a view does not. linear: the arguments of an op that is a linear. reference: plain torch that Inductor
-    compiles in place of the op on a device without its kernel."""
+    compiles in place of the op on a device without its kernel. lone: as direct, in a piece that has nothing else which
+    Inductor could fuse the op with."""
 
     direct: bool = False
     call: Callable[..., Any] | None = None
     launches: bool = True
     linear: LinearArguments | None = None
     reference: Callable[..., Any] | None = None
+    lone: bool = False
 
 
 def _view(call: Callable[..., Any] | None = None) -> OpDeclaration:
@@ -70,6 +72,8 @@ _DECLARED: dict[OpOverload, OpDeclaration] = {
     ),
     aten.embedding.default: OpDeclaration(True, torch.embedding),
     aten.empty_like.default: OpDeclaration(True, torch.empty_like, launches=False),
+    aten.add.Tensor: OpDeclaration(call=torch.add, lone=True),
+    aten.cat.default: OpDeclaration(call=torch.cat, lone=True),
     aten.view.default: _view(torch.Tensor.view),
     aten.view.dtype: _view(),
     aten.t.default: _view(torch.t),

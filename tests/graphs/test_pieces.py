@@ -313,6 +313,34 @@ def test_an_embedding_times_a_constant_needs_no_compiler(factor: float | None) -
         torch.testing.assert_close(result, weights[tokens] * factor)
 
 
+@pytest.mark.parametrize("more", [None, aten.add.Tensor, aten.cat.default, aten.mul.Tensor])
+def test_one_sum_or_concatenation_alone_needs_no_compiler(more: Any) -> None:
+    """As in a head, whose layer reads two vectors of a token side by side. With another op it could be fused."""
+    graph = fx.Graph()
+    x, y, w = (graph.placeholder(name) for name in "xyw")
+    for node, shape in ((x, (3, 4)), (y, (3, 4)), (w, (8, 8))):
+        node.meta["val"] = torch.empty(shape)
+    both = graph.call_function(aten.cat.default, ([x, y], -1))
+    product = graph.call_function(aten.mm.default, (both, w))
+    arguments = {aten.cat.default: ([product, product], -1)}
+    graph.output((product if more is None else graph.call_function(more, arguments.get(more, (product, product))),))
+    text = piece_to_json(fx.GraphModule({}, graph))
+    assert is_direct(text) == (more is None)
+    if more is None:
+        first, second, weights = torch.randn(3, 4), torch.randn(3, 4), torch.randn(8, 8)
+        (result,) = load_direct(direct_source(text), "cpu")(first, second, weights)
+        torch.testing.assert_close(result, torch.cat((first, second), -1) @ weights)
+
+
+def test_a_sum_alone_keeps_its_factor() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3)
+    graph.output((graph.call_function(aten.add.Tensor, (x, x), {"alpha": 2}),))
+    (result,) = load_direct(direct_source(piece_to_json(fx.GraphModule({}, graph))), "cpu")(torch.ones(3))
+    assert result.tolist() == [3.0, 3.0, 3.0]
+
+
 @torch.library.custom_op("tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
