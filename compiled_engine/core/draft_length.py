@@ -67,7 +67,8 @@ class DraftLength:
 
     The expected tokens of a step with K drafts are 1 + a_1 + a_1 a_2 + ... up to K factors, where a_i is the share of
     drafts at position i that are right if those before were (Leviathan, Kalman and Matias, 2023, with a share for each
-    position). Times are kept by the number of requests, rounded to a power of 2.
+    position). A draft that a request might have had, and for which its tokens give none, counts as wrong. Times are
+    kept by the number of requests, rounded to a power of 2.
 
     head_rests: drafts are those of a head, which need not read steps without drafts. A request of such a step has no
     drafts from then on, so 0 is not chosen for a step alone: where it is best, requests rest one after the other, and
@@ -134,7 +135,7 @@ class DraftLength:
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds)
 
     def verified(self, num_drafts: int, num_right: int) -> None:
-        """Take in the drafts of a request in a step."""
+        """Take in the drafts of a request in a step. num_drafts: that it might have."""
         for position in range(min(num_drafts, num_right + 1)):
             self._verified[position] += 1
             weight, share = max(DRAFT_WEIGHT, 1 / self._verified[position]), self._shares[position]

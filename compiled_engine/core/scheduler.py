@@ -401,10 +401,10 @@ class Scheduler:
             request.take_in(bound, count)
             if num_drafts := 0 if result.num_drafts is None else result.num_drafts[index]:
                 self._drafts.verified(num_drafts, count - 1)
-                if self._draft_length is not None:
-                    self._draft_length.verified(num_drafts, count - 1)
                 if self._draft_sharpness is not None and not request.sampling_params.greedy:
                     self._draft_sharpness.verified(in_flight.output.draft_sharpness, right=count > 1)
+            if self._draft_length is not None and bound > 1:
+                self._draft_length.verified(bound - 1, count - 1)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:

@@ -42,6 +42,10 @@ class GraphKey:
     plain: bool = False
     extra: tuple[tuple[str, int], ...] = ()
 
+    def __hash__(self) -> int:
+        """Cheaper than that of all fields: a step looks up several keys."""
+        return hash((self.num_tokens, self.num_requests, self.max_query_len, self.max_seq_len, self.drafts))
+
     @property
     def is_decode(self) -> bool:
         """Return whether the graph only serves batches of decodes."""

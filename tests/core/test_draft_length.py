@@ -6,7 +6,11 @@ import random
 
 import pytest
 
+from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.draft_length import LEAST_STEPS, PROBE_EVERY, DraftLength
+from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.messages import EngineRequest, RunnerOutput
+from compiled_engine.sampling.params import SamplingParams
 
 
 def run(
@@ -113,3 +117,25 @@ def test_drafts_of_few_requests_do_not_hold_up_the_others() -> None:
     for _ in range(200):
         length.verified(4, 4)
     assert [length.choose(8, num_drafting).number for num_drafting in (8, 6, 1)] == [4, 4, 0]
+
+
+def test_a_draft_that_does_not_exist_counts_as_wrong() -> None:
+    """N-grams have drafts now and then, all right: their rows cost as much in each step."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=900, policy="fcfs"),
+        CacheConfig(16, None, 0.9, True),
+        num_blocks=64,
+        vocab_size=11,
+        most_new_tokens=4,
+        draft_length=DraftLength(3),
+    )
+    scheduler.add(EngineRequest("a", (1, 2), SamplingParams(max_tokens=800, ignore_eos=True)))
+    for number in range(400):
+        step = scheduler.schedule()
+        assert step is not None
+        has_drafts = number % 10 == 9 and step.counts == [4]
+        count, num_drafts = (4, 3) if has_drafts else (1, 0)
+        scheduler.update(step, RunnerOutput([3] * count, counts=[count], num_drafts=[num_drafts]))
+    metrics = scheduler.metrics()
+    assert metrics["draft_shares"][0] < 0.4
+    assert metrics["accepted_tokens"] == metrics["draft_tokens"]
