@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -483,6 +484,41 @@ def test_what_only_looks_like_a_layer_norm_is_a_near_miss(
     assert reason in result.near_misses[0]
 
 
+@pytest.mark.parametrize("written_out", [False, True])
+@pytest.mark.parametrize(
+    ("change", "x_shape", "residual", "is_residual"),
+    [
+        ("", (5, 24), torch.empty(5, 24, dtype=torch.bfloat16), True),
+        ("twice the addend", (5, 24), torch.empty(5, 24, dtype=torch.bfloat16), False),
+        ("a constant", (5, 24), torch.empty(5, 24, dtype=torch.bfloat16), False),
+        ("", (5, 24), torch.empty(24, dtype=torch.bfloat16), False),
+        ("", (24,), torch.empty(5, 24, dtype=torch.bfloat16), False),
+        ("", (5, 1), torch.empty(5, 24, dtype=torch.bfloat16), False),
+        ("", (5, 24), torch.empty(5, 24), False),
+    ],
+)
+def test_a_layer_norm_takes_in_only_the_sum_of_two_of_its_shape_and_dtype(
+    change: str, x_shape: tuple[int, ...], residual: torch.Tensor, is_residual: bool, written_out: bool
+) -> None:
+    """Its kernel reads a row of both for each token."""
+
+    def norm_of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = torch.add(x, residual, alpha=2 if change == "twice the addend" else 1)
+        if change == "a constant":
+            total = x + 0.5
+        if not written_out:
+            return torch.nn.functional.layer_norm(total, weight.shape, weight)
+        return deviation_norm("deviation")(total.float(), weight.float()).to(weight.dtype)
+
+    inputs = random_tensors(torch.bfloat16, x=x_shape) | {"residual": residual}
+    module = graph_of(norm_of_sum, inputs, {"weight": torch.empty(HIDDEN, dtype=residual.dtype)})
+    module.graph.eliminate_dead_code()
+    assert rewrite(LayerNorm(), module).matches == 1
+    (fused,) = module.graph.find_nodes(op="call_function", target=ours.layer_norm.default)
+    assert (fused.args[1] is not None) == is_residual
+    assert count(module, aten.add.Tensor) == (0 if is_residual else 1)
+
+
 @pytest.mark.parametrize(("beta", "alpha", "matches"), [(1, 1, 1), (2, 1, 0), (1, 0.5, 0)])
 def test_a_scaled_product_is_not_what_a_linear_computes(beta: float, alpha: float, matches: int) -> None:
     def scaled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -517,6 +553,60 @@ def clamped_further_below(node: fx.Node) -> bool:
     return True
 
 
+def is_clamp_of_gate(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.clamp.default and node.args[1] is None
+
+
+def gate_clamped_below(node: fx.Node) -> bool:
+    if not is_clamp_of_gate(node):
+        return False
+    node.args = (node.args[0], -0.1, node.args[2])
+    return True
+
+
+def gate_clamped_elsewhere(node: fx.Node) -> bool:
+    if not is_clamp_of_gate(node):
+        return False
+    node.args = (node.args[0], None, 0.1)
+    return True
+
+
+def gate_of_columns_of_up(node: fx.Node) -> bool:
+    """The clamp of gate reads every second column from the second on."""
+    if not is_clamp_of_gate(node):
+        return False
+    columns: Any = node.args[0]
+    columns.args = (columns.args[0], columns.args[1], 1, *columns.args[3:])
+    return True
+
+
+def is_one_more(node: fx.Node) -> bool:
+    return node.target is aten.add.Tensor and node.args[1:] == (1,)
+
+
+def up_and_two(node: fx.Node) -> bool:
+    if not is_one_more(node):
+        return False
+    node.args = (node.args[0], 2)
+    return True
+
+
+def up_and_one_twice(node: fx.Node) -> bool:
+    if not is_one_more(node):
+        return False
+    node.kwargs = {"alpha": 2}
+    return True
+
+
+def sigmoid_of_up(node: fx.Node) -> bool:
+    if node.target is not aten.mul.Tensor or not is_clamp_of_gate(node.args[0]) or isinstance(node.args[1], fx.Node):
+        return False
+    up = next(each for each in node.graph.nodes if each.target is aten.clamp.default and each.args[1] is not None)
+    up.append(node)
+    node.args = (up, node.args[1])
+    return True
+
+
 def divided_by_sums_over_tokens(node: fx.Node) -> bool:
     if node.target is not aten.sum.dim_IntList or node.args[1:] != ([-1], True):
         return False
@@ -527,8 +617,17 @@ def divided_by_sums_over_tokens(node: fx.Node) -> bool:
 
 @pytest.mark.parametrize(
     ("family", "change"),
-    [(GPT_OSS, clamped_further_below), (RENORMALISED, divided_by_sums_over_tokens)],
-    ids=["up is clamped elsewhere", "weights are shares of another sum"],
+    [
+        (GPT_OSS, clamped_further_below),
+        (GPT_OSS, gate_clamped_below),
+        (GPT_OSS, gate_clamped_elsewhere),
+        (GPT_OSS, gate_of_columns_of_up),
+        (GPT_OSS, up_and_two),
+        (GPT_OSS, up_and_one_twice),
+        (GPT_OSS, sigmoid_of_up),
+        (RENORMALISED, divided_by_sums_over_tokens),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_experts_that_compute_something_else_keep_their_values(
     family: Family, change: Callable[[fx.Node], bool]
