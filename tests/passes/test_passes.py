@@ -6,17 +6,10 @@ rope_kv_write has tests of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from pass_cases import (
-    CPU,
-    GLM4_MOE,
-    GPT_OSS,
-    QWEN3_MOE,
-    Family,
     count,
     graph_of,
     packed_parameters,
@@ -24,24 +17,16 @@ from pass_cases import (
     rewrite,
     run,
     targets,
-    traced,
 )
-from torch import fx
 
-from compiled_engine.config import ExpertsConfig
-from compiled_engine.passes.framework.graph_pass import CompileRange
-from compiled_engine.passes.framework.manager import run_passes
 from compiled_engine.passes.framework.parameter import made
-from compiled_engine.passes.layout.lowering import lower
 from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
 from compiled_engine.passes.linear.gated_linear import GatedLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.linear.silu_mul import SiluMul
 from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
-from compiled_engine.passes.norm.layer_norm import LayerNorm
 from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
 from compiled_engine.passes.norm.rms_norm import RMSNorm
-from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 
@@ -439,164 +424,6 @@ def test_angles_of_unlike_halves_are_a_near_miss() -> None:
     assert "halves" in result.near_misses[0]
 
 
-def deviation_norm(squared: str) -> Callable[..., torch.Tensor]:
-    """LayerNorm without a bias, or what divides by the root of other squares."""
-
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        squares = (centred if squared == "deviation" else x).pow(2)
-        return centred * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6) * weight
-
-    return norm
-
-
-@pytest.mark.parametrize(("squared", "matches"), [("deviation", 1), ("value", 0)])
-def test_a_layer_norm_divides_by_the_root_of_squared_deviations(squared: str, matches: int) -> None:
-    module = graph_of(deviation_norm(squared), random_tensors(x=(5, 24)), random_tensors(weight=(24,)))
-    result = rewrite(LayerNorm(), module)
-    assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
-
-
-def deviation_norm_with(change: str) -> Callable[..., torch.Tensor]:
-    """A norm, written out as Cohere's, that looks like a LayerNorm, but for one thing."""
-
-    def mean(value: torch.Tensor) -> torch.Tensor:
-        return value.mean([-1, 0] if change == "means over tokens too" else -1, keepdim=True)
-
-    def function(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x if change == "narrow" else x.float()
-        of_other = mean(other.float())
-        centred = torch.sub(wide, mean(wide), alpha=2 if change == "twice the mean" else 1)
-        squared = wide - of_other if change == "squares from another mean" else centred
-        if change == "from another mean":
-            centred = wide - of_other
-        squares = squared.pow(3 if change == "cubes" else 2)
-        shifted = torch.add(mean(squares), 1e-6, alpha=3 if change == "alpha" else 1)
-        scaled = centred * torch.rsqrt(shifted)
-        if change == "rounded before the weight":
-            return scaled.to(x.dtype) * weight
-        if change == "a weight that is computed":
-            weight = weight * weight
-        normed = scaled * (weight if change == "narrow" else weight.float())
-        return normed if change == "not rounded" else normed.to(x.dtype)
-
-    return function
-
-
-@pytest.mark.parametrize(
-    ("change", "weight", "matches"),
-    [
-        ("", torch.empty(HIDDEN, dtype=torch.bfloat16), 1),
-        *(
-            (change, torch.empty(HIDDEN, dtype=torch.bfloat16), 0)
-            for change in (
-                *("narrow", "twice the mean", "from another mean", "squares from another mean", "cubes", "alpha"),
-                *("means over tokens too", "rounded before the weight", "not rounded", "a weight that is computed"),
-            )
-        ),
-        ("another dtype of the weight", torch.empty(HIDDEN), 0),
-        ("another shape of the weight", torch.empty(1, dtype=torch.bfloat16), 0),
-        ("another shape of the weight", torch.empty(5, 24, dtype=torch.bfloat16), 0),
-    ],
-)
-def test_what_only_looks_like_a_layer_norm_written_out_is_a_near_miss(
-    change: str, weight: torch.Tensor, matches: int
-) -> None:
-    inputs = random_tensors(torch.bfloat16, x=(5, 24), other=(5, 24))
-    module = graph_of(deviation_norm_with(change), inputs, {"weight": weight})
-    module.graph.eliminate_dead_code()
-    result = rewrite(LayerNorm(), module)
-    assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
-
-
-@pytest.mark.parametrize("written_out", [False, True])
-def test_a_layer_norm_of_heads_stays(written_out: bool) -> None:
-    """The kernel has a program for each token."""
-    norm = deviation_norm("deviation")
-    if not written_out:
-        norm = lambda x, weight: torch.nn.functional.layer_norm(x, weight.shape, weight)  # noqa: E731
-    module = graph_of(norm, random_tensors(x=(5, 2, 12)), random_tensors(weight=(12,)))
-    module.graph.eliminate_dead_code()
-    before = targets(module)
-    assert LayerNorm().contract(module.graph, CompileRange(1, 8)) == 0
-    result = rewrite(LayerNorm(), module)
-    assert (result.matches, result.near_misses, targets(module)) == (0, (), before)
-
-
-def with_computed(name: str) -> Callable[..., torch.Tensor]:
-    """A LayerNorm whose weight or bias is no parameter."""
-
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        parameters = {"weight": weight, "bias": weight} | {name: weight * 2}
-        return torch.nn.functional.layer_norm(x, weight.shape, **parameters)
-
-    return norm
-
-
-def of_another_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x.bfloat16(), weight.shape, weight)
-
-
-def with_its_mean(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return aten.native_layer_norm.default(x, weight.shape, weight, None, 1e-6)[:2]
-
-
-@pytest.mark.parametrize(
-    ("function", "shape", "reason"),
-    [
-        (lambda x, weight: torch.nn.functional.layer_norm(x, x.shape, weight), (5, 24), "not over the last dimension"),
-        (of_another_dtype, (24,), "its weight or bias is not a parameter of its dtype"),
-        (with_its_mean, (24,), "its mean or its deviation is read too"),
-        (with_computed("weight"), (24,), "its weight or bias is not a parameter of its dtype"),
-        (with_computed("bias"), (24,), "its weight or bias is not a parameter of its dtype"),
-    ],
-    ids=["two dimensions", "dtype", "mean", "computed weight", "computed bias"],
-)
-def test_what_only_looks_like_a_layer_norm_is_a_near_miss(
-    function: Callable[..., object], shape: tuple[int, ...], reason: str
-) -> None:
-    module = graph_of(function, random_tensors(x=(5, 24)), random_tensors(weight=shape))
-    module.graph.eliminate_dead_code()
-    result = rewrite(LayerNorm(), module)
-    assert (result.matches, len(result.near_misses)) == (0, 1)
-    assert reason in result.near_misses[0]
-
-
-@pytest.mark.parametrize("written_out", [False, True])
-@pytest.mark.parametrize(
-    ("change", "x_shape", "residual", "is_residual"),
-    [
-        ("", (5, 24), torch.empty(5, 24, dtype=torch.bfloat16), True),
-        ("twice the addend", (5, 24), torch.empty(5, 24, dtype=torch.bfloat16), False),
-        ("a constant", (5, 24), torch.empty(5, 24, dtype=torch.bfloat16), False),
-        ("", (5, 24), torch.empty(24, dtype=torch.bfloat16), False),
-        ("", (24,), torch.empty(5, 24, dtype=torch.bfloat16), False),
-        ("", (5, 1), torch.empty(5, 24, dtype=torch.bfloat16), False),
-        ("", (5, 24), torch.empty(5, 24), False),
-    ],
-)
-def test_a_layer_norm_takes_in_only_the_sum_of_two_of_its_shape_and_dtype(
-    change: str, x_shape: tuple[int, ...], residual: torch.Tensor, is_residual: bool, written_out: bool
-) -> None:
-    """Its kernel reads a row of both for each token."""
-
-    def norm_of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        total = torch.add(x, residual, alpha=2 if change == "twice the addend" else 1)
-        if change == "a constant":
-            total = x + 0.5
-        if not written_out:
-            return torch.nn.functional.layer_norm(total, weight.shape, weight)
-        return deviation_norm("deviation")(total.float(), weight.float()).to(weight.dtype)
-
-    inputs = random_tensors(torch.bfloat16, x=x_shape) | {"residual": residual}
-    module = graph_of(norm_of_sum, inputs, {"weight": torch.empty(HIDDEN, dtype=residual.dtype)})
-    module.graph.eliminate_dead_code()
-    assert rewrite(LayerNorm(), module).matches == 1
-    (fused,) = module.graph.find_nodes(op="call_function", target=ours.layer_norm.default)
-    assert (fused.args[1] is not None) == is_residual
-    assert count(module, aten.add.Tensor) == (0 if is_residual else 1)
-
-
 @pytest.mark.parametrize(("beta", "alpha", "matches"), [(1, 1, 1), (2, 1, 0), (1, 0.5, 0)])
 def test_a_scaled_product_is_not_what_a_linear_computes(beta: float, alpha: float, matches: int) -> None:
     def scaled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -605,136 +432,3 @@ def test_a_scaled_product_is_not_what_a_linear_computes(beta: float, alpha: floa
     module = graph_of(scaled, random_tensors(x=(5, 8)), random_tensors(weight=(12, 8), bias=(12,)))
     result = rewrite(GatedLinear(), module)
     assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
-
-
-@pytest.mark.parametrize("family", [GPT_OSS, GLM4_MOE], ids=str)
-def test_a_router_may_take_the_smallest(family: Family) -> None:
-    """The routing is taken into the kernel only where the kernel chooses as the router does."""
-    compile_range = CompileRange(1, 64)
-    graph = traced(family, torch.float32)[1].for_range(compile_range).graph
-    lower(graph, compile_range, CPU)
-    chosen = graph.find_nodes(op="call_function", target=aten.topk.default)
-    for node in chosen:
-        node.args = (*node.args[:2], -1, False, *node.args[4:])
-    (experts,) = [graph_pass for graph_pass in registered_passes() if graph_pass.name == "experts"]
-    assert chosen
-    run_passes(graph, (experts,), ["experts"], compile_range, CPU, strict=False, verify=True)
-
-
-RENORMALISED = replace(QWEN3_MOE, changes=(("experts", ExpertsConfig(4, 2, 32, renormalise=True)),))
-
-
-def clamped_further_below(node: fx.Node) -> bool:
-    if node.target is not aten.clamp.default or node.args[1] is None:
-        return False
-    node.args = (node.args[0], -0.5, node.args[2])
-    return True
-
-
-def softmax_over_tokens(node: fx.Node) -> bool:
-    if node.target is not aten._softmax.default:
-        return False
-    node.args = (node.args[0], 0, node.args[2])
-    return True
-
-
-def ones_for_the_experts_not_chosen(node: fx.Node) -> bool:
-    if node.target is not aten.scatter.src:
-        return False
-    zeros: Any = node.args[0]
-    with node.graph.inserting_before(node):
-        ones = node.graph.call_function(aten.add.Tensor, (zeros, 1))
-    ones.meta["val"] = zeros.meta["val"]
-    node.args = (ones, *node.args[1:])
-    return True
-
-
-def is_clamp_of_gate(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.clamp.default and node.args[1] is None
-
-
-def gate_clamped_below(node: fx.Node) -> bool:
-    if not is_clamp_of_gate(node):
-        return False
-    node.args = (node.args[0], -0.1, node.args[2])
-    return True
-
-
-def gate_clamped_elsewhere(node: fx.Node) -> bool:
-    if not is_clamp_of_gate(node):
-        return False
-    node.args = (node.args[0], None, 0.1)
-    return True
-
-
-def gate_of_columns_of_up(node: fx.Node) -> bool:
-    """The clamp of gate reads every second column from the second on."""
-    if not is_clamp_of_gate(node):
-        return False
-    columns: Any = node.args[0]
-    columns.args = (columns.args[0], columns.args[1], 1, *columns.args[3:])
-    return True
-
-
-def is_one_more(node: fx.Node) -> bool:
-    return node.target is aten.add.Tensor and node.args[1:] == (1,)
-
-
-def up_and_two(node: fx.Node) -> bool:
-    if not is_one_more(node):
-        return False
-    node.args = (node.args[0], 2)
-    return True
-
-
-def up_and_one_twice(node: fx.Node) -> bool:
-    if not is_one_more(node):
-        return False
-    node.kwargs = {"alpha": 2}
-    return True
-
-
-def sigmoid_of_up(node: fx.Node) -> bool:
-    if node.target is not aten.mul.Tensor or not is_clamp_of_gate(node.args[0]) or isinstance(node.args[1], fx.Node):
-        return False
-    up = next(each for each in node.graph.nodes if each.target is aten.clamp.default and each.args[1] is not None)
-    up.append(node)
-    node.args = (up, node.args[1])
-    return True
-
-
-def divided_by_sums_over_tokens(node: fx.Node) -> bool:
-    if node.target is not aten.sum.dim_IntList or node.args[1:] != ([-1], True):
-        return False
-    node.args = (node.args[0], [0], True)
-    node.meta["val"] = node.args[0].meta["val"].sum(0, keepdim=True)  # type: ignore[union-attr]
-    return True
-
-
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        (GPT_OSS, clamped_further_below),
-        (GPT_OSS, gate_clamped_below),
-        (GPT_OSS, gate_clamped_elsewhere),
-        (GPT_OSS, gate_of_columns_of_up),
-        (GPT_OSS, up_and_two),
-        (GPT_OSS, up_and_one_twice),
-        (GPT_OSS, sigmoid_of_up),
-        (GPT_OSS, softmax_over_tokens),
-        (GPT_OSS, ones_for_the_experts_not_chosen),
-        (QWEN3_MOE, softmax_over_tokens),
-        (RENORMALISED, divided_by_sums_over_tokens),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_experts_that_compute_something_else_keep_their_values(
-    family: Family, change: Callable[[fx.Node], bool]
-) -> None:
-    """What the kernel does not compute stays outside of it."""
-    compile_range = CompileRange(1, 64)
-    graph = traced(family, torch.float32)[1].for_range(compile_range).graph
-    lower(graph, compile_range, CPU)
-    assert sum(map(change, list(graph.nodes))) > 0
-    (experts,) = [graph_pass for graph_pass in registered_passes() if graph_pass.name == "experts"]
-    run_passes(graph, (experts,), ["experts"], compile_range, CPU, strict=False, verify=True)
