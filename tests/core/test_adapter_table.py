@@ -218,6 +218,16 @@ def test_copies_that_no_request_uses_are_dropped_beyond_the_most() -> None:
     assert not engine.scheduler.adapters.unload("e")
 
 
+@pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (1, 2), (2, 2), (2, 4), (1, 5)])
+def test_as_many_copies_stay_as_may_be_loaded(max_loras: int, max_cpu_loras: int) -> None:
+    """One that comes drops one, that used least recently, and only where there is no room."""
+    engine = Engine(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+    for number, adapter in enumerate("abcdefgh"):
+        engine.add(adapter, adapter)
+        engine.finish()
+        assert engine.dropped == [*"abcdefgh"[: max(0, number + 1 - max_cpu_loras)]]
+
+
 def test_the_copy_used_least_recently_is_dropped_first() -> None:
     engine = Engine(max_loras=2, max_cpu_loras=2)
     for adapter in ("a", "b", "a", "c"):

@@ -55,6 +55,20 @@ class TestBudget:
             engine.finish_step()
         assert steps == [[("b", 0, 3, True), ("c", 0, 2, False)], [("c", 2, 5, False)], [("c", 7, 2, True)], []]
 
+    @pytest.mark.parametrize("num_prefill_tokens", [1, 5, 20, None])
+    def test_a_long_prompt_is_bounded_only_beside_others(self, num_prefill_tokens: int | None) -> None:
+        """Alone it has whole steps, also behind its first; beside a decode the bound, or what the decode leaves."""
+        engine = SimulatedEngine(budget=20, max_prefill_tokens=num_prefill_tokens, num_blocks=64)
+        engine.add("a", list(range(50)))
+        for start, count in ((0, 20), (20, 20), (40, 10)):
+            assert shares(engine.begin_step()) == [("a", start, count, start == 40)]
+            engine.finish_step()
+        engine.add("b", list(range(100, 150)))
+        count = min(19, num_prefill_tokens or 19)
+        for start in (0, count):
+            assert shares(engine.begin_step())[1:] == [("b", start, count, False)]
+            engine.finish_step()
+
     def test_the_bound_of_prompts_grows_with_the_queue(self) -> None:
         engine = SimulatedEngine(budget=60, max_prefill_tokens=2, num_blocks=64, max_num_seqs=32)
         engine.add("a", [1])

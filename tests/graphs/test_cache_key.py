@@ -20,6 +20,7 @@ from compiled_engine.config import (
     ExpertsConfig,
     GraphMode,
     HeadShape,
+    Recurrences,
     RopeConfig,
     TransformersModel,
     flat_fields,
@@ -34,6 +35,8 @@ from compiled_engine.graphs.cache.key import (
     CACHE_FORMAT,
     GRAPH_FIELDS,
     OTHER_FIELDS,
+    RANK_PACKAGES,
+    RECURRENCE_PACKAGES,
     TAPS,
     cache_factors,
     graph_config,
@@ -366,21 +369,31 @@ def test_a_pass_that_is_not_run_does_not_count(base: EngineConfig) -> None:
     assert cache_factors(config, ENVIRONMENT)["passes"].keys() == {"merge_linears"}
 
 
-def test_what_divides_a_model_counts_where_it_is_divided(base: EngineConfig) -> None:
-    """The code of shares and sums, and of the checkpoint's slices."""
-    divided = replace(base, parallel=replace(base.parallel, tensor_parallel_size=2))
-    alone, files = cache_factors(base)["source"], cache_factors(divided)["source"]
-    for name in ("parallel/connect.py", "parallel/group.py", "models/checkpoint/loader.py"):
-        assert name in files
-        assert name not in alone
+FOREIGN = TransformersModel("5.0.0", "{}")
 
 
-def test_what_reads_the_code_of_transformers_counts_where_it_is_run(base: EngineConfig) -> None:
-    foreign = with_value(base, "model.transformers", TransformersModel("5.0.0", "{}"))
-    newer = with_value(base, "model.transformers", TransformersModel("5.0.1", "{}"))
-    alone, files = cache_factors(base)["source"], cache_factors(foreign)["source"]
-    assert "models/foreign/transformers_model.py" in files
-    assert "models/foreign/transformers_model.py" not in alone
+@pytest.mark.parametrize(
+    ("field", "value", "packages"),
+    [
+        ("parallel.tensor_parallel_size", 2, RANK_PACKAGES),
+        ("model.transformers", FOREIGN, ("models.foreign",)),
+        ("model.recurrences", Recurrences((), 8), RECURRENCE_PACKAGES),
+    ],
+)
+def test_code_that_only_some_models_run_counts_where_it_is_run(
+    field: str, value: object, packages: tuple[str, ...], base: EngineConfig
+) -> None:
+    """That of shares, sums and the checkpoint's slices, of transformers' models, and of recurrences."""
+    alone, files = cache_factors(base)["source"], cache_factors(with_value(base, field, value))["source"]
+    folders = [f"{package.replace('.', '/')}/" for package in packages]
+    added = files.keys() - alone.keys()
+    assert added
+    assert {folder for folder in folders if any(name.startswith(folder) for name in added)} == set(folders)
+    assert all(name.startswith(tuple(folders)) for name in added)
+
+
+def test_the_version_of_transformers_counts(base: EngineConfig) -> None:
+    foreign, newer = (with_value(base, "model.transformers", replace(FOREIGN, version=v)) for v in ("5.0.0", "5.0.1"))
     assert cache_factors(newer) != cache_factors(foreign)
 
 

@@ -11,7 +11,8 @@ import pytest
 from compiled_engine.attention.backends.decode_splits import contexts_of_drafts, short_contexts_of, short_splits
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, draft_lengths, json_value
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, follow_keys, head_keys, model_keys
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, KeyField
 from compiled_engine.graphs.inspection.report import make_report
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, graphs_of_head
 
@@ -160,3 +161,41 @@ def test_steps_that_a_head_reads_have_fewer_graphs_without_drafts() -> None:
     assert StepKeys.of(dispatcher, 128).captured == dispatcher.keys
     in_all_sizes = StepKeys.of(dispatcher, 128, ())  # attention of the head cannot be captured
     assert [key.name for key in set(in_all_sizes.captured) - set(steps.captured)] == ["decode 1"]
+
+
+def launched_with(key: GraphKey) -> tuple[object, ...]:
+    """The values that a step brings along, but for its size and its context."""
+    return key.kind, key.max_query_len, key.num_decodes > 0, key.extra
+
+
+@pytest.mark.parametrize("sizes_read", [None, (2, 8), ()])
+def test_a_step_has_a_graph_that_holds_it_and_its_fields(sizes_read: tuple[int, ...] | None) -> None:
+    """With adapters of each rank as without, at rest or read by the head; followed by one graph for all ranks."""
+    dispatcher = Dispatcher(GRAPH, SCHEDULER, [KeyField("rank", (8, 16))], queries=(2, 4))
+    steps = StepKeys.of(dispatcher, 128, sizes_read)
+    assert len({key.name for key in steps.captured}) == len(steps.captured)
+    assert {key.extra for key in steps.captured} == {(), (("rank", 8),), (("rank", 16),)}
+    for key in dispatcher.keys:
+        for found in (steps.plain[key], steps.read[key]):
+            assert launched_with(found) == launched_with(key)
+            assert found.num_tokens >= key.num_tokens
+            assert found.max_seq_len >= key.max_seq_len
+    follow = follow_keys(steps.read.values(), 128)
+    assert follow.keys() == {key for key in steps.read.values() if key.is_decode}
+    assert {key.extra for key in follow.values()} == {()}
+    for key, found in follow.items():
+        assert (found.num_tokens, found.max_query_len, found.max_seq_len) == (key.num_tokens, key.max_query_len, 128)
+
+
+@pytest.mark.parametrize("keys_of", [model_keys, head_keys])
+def test_passes_that_draft_have_a_graph_for_each_size_context_and_number_of_drafts(keys_of: Any) -> None:
+    """Those of a draft model begin with two tokens of each request, a head's with one."""
+    queries = 2 if keys_of is model_keys else 1
+    graph = GraphConfig(GraphMode.FULL_DECODE_ONLY, (1, 2, 8), short_decodes=SHORT, short_verified=SHORT)
+    dispatcher = Dispatcher(graph, SCHEDULER, queries=(2,) if queries == 2 else ())
+    keys = keys_of(dispatcher, (0, 1, 3))
+    found = {(key.drafts, key.num_tokens // queries, key.max_seq_len) for key in keys}
+    shapes = [(1, 128), (2, 128), (8, 128), *SHORT]
+    assert found == {(drafts, *shape) for drafts in (1, 3) for shape in shapes}
+    assert {key.max_query_len for key in keys} == {queries}
+    assert len({key.name for key in keys}) == len(keys) == len(found)

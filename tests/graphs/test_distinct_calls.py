@@ -11,11 +11,12 @@ import torch
 from pass_cases import CPU, GEMMA2, GEMMA3, QWEN3, QWEN3_MOE, RANGES, Family
 from planned_models import NUM_LAYERS, Pieces, config_of, inputs, planned
 
-from compiled_engine.graphs.compiler.plan import Plan, distinct_calls
+from compiled_engine.graphs.compiler.plan import Plan, PlannedStep, distinct_calls
 from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.passes.framework.graph_inputs import Source
 
 Call = tuple[Any, ...]
 
@@ -85,3 +86,42 @@ def test_a_plan_in_which_nothing_is_alike_stays_as_it_is() -> None:
     again = distinct_calls(once)
     assert again == once
     assert len(once.steps) < len(plan.steps)
+
+
+INPUTS = tuple(Source("argument", name) for name in ("input_ids_T", "positions_T", "kv_caches.0", "kv_caches.1"))
+IDS, POSITIONS, CACHE, OTHER_CACHE, X, Y, Z = range(7)
+
+
+def calling(
+    result: int, *arguments: int | tuple[object], op: str = "attention", piece: str | None = None
+) -> PlannedStep:
+    """A call of an op, or of a piece. arguments: values, and constants in tuples."""
+    given = ({"constant": each[0]} if isinstance(each, tuple) else {"value": each} for each in arguments)
+    return PlannedStep(piece, None if piece else op, tuple(given), (result,))
+
+
+@pytest.mark.parametrize(
+    ("other", "is_alike"),
+    [
+        (calling(Z, X, OTHER_CACHE, (8,)), True),
+        (calling(Z, X, OTHER_CACHE, (9,)), False),
+        (calling(Z, X, OTHER_CACHE, (None,)), False),
+        (calling(Z, X, OTHER_CACHE, (8.5,)), False),
+        (calling(Z, X, OTHER_CACHE, ("8",)), False),
+        (calling(Z, X, OTHER_CACHE), False),
+        (calling(Z, X, OTHER_CACHE, (8,), (8,)), False),
+        (calling(Z, X, OTHER_CACHE, (8,), op="another"), False),
+        (calling(Z, IDS, OTHER_CACHE, (8,)), False),
+        (calling(Z, X, POSITIONS, (8,)), False),
+        (calling(Z, X, X, (8,)), False),
+        (calling(Z, X, OTHER_CACHE, (8,), piece="p"), True),
+        (calling(Z, X, OTHER_CACHE, (8,), piece="q"), False),
+    ],
+)
+def test_calls_of_an_op_are_alike_if_all_but_the_layer_is(other: PlannedStep, is_alike: bool) -> None:
+    """Constants are a window and a scale: each has kernels of its own."""
+    first = [calling(X, IDS, piece="p"), calling(Y, X, CACHE, (8,))]
+    plan = Plan(("input_ids_T",), INPUTS, (*first, other), (Z,))
+    once = distinct_calls(plan)
+    assert len(once.steps) == (2 if is_alike else 3)
+    assert once.outputs == ((once.steps[0 if other.piece else 1] if is_alike else once.steps[-1]).results[0],)

@@ -86,6 +86,29 @@ def test_a_pattern_names_the_end_of_a_module(base: tuple[Path, torch.nn.Module],
     assert {scale for name, scale in scales.items() if "q_proj" not in name} == {2.0}
 
 
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("q_proj", {"0.self_attn.q_proj", "1.self_attn.q_proj"}),
+        ("q_proj|up_proj", {f"{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "mlp.up_proj")}),
+        ("up_proj|layers.0.self_attn.q_proj", {"0.mlp.up_proj", "1.mlp.up_proj", "0.self_attn.q_proj"}),
+        (r"layers\.[1-9]\..*_proj", {"1.self_attn.q_proj", "1.mlp.up_proj"}),
+        ("^model.layers.0.mlp.up_proj", {"0.mlp.up_proj"}),
+        ("proj", set()),
+        ("q_pro", set()),
+    ],
+)
+def test_a_pattern_is_a_regular_expression_for_the_end_of_a_module(
+    pattern: str, named: set[str], base: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base[1], rank=4, lora_alpha=8, targets=("q_proj", "up_proj"))
+    fields = json.loads((adapter / CONFIG).read_text()) | {"alpha_pattern": {pattern: 16}}
+    (adapter / CONFIG).write_text(json.dumps(fields))
+    scales = {name.removeprefix("model.layers."): each.scale for name, each in read_adapter(adapter).linears.items()}
+    assert len(scales) == 4
+    assert {name for name, scale in scales.items() if scale == 4.0} == named
+
+
 def test_whole_tensors_and_embeddings_are_merged(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     path, _ = base

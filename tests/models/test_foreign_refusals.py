@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compiled_engine.bench.families import FAMILIES, TINY, WRAPPERS
 from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 
 KNOWN = {case.name: case.config() for case in FAMILIES}
 # Of multimodal types transformers' causal language model may be the text model, which has a type of its own.
@@ -105,3 +107,39 @@ def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(
 )
 def test_a_refusal_names_the_mechanism(kind: str, mechanism: str, tmp_path: Path) -> None:
     assert re.search(rf"it needs .*{mechanism}", outcome(kind, TINY | VALUES.get(kind, {}), tmp_path))
+
+
+class ThingAssistantConfig(PreTrainedConfig):
+    """Of a model that drafts with the keys and values of another."""
+
+
+@pytest.mark.parametrize(
+    ("stated", "mechanism"),
+    [
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked attention"),
+        ({"n_recurrent_loops": 2}, "layers that run several times"),
+        ({"H_cycles": 2}, "layers that run several times"),
+        ({"L_cycles": 2}, "layers that run several times"),
+        ({"kv_lora_rank": 16}, "multi-head latent attention"),
+        ({"num_kv_shared_layers": 2}, "keys and values shared between layers"),
+        ({"cross_attention_layers": [1]}, "attention to another sequence"),
+        ({"is_encoder_decoder": True}, "an encoder"),
+        ({"encoder_layers": 2}, "an encoder"),
+        ({"vision_config": {"hidden_size": 8}}, "encoders of images or sound within the decoder"),
+        ({"audio_config": {"hidden_size": 8}}, "encoders of images or sound within the decoder"),
+    ],
+    ids=str,
+)
+def test_a_mechanism_that_a_config_states_is_named_without_the_model(stated: dict[str, Any], mechanism: str) -> None:
+    """By one field alone."""
+    assert missing_mechanisms(PreTrainedConfig(**stated), None) == (mechanism,)
+
+
+@pytest.mark.parametrize("field", ["n_recurrent_loops", "H_cycles", "L_cycles"])
+def test_layers_that_run_once_are_no_mechanism(field: str) -> None:
+    stated: dict[str, Any] = {field: 1}
+    assert missing_mechanisms(PreTrainedConfig(**stated), None) == ()
+
+
+def test_an_assistant_shares_keys_and_values() -> None:
+    assert missing_mechanisms(ThingAssistantConfig(), None) == ("keys and values shared between layers",)

@@ -6,16 +6,10 @@ rope_kv_write has tests of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from pass_cases import (
-    CPU,
-    GLM4_MOE,
-    GPT_OSS,
-    QWEN3_MOE,
-    Family,
     count,
     graph_of,
     packed_parameters,
@@ -23,24 +17,16 @@ from pass_cases import (
     rewrite,
     run,
     targets,
-    traced,
 )
-from torch import fx
 
-from compiled_engine.config import ExpertsConfig
-from compiled_engine.passes.framework.graph_pass import CompileRange
-from compiled_engine.passes.framework.manager import run_passes
 from compiled_engine.passes.framework.parameter import made
-from compiled_engine.passes.layout.lowering import lower
 from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
 from compiled_engine.passes.linear.gated_linear import GatedLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.linear.silu_mul import SiluMul
 from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
-from compiled_engine.passes.norm.layer_norm import LayerNorm
 from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
 from compiled_engine.passes.norm.rms_norm import RMSNorm
-from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 
@@ -438,51 +424,6 @@ def test_angles_of_unlike_halves_are_a_near_miss() -> None:
     assert "halves" in result.near_misses[0]
 
 
-def deviation_norm(squared: str) -> Callable[..., torch.Tensor]:
-    """LayerNorm without a bias, or what divides by the root of other squares."""
-
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        squares = (centred if squared == "deviation" else x).pow(2)
-        return centred * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6) * weight
-
-    return norm
-
-
-@pytest.mark.parametrize(("squared", "matches"), [("deviation", 1), ("value", 0)])
-def test_a_layer_norm_divides_by_the_root_of_squared_deviations(squared: str, matches: int) -> None:
-    module = graph_of(deviation_norm(squared), random_tensors(x=(5, 24)), random_tensors(weight=(24,)))
-    result = rewrite(LayerNorm(), module)
-    assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
-
-
-def of_another_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x.bfloat16(), weight.shape, weight)
-
-
-def with_its_mean(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return aten.native_layer_norm.default(x, weight.shape, weight, None, 1e-6)[:2]
-
-
-@pytest.mark.parametrize(
-    ("function", "shape", "reason"),
-    [
-        (lambda x, weight: torch.nn.functional.layer_norm(x, x.shape, weight), (5, 24), "not over the last dimension"),
-        (of_another_dtype, (24,), "its weight or bias is not a parameter of its dtype"),
-        (with_its_mean, (24,), "its mean or its deviation is read too"),
-    ],
-    ids=["two dimensions", "dtype", "mean"],
-)
-def test_what_only_looks_like_a_layer_norm_is_a_near_miss(
-    function: Callable[..., object], shape: tuple[int, ...], reason: str
-) -> None:
-    module = graph_of(function, random_tensors(x=(5, 24)), random_tensors(weight=shape))
-    module.graph.eliminate_dead_code()
-    result = rewrite(LayerNorm(), module)
-    assert (result.matches, len(result.near_misses)) == (0, 1)
-    assert reason in result.near_misses[0]
-
-
 @pytest.mark.parametrize(("beta", "alpha", "matches"), [(1, 1, 1), (2, 1, 0), (1, 0.5, 0)])
 def test_a_scaled_product_is_not_what_a_linear_computes(beta: float, alpha: float, matches: int) -> None:
     def scaled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -491,52 +432,3 @@ def test_a_scaled_product_is_not_what_a_linear_computes(beta: float, alpha: floa
     module = graph_of(scaled, random_tensors(x=(5, 8)), random_tensors(weight=(12, 8), bias=(12,)))
     result = rewrite(GatedLinear(), module)
     assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
-
-
-@pytest.mark.parametrize("family", [GPT_OSS, GLM4_MOE], ids=str)
-def test_a_router_may_take_the_smallest(family: Family) -> None:
-    """The routing is taken into the kernel only where the kernel chooses as the router does."""
-    compile_range = CompileRange(1, 64)
-    graph = traced(family, torch.float32)[1].for_range(compile_range).graph
-    lower(graph, compile_range, CPU)
-    chosen = graph.find_nodes(op="call_function", target=aten.topk.default)
-    for node in chosen:
-        node.args = (*node.args[:2], -1, False, *node.args[4:])
-    (experts,) = [graph_pass for graph_pass in registered_passes() if graph_pass.name == "experts"]
-    assert chosen
-    run_passes(graph, (experts,), ["experts"], compile_range, CPU, strict=False, verify=True)
-
-
-RENORMALISED = replace(QWEN3_MOE, changes=(("experts", ExpertsConfig(4, 2, 32, renormalise=True)),))
-
-
-def clamped_further_below(node: fx.Node) -> bool:
-    if node.target is not aten.clamp.default or node.args[1] is None:
-        return False
-    node.args = (node.args[0], -0.5, node.args[2])
-    return True
-
-
-def divided_by_sums_over_tokens(node: fx.Node) -> bool:
-    if node.target is not aten.sum.dim_IntList or node.args[1:] != ([-1], True):
-        return False
-    node.args = (node.args[0], [0], True)
-    node.meta["val"] = node.args[0].meta["val"].sum(0, keepdim=True)  # type: ignore[union-attr]
-    return True
-
-
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [(GPT_OSS, clamped_further_below), (RENORMALISED, divided_by_sums_over_tokens)],
-    ids=["up is clamped elsewhere", "weights are shares of another sum"],
-)
-def test_experts_that_compute_something_else_keep_their_values(
-    family: Family, change: Callable[[fx.Node], bool]
-) -> None:
-    """What the kernel does not compute stays outside of it."""
-    compile_range = CompileRange(1, 64)
-    graph = traced(family, torch.float32)[1].for_range(compile_range).graph
-    lower(graph, compile_range, CPU)
-    assert sum(map(change, graph.nodes)) > 0
-    (experts,) = [graph_pass for graph_pass in registered_passes() if graph_pass.name == "experts"]
-    run_passes(graph, (experts,), ["experts"], compile_range, CPU, strict=False, verify=True)

@@ -256,6 +256,26 @@ def overlapping(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.cat((rotate(x[..., :8], cos, sin), x[..., 4:12]), dim=-1)
 
 
+def from_the_middle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rotate(x[..., 4:12], cos, sin), x[..., 8:]), dim=-1)
+
+
+def of_a_head(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rotate(x[:, :1], cos, sin), x[:, 1:]), dim=1)
+
+
+def in_fp64(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return rotate(x.double(), cos, sin).to(x.dtype)
+
+
+def normed_and_its_weight(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    return textbook_norm(x, weight), weight
+
+
+def normed_again(pair: Any, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return textbook_norm(rotate(pair[0], cos, sin), pair[1])
+
+
 def cast(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return rotate(x, cos, sin).float().to(x.dtype)
 
@@ -403,6 +423,19 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         (
             {"rotate_q": overlapping, "rotate_k": overlapping, "cos": (7, 1, 8), "sin": (7, 1, 8)},
             "not the rest of each head",
+        ),
+        (
+            {"rotate_q": from_the_middle, "rotate_k": from_the_middle, "cos": (7, 1, 8), "sin": (7, 1, 8)},
+            "not the rest of each head",
+        ),
+        ({"rotate_q": of_a_head, "rotate_k": of_a_head}, "q: it is not rotated"),
+        ({"rotate_q": in_fp64, "rotate_k": in_fp64}, "q: a cast follows the rotation"),
+        (
+            {
+                **{"norm_q": normed_and_its_weight, "norm_k": normed_and_its_weight},
+                **{"rotate_q": normed_again, "rotate_k": normed_again},
+            },
+            "q: norms precede and follow the rotation",
         ),
         ({"rotate_q": cast, "rotate_k": cast}, "q: it is not rotated"),
         ({"rotate_v": rotate}, "v is rotated too"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from graph_edits import Edit, copy_argument, set_argument, swap_results, take_from_next
-from pass_cases import BIASED, CPU, GEMMA2, RANGES, Family
+from pass_cases import BIASED, CPU, GEMMA2, RANGES, Family, graph_of, random_tensors, rewrite
 from test_tensor_parallel_pass import config_of, traced
 from thread_ranks import ThreadGroup, on_ranks
 from torch import fx
@@ -25,7 +25,10 @@ from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass,
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.norm import residual_rms_norm
+from compiled_engine.passes.parallel.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
+from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.sequence_parallel_op import sequence_parallel_norm
+from compiled_engine.passes.parallel.tensor_parallel import all_reduce
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.resolve.engine import resolve
 
@@ -97,6 +100,45 @@ def test_a_sum_that_something_else_reads_stays_whole() -> None:
     report = reports["sequence_parallel"]
     assert (report.matches, len(report.near_misses)) == (1, 3)
     assert all("something else reads the sum with the residual" in why for why in report.near_misses)
+
+
+NORM = torch.ops.compiled_engine.residual_rms_norm.default
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("change", "offset", "wide", "is_one_kernel", "is_divided"),
+    [
+        ("", 0.0, False, True, True),
+        ("", 1.0, False, False, True),
+        ("", 0.0, True, False, True),
+        ("", 1.0, True, False, True),
+        ("a norm inside", 0.0, False, False, True),
+        ("the sum is read", 0.0, False, False, False),
+        ("nothing is summed", 0.0, False, False, False),
+    ],
+)
+def test_a_norm_goes_into_the_kernel_that_computes_it(
+    change: str, offset: float, wide: bool, is_one_kernel: bool, is_divided: bool, swapped: bool
+) -> None:
+    """An offset, another rounding and a norm inside are not in the kernel of the sum; shares of tokens have them all,
+    but for a norm of the residual."""
+
+    def norm_of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        summed = x if change == "nothing is summed" else all_reduce(x)
+        addends = (residual, summed) if swapped else (summed, residual)
+        normed, _ = NORM(*addends, weight, 1e-5, offset, wide, weight if change == "a norm inside" else None)
+        return (normed, summed) if change == "the sum is read" else (normed,)
+
+    is_divided = is_divided and not (swapped and change == "a norm inside")
+    for graph_pass, target, is_changed in (
+        (AllReduceResidualRMSNorm(), SUMMED, is_one_kernel),
+        (SequenceParallel(), DIVIDED, is_divided),
+    ):
+        module = graph_of(norm_of_sum, random_tensors(x=(5, 24), residual=(5, 24)), random_tensors(weight=(24,)))
+        assert rewrite(graph_pass, module).matches == is_changed
+        calls = [len(module.graph.find_nodes(op="call_function", target=each)) for each in (NORM, target)]
+        assert calls == [1 - is_changed, int(is_changed)]
 
 
 @dataclass(frozen=True)

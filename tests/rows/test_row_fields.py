@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compiled_engine.rows.row_fields import FIRST_CAPACITY, RowField, RowFields
@@ -61,15 +61,21 @@ def test_fields_have_names_of_their_own_and_may_come_late() -> None:
 LISTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, FIRST_CAPACITY)), max_size=30)
 
 
-@given(LISTS, st.sets(st.integers(0, 29)))
-def test_lists_of_rows_that_come_and_go(changes: list[tuple[int, int]], applied: set[int]) -> None:
-    """Memory is bounded by what the rows have at once."""
+@given(LISTS, st.sets(st.integers(0, 29)), st.sets(st.integers(0, 29)))
+@example([(0, FIRST_CAPACITY), (0, 0), (1, FIRST_CAPACITY)], set(), {1})
+@example([(0, 2), (0, FIRST_CAPACITY), (1, FIRST_CAPACITY)], set(), {1})
+def test_lists_of_rows_that_come_and_go(changes: list[tuple[int, int]], applied: set[int], replaced: set[int]) -> None:
+    """Memory is bounded by what the rows have at once. A request may get another list, or none any more."""
     rows = make_rows()
     rows.declare_list("pairs", 2)
     expected: dict[int, np.ndarray] = {}
     most = 0
     for step, (row, count) in enumerate(changes):
-        if row in expected:
+        if row in expected and step in replaced:
+            expected[row] = np.arange(2 * count, dtype=np.int32).reshape(count, 2) + 1000 * step
+            rows.write_list("pairs", row, expected[row])
+            most = max(most, sum(map(len, expected.values())))
+        elif row in expected:
             rows.free(row)
             del expected[row]
         else:
