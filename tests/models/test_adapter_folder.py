@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,28 @@ def test_a_pattern_names_the_end_of_a_module(base: tuple[Path, torch.nn.Module],
     scales = {name: each.scale for name, each in read_adapter(adapter).linears.items()}
     assert {scale for name, scale in scales.items() if "q_proj" in name} == {4.0}
     assert {scale for name, scale in scales.items() if "q_proj" not in name} == {2.0}
+
+
+# By pattern: linears of layer 1 that it names, as PEFT has it: all of the name, or its end behind a point.
+PATTERNS = {
+    "q_proj|up_proj": {"q_proj", "up_proj"},
+    "self_attn.q_proj|mlp.up_proj": {"q_proj", "up_proj"},
+    "[qk]_proj": {"q_proj", "k_proj"},
+    r".*\.1\.self_attn\..*": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "model.layers.1.mlp.up_proj": {"up_proj"},
+    "proj": set(),
+    "q": set(),
+    "q_proj|": {"q_proj"},
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_is_a_regular_expression(pattern: str, base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base[1], rank=4, lora_alpha=8, alpha_pattern={pattern: 16})
+    linears = read_adapter(adapter).linears
+    assert {each.scale for each in linears.values()} <= {2.0, 4.0}
+    named = {name for name, each in linears.items() if each.scale == 4.0}
+    assert {name.rpartition(".")[2] for name in named if ".1." in name} == PATTERNS[pattern]
 
 
 def test_whole_tensors_and_embeddings_are_merged(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
@@ -198,3 +221,35 @@ def test_replaced_files_have_another_digest(base: tuple[Path, torch.nn.Module], 
     make_adapter(folder, base[1], seed=1)
     assert digest_of(folder) != digest
     assert stamp(folder) != before
+
+
+def _later(path: Path) -> None:
+    """Other bytes, as many, at the same place."""
+    status = path.stat()
+    path.write_bytes(bytes(status.st_size))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+
+
+def _longer(path: Path) -> None:
+    status = path.stat()
+    path.write_bytes(bytes(status.st_size + 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _moved_there(path: Path) -> None:
+    """As a copy that keeps the time of its original is."""
+    status, new = path.stat(), path.with_suffix(".new")
+    new.write_bytes(bytes(status.st_size))
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    new.replace(path)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize("change", [_later, _longer, _moved_there])
+def test_any_way_of_replacing_a_file_shows(change: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    for each in (CONFIG, WEIGHTS):
+        (tmp_path / each).write_bytes(b"before")
+    before = stamp(tmp_path)
+    assert stamp(tmp_path) == before
+    change(tmp_path / name)
+    assert stamp(tmp_path) != before
