@@ -609,6 +609,20 @@ def test_answers_that_failed_say_nothing_about_their_length(monkeypatch: pytest.
     engine.close()
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_only_answers_that_a_stop_string_ended_say_something_about_their_length(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """A client that goes ends others."""
+    engine = make([FakeCore()])
+    told: list[bool] = []
+    monkeypatch.setattr(engine._router, "end", lambda *arguments, finished: told.append(finished))
+    engine.add(EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=9, seed=1)))
+    engine.abort("a", stopped=stopped)
+    assert told == [stopped]
+    engine.close()
+
+
 def test_replicas_that_end_at_once_are_both_heard() -> None:
     """The last words of two replicas are read together, and told one after the other."""
     cores = [FakeCore(), FakeCore()]
