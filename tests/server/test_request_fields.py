@@ -9,13 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import RunningServer, ScriptedEngine, running
+from running_server import MODEL, RunningServer, ScriptedEngine, running
 
 from compiled_engine.frontend.pooling import PoolingParams
 from compiled_engine.server.chat_messages import ChatMessage
+from compiled_engine.server.options import Limits
+from compiled_engine.server.protocol import ResponseObject, ResponsesRequest
 from compiled_engine.server.sampling_fields import DECLARED
 
-DUMP = "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
+DUMP = "{% for message in messages %}{{ message | tojson }}\n{% endfor %}{# reasoning_effort, tools #}"
 GENERATING: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -77,6 +79,12 @@ def keyed(server: RunningServer) -> Iterator[RunningServer]:
         yield own
 
 
+@pytest.fixture(scope="module")
+def few(server: RunningServer) -> Iterator[RunningServer]:
+    with recording_server(server, limits=Limits(max_in_flight=4)) as own:
+        yield own
+
+
 def post(server: RunningServer, path: str, body: dict[str, Any], key: str = "one") -> httpx.Response:
     return httpx.post(f"{server.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=30)
 
@@ -130,6 +138,30 @@ def test_every_endpoint_has_salts(recording: RunningServer, keyed: RunningServer
             found.append(salt_of(keyed, path))
     assert None not in found
     assert len({*found, "s"}) == 5
+
+
+# By endpoint: fields with which a request counts as five completions.
+OF_FIVE: dict[str, dict[str, Any]] = {
+    **{path: {"n": 5} for path in ("/v1/completions", "/v1/chat/completions")},
+    **{path: {"input": ["x"] * 5} for path in ("/v1/embeddings", "/pooling", "/classify")},
+    **{path: {"documents": ["y"] * 5} for path in SCORING},
+}
+
+
+@pytest.mark.parametrize("path", OF_FIVE)
+def test_every_endpoint_counts_all_that_is_asked_of_it(few: RunningServer, path: str) -> None:
+    """Four are taken at a time, and nothing is held after an answer."""
+    body = (GENERATING | POOLING)[path]
+    response = post(few, path, body | OF_FIVE[path])
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "server_busy")
+    assert response.headers["retry-after"] == "1"
+    assert post(few, path, body).status_code == (200 if path in GENERATING else 400)
+    assert few.serving.admission.in_flight == 0
+
+
+def test_prompts_count_as_often_as_they_have_completions(few: RunningServer) -> None:
+    found = [post(few, "/v1/completions", {"prompt": ["x", "y"], "n": n}).status_code for n in (1, 2, 3)]
+    assert found == [200, 200, 503]
 
 
 @pytest.mark.parametrize("path", POOLING)
@@ -196,3 +228,23 @@ def test_the_template_has_every_item_of_a_response(recording: RunningServer) -> 
         {"role": "assistant", "content": "", "reasoning_content": "s", "tool_calls": [CALL]},
         *({"role": "user", "content": "c"}, answer, {"role": "user", "content": "d"}, answer),
     ]
+
+
+def test_a_response_repeats_what_was_asked(recording: RunningServer) -> None:
+    """In each field that it shares with its request; what was not asked for is as it holds."""
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    asked: dict[str, Any] = {
+        **{"instructions": "Calculate.", "max_output_tokens": 7, "parallel_tool_calls": False, "temperature": 0.5},
+        **{"text": {"format": {"type": "json_object"}}, "tools": [tool], "tool_choice": "none", "top_p": 0.25},
+        "reasoning": {"effort": "low", "summary": None},
+    }
+    answer = post(recording, "/v1/responses", {"input": "x", **asked}).json()
+    shared = {*ResponsesRequest.__struct_fields__} & {*ResponseObject.__struct_fields__}
+    assert shared == {*asked, "model"}
+    assert {name: answer[name] for name in asked} == asked
+    plain = post(recording, "/v1/responses", {"input": "x"}).json()
+    assert {name: plain[name] for name in shared - {"temperature", "top_p"}} == {
+        **{"instructions": None, "max_output_tokens": None, "parallel_tool_calls": True, "model": MODEL},
+        **{"text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto"},
+        "reasoning": {"effort": None, "summary": None},
+    }
