@@ -40,6 +40,7 @@ from compiled_engine.processes.wire import (
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
+from compiled_engine.server.exposition import COUNTERS, GAUGES, LABELLED, LABELLED_GAUGES
 
 MOST = 2
 
@@ -466,6 +467,32 @@ def test_what_a_dead_replica_counted_stays_and_what_it_held_does_not() -> None:
     assert [after[name] for name in names] == [12, 1, 10, 4, {"decode 1": 4}, 0.25]
     assert after["kv_usage"] == 1 - 4 / 10
     assert [(each["lives"], each["running"]) for each in after["replicas"]] == [(True, 1), (False, 0)]
+    engine.close()
+
+
+# Gauges of one engine that are none of all together: of the first replica, or made of others.
+NOT_ADDED = {"kv_usage", "api_processes", "capture_seconds", "start_s", "draft_sharpness_shares", "draft_length_chosen"}
+
+
+def test_each_figure_of_the_server_is_that_of_all_replicas() -> None:
+    """Every counter that /metrics shows, and every gauge but a few."""
+    names = {*GAUGES, *COUNTERS, *LABELLED, *LABELLED_GAUGES} - NOT_ADDED
+    assert {*GAUGES, *LABELLED_GAUGES} >= NOT_ADDED
+    by_name = {*LABELLED, *LABELLED_GAUGES}
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+
+    def answer(core: FakeCore) -> None:
+        assert core.connection.wait_readable(20)
+        (question,) = core.connection.receive()
+        assert isinstance(question, Control)
+        told = {name: {"a": 3} if name in by_name else 3 for name in names}
+        core.say(Answered(question.number, FIGURES | told))
+
+    for core in cores:
+        threading.Thread(target=answer, args=(core,), daemon=True).start()
+    found = engine.call(ControlCall("metrics"))
+    assert {name: found[name] for name in names} == {name: {"a": 6} if name in by_name else 6 for name in names}
     engine.close()
 
 
