@@ -284,6 +284,7 @@ def test_drafts_behind_a_stop_string_are_not_accepted(stop: str | None, logprobs
     processor.process(StepOutputs(others=[EngineOutput(request.request_id, tuple(tokens), rows, num_drafts=200)]))
     output = state.snapshot()
     metrics, kept = output.metrics, len(output.outputs[0].token_ids)
+    assert metrics is not None
     assert (kept < len(tokens)) == (stop is not None)
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (1, 200, kept - 1)
 
