@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_core import ScriptedCore
+from scripted_core import ScriptedCore, logprobs_of
 from tiny_tokenizers import byte_level
 
 from compiled_engine.frontend.engine_loop import EngineLoop
@@ -22,6 +22,7 @@ from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 from compiled_engine.sampling.token_mask import TokenMask
 
 EOS = 1
@@ -268,6 +269,24 @@ def test_accepted_drafts_are_those_in_the_output() -> None:
     metrics = state.snapshot().metrics
     assert metrics is not None
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 12, 2)
+
+
+@pytest.mark.parametrize("stop", [None, "fox"])
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_drafts_behind_a_stop_string_are_not_accepted(stop: str | None, logprobs: int | None) -> None:
+    """They are no part of the output, whether all tokens of a step come in columns or not."""
+    frontend = Frontend()
+    (request,) = frontend.prepare(max_tokens=100, stop=stop, logprobs=logprobs)
+    processor = OutputProcessor(TOKENIZER)
+    state = processor.add(request)
+    tokens = TOKENIZER.encode(SAID)
+    rows = None if logprobs is None else LogprobRows.of(map(logprobs_of, tokens))
+    processor.process(StepOutputs(others=[EngineOutput(request.request_id, tuple(tokens), rows, num_drafts=200)]))
+    output = state.snapshot()
+    metrics, kept = output.metrics, len(output.outputs[0].token_ids)
+    assert metrics is not None
+    assert (kept < len(tokens)) == (stop is not None)
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (1, 200, kept - 1)
 
 
 def test_many_prompts_each_get_their_output() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def test_a_pattern_names_the_end_of_a_module(base: tuple[Path, torch.nn.Module],
         ("^model.layers.0.mlp.up_proj", {"0.mlp.up_proj"}),
         ("proj", set()),
         ("q_pro", set()),
+        ("[qu]p?_proj|", {f"{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "mlp.up_proj")}),
     ],
 )
 def test_a_pattern_is_a_regular_expression_for_the_end_of_a_module(
@@ -221,3 +223,35 @@ def test_replaced_files_have_another_digest(base: tuple[Path, torch.nn.Module], 
     make_adapter(folder, base[1], seed=1)
     assert digest_of(folder) != digest
     assert stamp(folder) != before
+
+
+def _later(path: Path) -> None:
+    """Other bytes, as many, at the same place."""
+    status = path.stat()
+    path.write_bytes(bytes(status.st_size))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+
+
+def _longer(path: Path) -> None:
+    status = path.stat()
+    path.write_bytes(bytes(status.st_size + 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _moved_there(path: Path) -> None:
+    """As a copy that keeps the time of its original is."""
+    status, new = path.stat(), path.with_suffix(".new")
+    new.write_bytes(bytes(status.st_size))
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    new.replace(path)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize("change", [_later, _longer, _moved_there])
+def test_any_way_of_replacing_a_file_shows(change: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    for each in (CONFIG, WEIGHTS):
+        (tmp_path / each).write_bytes(b"before")
+    before = stamp(tmp_path)
+    assert stamp(tmp_path) == before
+    change(tmp_path / name)
+    assert stamp(tmp_path) != before

@@ -12,7 +12,12 @@ import torch
 from tiny_models import tiny_config
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions, pooling_tensors, read_pooling
+from compiled_engine.models.checkpoint.pooling_folder import (
+    PoolingOptions,
+    headless_name,
+    pooling_tensors,
+    read_pooling,
+)
 from compiled_engine.pooling import CLASSIFY, LAST, NONE, NORMALISE, SIGMOID, SOFTMAX, Dense, PoolerConfig, Pooling
 
 HIDDEN = 8
@@ -43,6 +48,14 @@ def test_a_stated_problem_counts_more_than_the_number_of_labels(
     stated = {} if problem is None else {"problem_type": problem}
     pooling = read(tmp_path, "Qwen3ForSequenceClassification", id2label=labels, **stated)
     assert (pooling.activation, pooling.labels) == (activation, tuple(labels.values()))
+
+
+@pytest.mark.parametrize("convert", ["auto", "none", "classify", "embed"])
+def test_a_classifier_keeps_its_head_unless_it_embeds(convert: str) -> None:
+    classifier = "BertForSequenceClassification"
+    assert headless_name(classifier, convert) == ("BertModel" if convert == "embed" else classifier)
+    for architecture in ("BertModel", "BertForMaskedLM", "BertForPreTraining"):
+        assert headless_name(architecture, convert) == "BertModel"
 
 
 IDENTITY = "torch.nn.modules.linear.Identity"

@@ -40,6 +40,7 @@ from compiled_engine.processes.wire import (
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
+from compiled_engine.server.exposition import COUNTERS, GAUGES, LABELLED, LABELLED_GAUGES
 
 MOST = 2
 
@@ -469,6 +470,32 @@ def test_what_a_dead_replica_counted_stays_and_what_it_held_does_not() -> None:
     engine.close()
 
 
+# Gauges of one engine that are none of all together: of the first replica, or made of others.
+NOT_ADDED = {"kv_usage", "api_processes", "capture_seconds", "start_s", "draft_sharpness_shares", "draft_length_chosen"}
+
+
+def test_each_figure_of_the_server_is_that_of_all_replicas() -> None:
+    """Every counter that /metrics shows, and every gauge but a few."""
+    names = {*GAUGES, *COUNTERS, *LABELLED, *LABELLED_GAUGES} - NOT_ADDED
+    assert {*GAUGES, *LABELLED_GAUGES} >= NOT_ADDED
+    by_name = {*LABELLED, *LABELLED_GAUGES}
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+
+    def answer(core: FakeCore) -> None:
+        assert core.connection.wait_readable(20)
+        (question,) = core.connection.receive()
+        assert isinstance(question, Control)
+        told = {name: {"a": 3} if name in by_name else 3 for name in names}
+        core.say(Answered(question.number, FIGURES | told))
+
+    for core in cores:
+        threading.Thread(target=answer, args=(core,), daemon=True).start()
+    found = engine.call(ControlCall("metrics"))
+    assert {name: found[name] for name in names} == {name: {"a": 6} if name in by_name else 6 for name in names}
+    engine.close()
+
+
 def test_times_are_told_by_our_clock() -> None:
     core = FakeCore()
     there = Replica(0, "replica 0 of 1", core, Connection(core.socket, decode_to_api), 256, clock_ahead_s=5.0)
@@ -606,6 +633,20 @@ def test_answers_that_failed_say_nothing_about_their_length(monkeypatch: pytest.
         cores[0].say(Stepped(StepOutputs(others=[EngineOutput(name, (), finish_reason=reason)])))
         engine.step()
     assert told == [False, True, True]
+    engine.close()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_only_answers_that_a_stop_string_ended_say_something_about_their_length(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """A client that goes ends others."""
+    engine = make([FakeCore()])
+    told: list[bool] = []
+    monkeypatch.setattr(engine._router, "end", lambda *arguments, finished: told.append(finished))
+    engine.add(EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=9, seed=1)))
+    engine.abort("a", stopped=stopped)
+    assert told == [stopped]
     engine.close()
 
 

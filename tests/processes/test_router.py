@@ -82,6 +82,18 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
     assert sent(router, request(10, [*common, 5])).work > len(common)
 
 
+def test_a_prompt_with_log_probabilities_is_computed_wherever_it_goes() -> None:
+    """Its beginning counts as work, and attracts it to no replica; nor is it where another finds its own."""
+    router = make_router(num_blocks=1000)
+    common = tuple(range(100))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+    first = sent(router, request(0, list(common)))
+    router.end(first, request(0, list(common)), [7] * 8, finished=True)
+    asked = EngineRequest("1", common, params)
+    route = sent(router, asked)
+    assert (route.replica, route.work) == (1 - first.replica, 100 + 8 * GENERATED)
+
+
 def test_a_beginning_that_many_ask_for_comes_to_be_on_all_replicas() -> None:
     router = make_router(num_blocks=1000)
     common = list(range(200))

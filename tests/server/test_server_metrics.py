@@ -13,8 +13,10 @@ from folders import REPOSITORY
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import MODEL, RunningServer
 
+from compiled_engine.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.exposition import exposition
-from compiled_engine.server.metrics import Histogram
+from compiled_engine.server.metrics import HISTOGRAMS, Histogram, ServerMetrics
 from compiled_engine.server.shared_figures import SharedFigures
 
 DOCS = REPOSITORY / "docs"
@@ -86,6 +88,46 @@ def test_a_histogram_counts_up_to_its_borders() -> None:
         histogram.observe(value, times)
     assert histogram.buckets() == [("1.0", 3.0), ("2.0", 4.0), ("+Inf", 5.0)]
     assert histogram.sum == 0.5 + 2 + 1.5 + 7
+
+
+def observed(figures: SharedFigures) -> ServerMetrics:
+    """Metrics of one request whose times are all different."""
+    metrics = ServerMetrics(figures, ["/"])
+    request = metrics.request(SamplingParams(n=2, max_tokens=30))
+    times = RequestMetrics(0.0, 1.0, 3.0, 11.0, 16.0, num_generation_tokens=14)
+    completions = [CompletionOutput(index, "", [5] * (14 - index), None, None, "stop", None) for index in range(2)]
+    request.output(RequestOutput("0", None, [1] * 17, None, completions, True, 8, times))
+    request.end()
+    return metrics
+
+
+OBSERVED = {
+    "time_to_first_token_seconds": 3,
+    "inter_token_latency_seconds": 13,  # one for each of the 13 tokens after the first
+    "request_time_per_output_token_seconds": 1,
+    "e2e_request_latency_seconds": 16,
+    "request_queue_time_seconds": 1,
+    "request_inference_time_seconds": 15,
+    "request_prefill_time_seconds": 2,
+    "request_decode_time_seconds": 8,
+    "request_prompt_tokens": 17,
+    "request_generation_tokens": 27,
+    "request_params_n": 2,
+    "request_params_max_tokens": 30,
+}
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_each_histogram_has_its_own_figure(name: str) -> None:
+    histogram = observed(SharedFigures()).histograms[name]
+    assert histogram.sum == pytest.approx(OBSERVED[name])
+    assert histogram.buckets()[-1][1] == (13 if name == "inter_token_latency_seconds" else 1)
+
+
+def test_each_count_has_its_own_figure() -> None:
+    metrics = observed(SharedFigures())
+    assert metrics.tokens.totals() == {"prompt_tokens": 17, "prompt_tokens_cached": 8}
+    assert metrics.finish_reasons.totals() == {"stop": 2, "length": 0, "error": 0, "abort": 0}
 
 
 @pytest.mark.parametrize("name", ["grafana_dashboard.json", "metrics.md"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from running_server import RunningServer, ScriptedEngine, error_of, running
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.errors import ApiError
-from compiled_engine.server.logprob_shapes import chat_logprobs
+from compiled_engine.server.logprob_shapes import LOWEST, chat_logprobs, completion_logprobs
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from compiled_engine.server.request_fields import read_request
@@ -111,6 +112,16 @@ def test_what_would_change_the_answer_is_refused(name: str, value: Any, nothing:
 def test_all_of_the_most_likely_tokens_are_shown() -> None:
     entry = {token: Logprob(-float(token), token + 1, str(token)) for token in range(7)}
     assert [len(chat_logprobs([entry], top).content[0].top_logprobs) for top in (0, 3, -1)] == [0, 3, 7]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)])
+def test_the_likeliest_of_tokens_with_one_text_is_shown(order: tuple[int, ...]) -> None:
+    """Whichever comes first, and where all are impossible."""
+    entries = [(7, Logprob(-3.0, 3, "a")), (8, Logprob(-1.0, 1, "a")), (9, Logprob(-2.0, 2, "b"))]
+    impossible = {7: Logprob(-math.inf, 1, "a"), 8: Logprob(-math.inf, 2, "a")}
+    shaped = completion_logprobs([dict(entries[place] for place in order), impossible], [7, 7])
+    assert shaped.top_logprobs == [{"a": -1.0, "b": -2.0}, {"a": LOWEST}]
+    assert shaped.token_logprobs == [-3.0, LOWEST]
 
 
 def test_all_log_probabilities_may_be_asked_for_where_their_number_has_no_bound() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizers import byte_level, wrap
+from tokenizers import Tokenizer as Backend
 
 from compiled_engine.frontend.chat import render_chat
 from compiled_engine.frontend.tokenizer import Tokenizer
@@ -60,6 +62,20 @@ def test_tools_are_text_too(chat: ChatFormat) -> None:
     text, ids = render(chat, "x", tools)
     assert sum(each in chat.tokenizer.special_ids for each in ids) == 3
     assert chat.tokenizer.decode(ids) == text
+
+
+def test_a_special_token_that_begins_like_another_is_not_taken_for_it() -> None:
+    """In the template as in a user's text, of which none is a special token."""
+    backend = Backend.from_str(byte_level().to_json())
+    backend.add_special_tokens(["<|user|>s", "<|user|>s!"])
+    tokenizer = wrap(backend)
+    template = "<|user|>s{{ messages[0].content }}<|user|>s!<|user|>."
+    chat = find_chat_format(tokenizer, ServerOptions(chat_template=template), LongWork("texts", 1, 10))
+    assert chat is not None
+    text, ids = render(chat, "a<|user|>s!")
+    special = [tokenizer.decode([each]) for each in ids if each in tokenizer.special_ids]
+    assert special == ["<|user|>s", "<|user|>s!", "<|user|>"]
+    assert tokenizer.decode(ids) == text == "<|user|>sa<|user|>s!<|user|>s!<|user|>."
 
 
 def test_settings_are_text_too(bundled_tokenizer: Tokenizer) -> None:
