@@ -165,8 +165,8 @@ class DraftModelProposer:
         count, longest = len(rows.rows_R), rows.longest(step)
         key = self._key(count, longest, len(rows.num_drafting))
         self._stage_rows(rows, count if key is None else key.num_requests // FIRST)
-        num_drafting = (*rows.num_drafting, *[0] * (self._num_drafts - len(rows.num_drafting)))
         prompts = None if rows.all_sampled else self._stage_prompts(step)
+        num_drafting = rows.num_drafting or (0,)  # the first pass reads the tokens of requests without room too
         return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
 
     def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:

@@ -10,7 +10,7 @@ from operator import add
 import numpy as np
 
 from compiled_engine.messages import SchedulerOutput
-from compiled_engine.runner.drafts import Shares
+from compiled_engine.runner.drafts import StepShares
 from compiled_engine.runner.request_states import RequestStates
 
 
@@ -56,12 +56,12 @@ class DraftingSteps:
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
-        self._shares: Shares | None = None
+        self._shares: StepShares | None = None
         self._rows: DraftingRows | None = None
 
     def rows(self, step: SchedulerOutput) -> DraftingRows:
         """Return those of a step. Its requests have their rows."""
-        shares = Shares.of(step, self._states)
+        shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = DraftingRows.of(step, self._states)
             self._shares = shares if self._rows.all_sampled else None

@@ -48,8 +48,8 @@ class StepRows:
 
     request_A: int, the index of a row's request in the step; those of a request follow one another in the order of its
     tokens, rows of one token come first. number_A: see InputBuffers.draft_numbers_R. lens_A: tokens. exists_A: False
-    for padding. queries: rows of each request if all have as many, of a token each; else None. last: whether later
-    steps with these Shares have the same rows.
+    for padding. queries: rows of each request if all have as many, of a token each; else None. lasting: whether later
+    steps with the same StepShares have these rows.
     """
 
     request_A: np.ndarray
@@ -57,7 +57,7 @@ class StepRows:
     lens_A: np.ndarray
     exists_A: np.ndarray
     queries: int | None
-    last: bool
+    lasting: bool
 
     @property
     def num_tokens(self) -> int:
@@ -86,8 +86,8 @@ class StepRows:
         request_A = np.repeat(order_R, num_rows_R)
         number_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
         lens_A = np.where(single_R, 1, counts_R)[request_A]
-        last = of_each is not None and bool((behind_R >= 0).all())
-        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], of_each, last)
+        lasting = of_each is not None and bool((behind_R >= 0).all())
+        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], of_each, lasting)
 
 
 class DraftedSteps:
@@ -100,17 +100,17 @@ class DraftedSteps:
     def __init__(self, states: RequestStates, buffers: InputBuffers, queries: Sequence[int], *, known: bool) -> None:
         """queries, known: see StepRows.of."""
         self._states, self._buffers, self._queries, self._known = states, buffers, queries, known
-        self._shares: Shares | None = None
+        self._shares: StepShares | None = None
         self._rows: StepRows | None = None
         self._batch: InputBatch | None = None  # of these rows, the newest one
         self._staged = buffers.drafted
 
     def rows(self, step: SchedulerOutput) -> StepRows:
         """Return the rows of a step. The requests have theirs in the states."""
-        shares = Shares.of(step, self._states)
+        shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = StepRows.of(step, self._states, known=self._known, queries=self._queries)
-            self._shares, self._batch = shares if self._rows.last else None, None
+            self._shares, self._batch = shares if self._rows.lasting else None, None
         return self._rows
 
     def make_batch(self, step: SchedulerOutput, rows: StepRows, key: GraphKey | None) -> InputBatch:
@@ -130,7 +130,7 @@ class DraftedSteps:
 
 
 @dataclass(frozen=True)
-class Shares:
+class StepShares:
     """What each request of a step computes, but for where it starts. generation: of the states' rows."""
 
     request_ids: list[str]
@@ -139,7 +139,7 @@ class Shares:
     generation: int
 
     @classmethod
-    def of(cls, step: SchedulerOutput, states: RequestStates) -> Shares:
+    def of(cls, step: SchedulerOutput, states: RequestStates) -> StepShares:
         """The step's. Its requests have their rows."""
         return cls(step.request_ids, step.counts, step.samples, states.generation)
 
