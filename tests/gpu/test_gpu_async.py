@@ -96,15 +96,25 @@ def test_tokens_are_the_same_one_step_ahead(num_blocks: int) -> None:
 
 
 def test_a_device_that_is_behind_gets_each_prompt() -> None:
-    """Something else holds the device up, so rows are taken again while the prompts that had them are in flight."""
-    prompts, _ = random_requests(300, 5)
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    found = []
-    for cycles in (0, 1 << 31):
-        with engine(max_num_seqs=16, enable_prefix_caching=False) as llm:
-            torch.cuda._sleep(cycles)
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            found.append([tuple(output.outputs[0].token_ids) for output in outputs])
+    """Something else holds the device up before each step, so rows are taken again while the prompts that had them are
+    in flight."""
+    prompts, _ = random_requests(120, 5)
+    found: list[dict[str, list[int]]] = []
+    for ahead in (False, True):
+        changed = {"max_num_seqs": 16, "enable_prefix_caching": False, "async_scheduling": ahead}
+        options = EngineOptions(**OPTIONS | changed)
+        tokens: dict[str, list[int]] = {}
+        with closing(start_core(resolve(options), SilentProgress())) as core:
+            for i, prompt in enumerate(prompts):
+                params = SamplingParams(max_tokens=1, temperature=0.0)
+                core.add(EngineRequest(str(i), tuple(prompt["prompt_token_ids"]), params))
+            while core.has_unfinished():
+                if ahead:
+                    torch.cuda._sleep(1 << 25)
+                for output in core.step():
+                    tokens[output.request_id] = list(output.new_token_ids)
+        found.append(tokens)
+    assert len(found[0]) == len(prompts)
     assert found[0] == found[1]
 
 
