@@ -193,6 +193,18 @@ def test_a_write_may_be_computed_in_another_way() -> None:
     assert check(written, becomes(WRITE, other), random_tensors(x=(4, 8), y=(4, 8))) >= 1
 
 
+def test_a_write_starts_from_what_was_there_before_it() -> None:
+    """Afterwards nothing is negative, and both would leave it as it is."""
+
+    def clipped(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y.relu_()
+        return (x * y,)
+
+    with pytest.raises(VerificationError, match="self of abs_"):
+        edit = becomes(aten.relu_.default, lambda g, n: emit(g, aten.abs_.default, *n.args))
+        check(clipped, edit, random_tensors(x=(4, 8), y=(4, 8)))
+
+
 def test_writes_that_nobody_reported_are_an_error() -> None:
     def dropped(graph: fx.Graph) -> list[Replacement]:
         node = call(graph, WRITE)
