@@ -55,13 +55,11 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launched(x: torch.Tensor, weight: torch.Tensor, *operands: Any, **o: Any) -> None:
             bias, norm, residual, out, *others = operands
-            (partial, counters, eps), sizes = (
-                others[:3] if len(others) > 2 else (None, None, others[0]),
-                tuple(others[3:]),
-            )
+            of_several = len(others) > 2
+            partial, counters, eps = others[:3] if of_several else (None, None, others[0])
             self.last = o | {"grid": grid, "partial": partial, "counters": counters, "norm": norm}
             if of_several:
-                assert sizes == (out.shape[1], x.shape[0], x.stride(0))
+                assert tuple(others[3:]) == (out.shape[1], x.shape[0], x.stride(0))
             else:
                 assert others[1] == out.shape[1]
             assert (o["BIAS"], o["NORM"], o["RESIDUAL"]) == (bias is not None, norm is not None, residual is not None)
