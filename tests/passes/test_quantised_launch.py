@@ -163,6 +163,7 @@ WAYS = [
     (ADA, BY_ROWS, 129, False, ["rounding", "library"]),
     (ADA, WEIGHTS, 129, False, ["Triton's"]),
     (HOPPER, ODD, 5, True, []),
+    (HOPPER, "e4m3 1x*, inputs e4m3 1x96", 5, False, []),
     (AMPERE, WEIGHTS, 5, False, []),
 ]
 # Of the op, besides the linear: a number stands for a random vector or matrix.
