@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS
-from tiny_models import tiny_config
 
+from compiled_engine.config import ExpertsConfig
 from compiled_engine.kernels.cpp_library import CannotCompile
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.rounding import decode
@@ -236,21 +236,20 @@ def test_scales_are_divided_as_their_weight_is(shard: Shard, scheme: str, expect
 
 
 def test_what_the_cpus_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_config().model
-    experts = tiny_config("Qwen3MoeForCausalLM").model
-    quantised: Any = object()
+    fields: dict[str, Any] = {"dtype": torch.float32, "transformers": None, "quantisation": None}
+    fields |= {"experts": ExpertsConfig()}
     monkeypatch.setattr(small_batch_linear_cpu, "_compiled", lambda: None)
 
-    def obstacle(changed: Any = model, num_ranks: int = 1, num_tokens: int = 64) -> str | None:
-        return small_batch_linear_cpu.obstacle(changed, num_ranks, num_tokens)
+    def obstacle(num_ranks: int = 1, num_tokens: int = 64, **changes: Any) -> str | None:
+        model: Any = SimpleNamespace(**fields | changes)
+        return small_batch_linear_cpu.obstacle(model, num_ranks, num_tokens)
 
+    of_others = "they serve the textbook's models without experts"
     assert obstacle() is None
-    assert obstacle(replace(model, dtype=BFLOAT16)) == "they compute in float32, and dtype is torch.bfloat16"
-    assert obstacle(experts) == "they serve the textbook's models without experts"
-    assert obstacle(replace(model, transformers=quantised)) == "they serve the textbook's models without experts"
-    assert (
-        obstacle(replace(model, quantisation=quantised)) == "they take weights in float32, and the model is quantised"
-    )
+    assert obstacle(dtype=BFLOAT16) == "they compute in float32, and dtype is torch.bfloat16"
+    assert obstacle(experts=ExpertsConfig(4, 2, 32)) == of_others
+    assert obstacle(transformers=object()) == of_others
+    assert obstacle(quantisation=object()) == "they take weights in float32, and the model is quantised"
     assert obstacle(num_ranks=2) == "they serve one rank, and tensor_parallel_size is 2"
     assert obstacle(num_tokens=65) == "they serve up to 64 tokens, not 65"
 
