@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from compiled_engine.passes.linear.hopper_linear import (
     HopperTiles,
     hopper_linear,
     hopper_tiles,
+    multiprocessors,
     rows_for_boxes,
 )
 from compiled_engine.passes.linear.hopper_product import ProductTiles, hopper_product, product_tiles
@@ -183,3 +185,30 @@ def test_other_devices_and_types_have_no_tiles(
     for product in profile.products:
         shape = product.num_rows, product.k, product.gated
         assert product_tiles(product.last, *shape, dtype, torch.device(device)) is None
+
+
+def test_what_was_not_measured_has_no_tiles(gpu: Callable[[str, tuple[int, int]], None]) -> None:
+    gpu(DEVICE, (9, 0))
+    cuda = torch.device("cuda")
+    for tokens in (1, 64, 128, 129, 4096):
+        assert hopper_tiles(tokens, 24, 40, False, torch.bfloat16, cuda) is None
+        assert product_tiles(tokens, 24, 40, False, torch.bfloat16, cuda) is None
+
+
+def test_multiprocessors_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    properties = SimpleNamespace(multi_processor_count=17)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties)
+    assert [multiprocessors(torch.device("cuda", 77)) for _ in range(2)] == [17, 17]
+    assert asked == [torch.device("cuda", 77)]
+
+
+def test_computing_threads_share_the_registers_of_a_launch() -> None:
+    for groups in (1, 2, 3):
+        every = HopperTiles(groups, 8, 2).computing_registers()
+        for registers in (64, 96, 128):
+            few = HopperTiles(groups, 8, 2, registers).computing_registers()
+            assert few <= every
+            assert few % 8 == 0
+            # The copying group has 40 of each thread.
+            assert groups * few + 40 <= (groups + 1) * registers < groups * (few + 8) + 40 or few == every
