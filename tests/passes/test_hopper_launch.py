@@ -7,10 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripted_hopper import scripted_hopper
+from quantised_linear_cases import BY_BLOCKS, BY_ROWS
+from quantised_linear_cases import Case as CodesCase
+from quantised_linear_cases import arguments_of as codes_arguments_of
+from scripted_hopper import MULTIPROCESSORS, scripted_hopper
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
 
 from compiled_engine.passes.framework.profile import load_profile
+from compiled_engine.passes.linear import round_inputs
+from compiled_engine.passes.linear.hopper_codes import CodesTiles, codes_tiles, hopper_codes, why_not_on_the_left
 from compiled_engine.passes.linear.hopper_linear import (
     TOKEN_BUCKETS,
     HopperTiles,
@@ -20,6 +25,9 @@ from compiled_engine.passes.linear.hopper_linear import (
     rows_for_boxes,
 )
 from compiled_engine.passes.linear.hopper_product import ProductTiles, hopper_product, product_tiles
+from compiled_engine.passes.linear.quantised_kernels import scaling_of
+from compiled_engine.passes.linear.quantised_linear_op import reference
+from compiled_engine.quantisation import LinearScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,3 +220,32 @@ def test_computing_threads_share_the_registers_of_a_launch() -> None:
             assert few % 8 == 0
             # The copying group has 40 of each thread.
             assert groups * few + 40 <= (groups + 1) * registers < groups * (few + 8) + 40 or few == every
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scheme", [BY_ROWS, BY_BLOCKS, "e4m3 64x128, inputs e4m3 1x128"])
+@pytest.mark.parametrize("tiles", [CodesTiles(128, 64, 2), CodesTiles(64, 128, 3, 5), None], ids=str)
+def test_a_launch_of_codes_is_the_linear(tiles: CodesTiles | None, scheme: str, gated: bool) -> None:
+    case, parsed = CodesCase(200, 272 if scheme == BY_ROWS else 256, 208, silu_mul=gated), LinearScheme.parse(scheme)
+    if why_not_on_the_left(case.num_rows, gated, parsed) is not None:
+        assert scheme not in (BY_ROWS, BY_BLOCKS)
+        assert not gated
+        return
+    given = codes_arguments_of(case, scheme, torch.bfloat16)
+    assert parsed.inputs is not None
+    codes_TK, inputs_CT = round_inputs.by_formula(given["x_TK"], parsed.inputs, None)
+    rounded = {"x_TK": codes_TK, "input_scales_CT": inputs_CT, "dtype": "bfloat16"}
+    expected = reference(**given | rounded).float()
+    scaling = scaling_of(given["scales_RC"], inputs_CT, parsed)
+    with scripted_hopper() as scripted, nan_in_new_tensors():
+        of_codes = codes_TK, given["codes_NK"], gated, "silu"
+        found = hopper_codes(*of_codes, scaling, torch.bfloat16, tiles)
+    assert float((found.float() - expected).abs().max() / expected.abs().max()) < 1e-2
+    ((_, grid, options),) = scripted.calls
+    tiles = tiles or codes_tiles(200, case.num_rows, scheme != BY_ROWS, MULTIPROCESSORS)
+    count = -(-200 // (2 * tiles.tokens)) * -(-case.num_rows // tiles.rows)
+    assert grid == (min(MULTIPROCESSORS, count),)
+    names = ("GROUP_TOKENS", "ROWS", "STAGES", "TOGETHER", "num_warps", "launch_pdl")
+    assert [options[name] for name in names] == [tiles.tokens, tiles.rows, tiles.stages, tiles.together, 4, True]
+    # Two groups that compute and one that copies, with 24 registers for each of its threads.
+    assert 128 * (2 * options["REGISTERS"] + 24) <= 1 << 16 < 128 * (2 * (options["REGISTERS"] + 8) + 24)
