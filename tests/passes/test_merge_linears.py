@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pass_cases import Tensors, count, graph_of, packed_parameters, random_tensors, rewrite, run, targets
+from pass_cases import SMALL, Tensors, count, graph_of, packed_parameters, random_tensors, rewrite, run, targets
 from torch import fx
 
 from compiled_engine.passes.framework.matching import named
@@ -191,6 +191,19 @@ def test_a_parameter_that_something_else_reads_keeps_linears_apart(what: str) ->
     assert result.matches == 0
     assert result.near_misses[0].endswith(": a parameter is used elsewhere too")
     assert result.replacements == ()
+
+
+def test_the_contract_counts_values_that_several_matrices_are_multiplied_with() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, **p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b, c = p.values()
+        return (x @ a.t(), y @ b.t(), *((x @ c.t(),) if len(x) == 5 else ()))
+
+    weights = random_tensors(**{f"layer.{name}": (4, 8) for name in "abc"})
+    for rows, contract in ((5, 1), (3, 0)):
+        module = graph_of(function, random_tensors(x=(rows, 8), y=(4, 8)), weights)
+        graph_pass = MergeLinears()
+        assert graph_pass.contract(module.graph, SMALL) == contract
+        assert graph_pass.run(module.graph).matches == contract
 
 
 def test_names_are_packed_piece_by_piece() -> None:
