@@ -11,8 +11,9 @@ import torch
 from pass_cases import SMALL, Tensors, count, graph_of, packed_parameters, random_tensors, rewrite, run, targets
 from torch import fx
 
+from compiled_engine.passes.framework.graph_inputs import parameter_of
 from compiled_engine.passes.framework.matching import named
-from compiled_engine.passes.framework.parameter import made
+from compiled_engine.passes.framework.parameter import compute, made
 from compiled_engine.passes.framework.rounding import weight_codes, weight_scales
 from compiled_engine.passes.linear.linears import linear_of
 from compiled_engine.passes.linear.merge_linears import MergeLinears
@@ -73,7 +74,13 @@ def test_quantised_linears_are_merged_without_another_rounding(
     assert (result.matches, result.near_misses, len(result.replacements)) == (1, (), 3)
     (call,) = module.graph.find_nodes(op="call_function", target=quantised_linear)
     assert named(call)["scheme"] == f"e4m3 {together}" + (f", inputs {inputs}" if inputs else "")
-    assert linear_of(call) is not None
+    linear = linear_of(call)
+    assert linear is not None
+    for node in linear.parameters:
+        parameter = parameter_of(node)
+        value = compute(parameter, lambda leaf: given[leaf.name])
+        assert value.shape == parameter.shape == node.meta["val"].shape
+        assert value.dtype == parameter.torch_dtype == node.meta["val"].dtype
     for got, expected in zip(run(module, given), linears(schemes)(**given), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 

@@ -101,6 +101,22 @@ def test_a_norm_inside_of_the_sum_stays_a_norm() -> None:
     assert count(module, residual_rms_norm) == 1
 
 
+@pytest.mark.parametrize("why", ["something else reads it", "it has a norm inside"])
+def test_a_norm_that_stays_leaves_others_as_they_are(why: str) -> None:
+    def function(x: torch.Tensor, residual: torch.Tensor, **w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inner = w["one"] if why == "it has a norm inside" else None
+        first, total = residual_rms_norm(plain(x, w, "a"), residual, w["one"], EPS, 0.0, False, inner)
+        second, total = residual_rms_norm(plain(first, w, "b"), total, w["two"], EPS)
+        return plain(second, w, "c"), total, first if inner is None else total
+
+    sizes = {"a": (12, 8), "b": (12, 12), "c": (6, 12)}
+    weights = random_tensors(one=(12,), two=(12,)) | parameters(plain, sizes, False)
+    module, result = check(function, random_tensors(x=(5, 8), residual=(5, 12)), weights)
+    assert result.matches == 3
+    assert count(module, residual_rms_norm) == 1
+    assert count(module, small_batch_linear) == 3
+
+
 def test_a_linear_that_ends_in_an_activation_adds_no_residual() -> None:
     def function(x: torch.Tensor, residual: torch.Tensor, **w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gated = silu_mul(plain(x, w, "a"), "silu")
