@@ -10,6 +10,7 @@ import torch
 from pass_cases import DYNAMIC, SMALL, Tensors, count, graph_of, random_tensors, rewrite, run, targets
 from torch import fx
 
+from compiled_engine.passes.experts.experts_op import experts
 from compiled_engine.passes.framework.matching import aten, named
 from compiled_engine.passes.framework.rounding import weight_codes, weight_scales
 from compiled_engine.passes.linear.gated_linear import GatedLinear, gated_linear
@@ -142,6 +143,37 @@ def test_a_norm_whose_sum_nobody_reads(which: str) -> None:
     module, result = check(function, random_tensors(x=(5, 8), residual=(5, 12)), weights)
     assert result.matches == 2
     assert count(module, aten.add.Tensor) == (which == "residual")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("of_a_sum", [False, True])
+def test_experts_take_in_the_norm_before_them_and_the_residual_behind(of_a_sum: bool, wide: bool) -> None:
+    """The router reads the same norm."""
+
+    def mixture(x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
+        return experts(x, plain(x, w, "router"), w["gate_up"], w["down"], None, None, 2, True)
+
+    def function(x: torch.Tensor, residual: torch.Tensor, **w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if of_a_sum:
+            normed, total = residual_rms_norm(plain(x, w, "a"), residual, w["one"], EPS, OFFSET, wide)
+        else:
+            normed, total = rms_norm(residual, w["one"], EPS, OFFSET, wide), residual
+        last, total = residual_rms_norm(mixture(normed, w), total, w["two"], 2 * EPS)
+        return plain(last, w, "b"), total
+
+    weights = random_tensors(one=(12,), two=(12,), gate_up=(3, 16, 12), down=(3, 12, 8))
+    weights |= parameters(plain, {"a": (12, 8), "b": (6, 12), "router": (3, 12)}, False)
+    if not of_a_sum:
+        del weights["a"]
+    module, result = check(function, random_tensors(x=(5, 8), residual=(5, 12)), weights)
+    assert result.matches == 2 + of_a_sum
+    assert sorted(map(str, targets(module))) == sorted(map(str, [small_batch_linear] * (2 + of_a_sum) + [experts]))
+    (call,) = module.graph.find_nodes(op="call_function", target=experts)
+    arguments = named(call)
+    assert (arguments["eps"], arguments["norm_offset"], arguments["norm_wide"]) == (EPS, OFFSET, wide)
+    assert arguments["norm_weight_D"] is not None
+    assert arguments["residual_TD"] is not None
+    assert {each.after for each in result.replacements} >= {call}
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
