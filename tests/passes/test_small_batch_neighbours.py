@@ -176,6 +176,21 @@ def test_experts_take_in_the_norm_before_them_and_the_residual_behind(of_a_sum: 
     assert {each.after for each in result.replacements} >= {call}
 
 
+def test_experts_whose_result_is_read_add_no_residual() -> None:
+    def function(x: torch.Tensor, residual: torch.Tensor, **w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mixed = experts(x, plain(x, w, "router"), w["gate_up"], w["down"], None, None, 2, True)
+        last, total = residual_rms_norm(mixed, residual, w["one"], EPS)
+        return plain(last, w, "b"), total, mixed.exp()
+
+    weights = random_tensors(one=(12,), gate_up=(3, 16, 12), down=(3, 12, 8))
+    weights |= parameters(plain, {"b": (6, 12), "router": (3, 12)}, False)
+    module, result = check(function, random_tensors(x=(5, 12), residual=(5, 12)), weights)
+    assert result.matches == 2
+    (call,) = module.graph.find_nodes(op="call_function", target=experts)
+    assert named(call)["residual_TD"] is None
+    assert count(module, aten.add.Tensor) == 1
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("product", "op"), [(plain, gated_linear), (of_codes, quantised_linear)])
