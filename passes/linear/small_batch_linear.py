@@ -103,7 +103,7 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
         for user in list(normed.users):
             _take_in_norm(linears, changed_experts, user, arguments | {"x_TD": total})
         before = linears.get(x)
-        if before is not None and only_user(x) is norm and not before.silu_mul:
+        if before is not None and only_user(x) is norm:
             linears[x] = replace(before, result=total, residual=residual)
         elif _is_experts(x) and only_user(x) is norm:
             change(x, residual_TD=residual)

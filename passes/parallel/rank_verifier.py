@@ -7,7 +7,7 @@ whole. Every call starts from recorded numbers, so errors do not add up. Slices 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -194,12 +194,19 @@ def _total(shard: Shard) -> int:
 
 
 def _is_comparable(node: fx.Node) -> bool:
-    """Return whether a call's value is one tensor that depends only on its arguments."""
-    is_call = node.op == "call_function" and not mutated(node) and isinstance(node.meta.get("val"), torch.Tensor)
+    """Return whether a call's value is tensors that depend only on its arguments."""
+    is_call = node.op == "call_function" and not mutated(node)
+    is_call = is_call and all(isinstance(value, torch.Tensor) for value in _each(node.meta.get("val")))
     return is_call and not any(mutated(user) and node in mutated(user).values() for user in node.users)
 
 
-def _compare(node: fx.Node, num_tokens: int, expected: torch.Tensor, found: torch.Tensor) -> None:
-    problem = difference(expected, expected.float(), found.to(expected.dtype))
-    if problem is not None:
-        raise VerificationError(f"pass tensor_parallel, {num_tokens} tokens: {node.name} {problem}")
+def _each(value: Any) -> Sequence[Any]:
+    """The parts of a value that is several, such as that of a split; else the value."""
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _compare(node: fx.Node, num_tokens: int, expected: Any, found: Any) -> None:
+    for right, value in zip(_each(expected), _each(found), strict=True):
+        problem = difference(right, right.float(), value.to(right.dtype))
+        if problem is not None:
+            raise VerificationError(f"pass tensor_parallel, {num_tokens} tokens: {node.name} {problem}")

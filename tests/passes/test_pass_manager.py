@@ -29,10 +29,15 @@ from pass_cases import (
 )
 from torch import fx
 
+from compiled_engine.attention.op import ATTENTION
+from compiled_engine.passes.framework.graph_inputs import parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.framework.graph_text import graph_diff, graph_text
 from compiled_engine.passes.framework.manager import ContractError, PassReport, pass_uuid, run_passes
+from compiled_engine.passes.framework.matching import named
+from compiled_engine.passes.framework.parameter import KV_SCALES, Parameter
 from compiled_engine.passes.framework.profile import DeviceProfile
+from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.registry import DEFAULT_PASSES, register_pass, registered_passes, unregister_pass
 
 NAMES = tuple(graph_pass.name for graph_pass in DEFAULT_PASSES)
@@ -247,3 +252,19 @@ def test_every_pass_has_a_uuid_of_its_own() -> None:
     assert all(len(uuid) == 16 for uuid in uuids)
     own = type("Own", (), {"name": "own", "uuid": "v1", "__module__": "nowhere"})()
     assert pass_uuid(own) == "v1"
+
+
+def test_attention_over_an_fp8_cache_gets_the_scales_of_its_layer() -> None:
+    graph = traced(QWEN3, torch.float32)[1].for_range(SMALL).graph
+    graph_pass = KVScales()
+    assert graph_pass.contract(graph, SMALL) == 2
+    result = graph_pass.run(graph)
+    assert result.matches == len(result.notes) == 2
+    for layer, call in enumerate(graph.find_nodes(op="call_function", target=ATTENTION)):
+        arguments = named(call)
+        cache = source_of(arguments["kv_cache_N2PKd"]).name
+        assert cache == f"kv_caches.{layer}"
+        heads = arguments["kv_cache_N2PKd"].meta["val"].shape[3]
+        name = f"attention.{layer}.kv_scales"
+        assert parameter_of(arguments["kv_scales_2K"]) == Parameter(name, (2, heads), "float32", KV_SCALES)
+        assert result.notes[layer].startswith(f"{cache}: scales of keys and values")
