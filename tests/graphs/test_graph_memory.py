@@ -1,4 +1,4 @@
-"""The captured graphs: in which order they are captured, what they are measured to take, how it is predicted, replay."""
+"""The captured graphs: the order of captures, what each is measured to take, how that is predicted, and replay."""
 
 from __future__ import annotations
 
