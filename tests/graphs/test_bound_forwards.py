@@ -1,0 +1,418 @@
+"""Plans that are written out here, bound to functions: which code a batch runs, what stages run, what is recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_config
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs import compiled_model
+from compiled_engine.graphs.cache.lookup import Lookup
+from compiled_engine.graphs.cache.work_folder import WorkFolder
+from compiled_engine.graphs.compiled_model import CompileCounts, CompiledModel, Forwards, compile_model
+from compiled_engine.graphs.compiler.compiled_range import CompiledRange
+from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
+from compiled_engine.graphs.compiler.stage_plan import Border
+from compiled_engine.graphs.compiler.stitch import forward_source, stitch
+from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, recorded
+from compiled_engine.graphs.cpu_graphs.recorder import Arena, recording
+from compiled_engine.parallel.stages import stages_of
+from compiled_engine.passes.framework.graph_inputs import Source
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, SplittingOp
+from compiled_engine.passes.framework.manager import ContractError, PassReport
+from compiled_engine.passes.framework.parameter import Parameter
+from compiled_engine.passes.registry import register_pass, unregister_pass
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.process.timeline import Timeline
+
+SMALL, WHOLE = CompileRange(1, 4, small=True), CompileRange(1, 64)
+PARAMETERS = {"w": torch.tensor([2.0]), "unused": torch.tensor([0.0])}
+
+
+def step(piece: str | None, op: str | None, results: tuple[int, ...], *values: int, **constants: Any) -> PlannedStep:
+    given = [{"value": value} for value in values] + [{"constant": value} for value in constants.values()]
+    return PlannedStep(piece, op, tuple(given), results)
+
+
+def plan_calling(piece: str) -> Plan:
+    """piece(x_TD, w)"""
+    inputs = (Source("argument", "x_TD"), Parameter("w", (1,), "float32"))
+    return Plan(("x_TD",), inputs, (step(piece, None, (2,), 0, 1),), (2,))
+
+
+PIECES: dict[str, Callable[..., Any]] = {
+    name: lambda x, w, number=number: (x * w + number,)
+    for number, name in enumerate(("small", "whole", "head", "with_adapters"))
+}
+
+
+def model_of(*ranges: CompiledRange, direct: tuple[str, ...] = (), pools: bool = False) -> CompiledModel:
+    lookup = Lookup(Path("nowhere"), "key", "hit", None, WorkFolder(None, "test_"))
+    return CompiledModel(ranges, PIECES, frozenset(direct), lookup, CompileCounts(0, 0), pools)
+
+
+def range_of(name: str, compile_range: CompileRange, piece: str) -> CompiledRange:
+    return CompiledRange(name, compile_range, plan_calling(piece), ("result",), ())
+
+
+MODEL = model_of(
+    range_of("forward", SMALL, "small"),
+    range_of("forward", WHOLE, "whole"),
+    range_of("adapted", WHOLE, "with_adapters"),
+    range_of("logits", WHOLE, "head"),
+    direct=("small", "head"),
+)
+X = torch.tensor([[1.0]])
+# What each of the pieces makes of X.
+OF_SMALL, OF_WHOLE, OF_HEAD, OF_ADAPTERS = 2.0, 3.0, 4.0, 5.0
+
+
+# Which code runs
+
+
+def test_small_batches_have_logits_at_once_and_others_hidden_states() -> None:
+    forwards = MODEL.bind(PARAMETERS)
+    found = {number: forwards.for_logits(number) for number in (1, 4, 5, 64)}
+    assert [number for number, forward in found.items() if forward is not None] == [1, 4]
+    assert found[4] is not None
+    assert float(found[4](X)) == OF_SMALL
+    assert {float(forwards.for_hidden(number)(X)) for number in (1, 4, 5, 64)} == {OF_WHOLE}
+    assert (float(forwards.hidden(X)), float(forwards.logits(X))) == (OF_WHOLE, OF_HEAD)
+    assert float(forwards.pooler(X)) == float(forwards.combine(X)) == 1.0
+
+
+def test_a_model_that_pools_has_hidden_states_of_small_batches_too() -> None:
+    forwards = replace(MODEL, pools=True).bind(PARAMETERS)
+    assert [forwards.for_logits(number) for number in (1, 4, 5)] == [None] * 3
+    found = [float(forwards.for_hidden(number)(X)) for number in (1, 4, 5)]
+    assert found == [OF_SMALL, OF_SMALL, OF_WHOLE]
+
+
+def test_steps_with_adapters_have_forwards_of_their_own_and_the_same_logits() -> None:
+    forwards = MODEL.bind(PARAMETERS, adapted=True)
+    assert (float(forwards.hidden(X)), float(forwards.logits(X))) == (OF_ADAPTERS, OF_HEAD)
+    assert forwards.for_logits(1) is None
+    assert MODEL.has_adapters
+    assert not model_of(range_of("forward", WHOLE, "whole")).has_adapters
+
+
+def test_ranges_are_found_by_their_callable() -> None:
+    names = [[compiled.compile_range for compiled in MODEL.of(name)] for name in ("forward", "logits", "pooler")]
+    assert names == [[SMALL, WHOLE], [WHOLE], []]
+    assert [compiled.callable for compiled in MODEL.of_others()] == ["logits"]
+    assert [parameter.name for parameter in MODEL.parameters] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("direct", "expected"),
+    [
+        (("small",), (True, False)),
+        (("whole",), (False, True)),
+        (("small", "whole"), (True, True)),
+        ((), (False, False)),
+    ],
+)
+def test_a_forward_is_direct_if_all_its_pieces_are(direct: tuple[str, ...], expected: tuple[bool, bool]) -> None:
+    """Of that very range; the logits and the forward with adapters do not matter."""
+    model = replace(MODEL, direct=frozenset((*direct, "head")))
+    assert (model.is_direct(SMALL), model.is_direct(WHOLE)) == expected
+
+
+# What is called with what
+
+
+@pytest.fixture
+def _attends() -> Any:
+    class Attends(GraphPass):
+        name = "attends_here"
+        splitting_ops = (
+            SplittingOp("tests::attends", lambda x, scale: x.mul_(scale), attends=True),
+            SplittingOp("tests::writes", lambda x, scale: x.add_(scale)),
+            SplittingOp("tests::around", lambda *_: None, attends=True, around=lambda attend: lambda x, s: attend(x)),
+        )
+
+    register_pass(Attends())
+    yield
+    unregister_pass("attends_here")
+
+
+INPUTS = (
+    *(Source("argument", "x_TD"), Source("argument", "kv_caches.0"), Source("argument", "kv_caches.1")),
+    *(Source("size", "x_TD", 1), Source("size", "x_TD", 0), Parameter("w", (1,), "float32")),
+)
+PLAN = Plan(
+    ("x_TD", "kv_caches"),
+    INPUTS,
+    (
+        step("one", None, (6, 7), 0, 3, 1),
+        step(None, "tests::attends", (), 6, scale=10),
+        step("two", None, (8,), 6, 7, 5),
+        step(None, "tests::attends", (), 8, scale=-1),
+        step("three", None, (9,), 8, 2),
+    ),
+    (9, 7),
+    (Carried(6, "float32", (2,)), Carried(7, "float64", (2, 3)), Carried(8, "float32", (2,))),
+)
+
+
+def test_the_source_of_a_forward_reads_sizes_and_drops_each_value_after_its_last_use() -> None:
+    """What is returned is kept; sizes that nothing reads are not read."""
+    assert forward_source(PLAN).splitlines() == [
+        "def forward(x_TD, kv_caches):",
+        "    size_3 = x_TD.shape[1]",
+        "    v6, v7, = piece_one(x_TD, size_3, kv_caches[0])",
+        "    tests_attends(v6, 10)",
+        "    v8, = piece_two(v6, v7, parameter_5)",
+        "    del v6",
+        "    tests_attends(v8, -1)",
+        "    v9, = piece_three(v8, kv_caches[1])",
+        "    del v8",
+        "    return v9, v7",
+    ]
+
+
+def pieces_of_plan() -> dict[str, Callable[..., Any]]:
+    return {
+        "one": lambda x, width, cache: (x + width + cache, torch.ones(x.shape[0], 2, 3, dtype=torch.float64)),
+        "two": lambda x, ones, w: (x * w + ones.sum((1, 2)).float()[:, None],),
+        "three": lambda x, cache: (x - cache,),
+    }
+
+
+@pytest.mark.usefixtures("_attends")
+def test_attention_is_handed_over_and_other_ops_are_called() -> None:
+    handed: list[tuple[Any, ...]] = []
+    ops = ("tests::attends", "tests::writes", "tests::around")
+    plan = Plan(("x",), (Source("argument", "x"),), tuple(step(None, op, (), 0, scale=3) for op in ops), (0,))
+    plain = stitch(plan, {}, {})
+    assert plain(torch.tensor([1.0])).tolist() == [6.0]
+    given = stitch(plan, {}, {}, lambda function, arguments: handed.append((function, *arguments)))
+    x = torch.tensor([1.0])
+    assert given(x).tolist() == [4.0]
+    assert [arguments[1:] for arguments in handed] == [(x, 3), (x,)]
+
+
+@pytest.mark.usefixtures("_attends")
+def test_stages_hand_on_what_the_next_one_reads_and_number_their_caches_from_nought() -> None:
+    x, caches = torch.arange(6.0).view(3, 2), [torch.full((1,), 5.0), torch.full((1,), 7.0)]
+    whole = CompiledRange("forward", WHOLE, replace(PLAN, outputs=(9,)), ("result",), ())
+    logits, adapted = range_of("logits", WHOLE, "head"), range_of("adapted", WHOLE, "with_adapters")
+    model = replace(model_of(whole, logits, adapted), pieces=PIECES | pieces_of_plan())
+    expected = model.bind(PARAMETERS).hidden(x.clone(), caches)
+    assert torch.equal(expected, ((x + 7) * 10 * 2 + 6) * -1 - 7)
+    first, second = (model.for_stage(stage) for stage in stages_of((1, 1), 2))
+    assert [[part.callable for part in stage.ranges] for stage in (first, second)] == [
+        *(["forward"], ["forward", "logits"]),
+    ]
+    assert (first.received_row_bytes, second.received_row_bytes) == (0, 2 * 4 + 2 * 3 * 8)
+    packed = first.bind(PARAMETERS).hidden(x.clone(), caches[:1])
+    assert (packed.dtype, packed.numel()) == (torch.uint8, 3 * second.received_row_bytes)
+    buffer = torch.cat([packed, packed])  # may be longer than what a step sends
+    assert torch.equal(second.bind(PARAMETERS, received=buffer).hidden(x, caches[1:]), expected)
+    (alone,) = stages_of((2,), 2)
+    assert model.for_stage(alone) is model
+
+
+def test_a_border_is_the_bytes_of_all_values_in_order() -> None:
+    border = Border((Carried(3, "bfloat16", (4,)), Carried(5, "int64", ()), Carried(6, "float32", (2, 2))))
+    assert border.row_bytes == 8 + 8 + 16
+    values = [torch.randn(5, 4).bfloat16(), torch.arange(5), torch.randn(5, 2, 2)]
+    packed = border.pack(values)
+    assert (packed.dtype, packed.numel()) == (torch.uint8, 5 * border.row_bytes)
+    for found, value in zip(border.unpack(packed, 5), values, strict=True):
+        assert torch.equal(found, value)
+    assert all(value.data_ptr() >= packed.data_ptr() for value in border.unpack(packed, 5))  # views
+
+
+# Found or compiled
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A cache that has an entry with one range; what it was asked for."""
+    told: dict[str, Any] = {"status": "hit", "passes": (PassReport("silu_mul", True, True, matches=1, contract=2),)}
+
+    def find(root: Path | None, factors: Any, build: Any, load: Any) -> Lookup:
+        told["root"] = root
+        compiled = CompiledRange("forward", WHOLE, plan_calling("whole"), ("hidden_TD",), told["passes"])
+        loaded = (compiled,), PIECES, frozenset(["whole"])
+        return Lookup(Path("nowhere"), "key", told["status"], loaded, WorkFolder(None, "test_"))
+
+    monkeypatch.setattr(compiled_model, "find_or_build", find)
+    monkeypatch.setattr(compiled_model, "cache_factors", lambda config: {})
+    return told
+
+
+def no_model(model: Any) -> Any:
+    raise AssertionError
+
+
+def config_with(**compile_options: Any) -> EngineConfig:
+    config = tiny_config(num_layers=1)
+    return replace(config, compile=replace(config.compile, cache_dir=Path("/cache"), **compile_options))
+
+
+@pytest.mark.parametrize(("status", "name"), [("hit", "load"), ("miss", "compile"), ("off", "compile")])
+def test_the_timeline_says_whether_it_was_found(status: str, name: str, looked_up: dict[str, Any]) -> None:
+    looked_up["status"] = status
+    timeline = Timeline()
+    found = compile_model(config_with(), no_model, SilentProgress(), timeline)
+    assert {name} == {span.name for span in timeline.spans if span.parent is None}
+    assert (found.counts, found.lookup.status) == (CompileCounts(0, 0), status)
+    assert found.direct == {"whole"}
+    assert not found.pools
+
+
+@pytest.mark.parametrize(("verify", "root"), [(False, Path("/cache")), (True, None)])
+def test_what_is_to_be_verified_is_compiled_anew(verify: bool, root: Path | None, looked_up: dict[str, Any]) -> None:
+    compile_model(config_with(verify=verify), no_model, SilentProgress(), Timeline())
+    assert looked_up["root"] == root
+
+
+def test_a_strict_engine_holds_passes_that_were_run_before_to_their_contracts(looked_up: dict[str, Any]) -> None:
+    compile_model(config_with(), no_model, SilentProgress(), Timeline())
+    with pytest.raises(ContractError, match="silu_mul"):
+        compile_model(config_with(strict=True), no_model, SilentProgress(), Timeline())
+    looked_up["passes"] = (PassReport("silu_mul", True, True, matches=2, contract=2),)
+    compile_model(config_with(strict=True), no_model, SilentProgress(), Timeline())
+
+
+# Recorded calls
+
+
+def batch(x: torch.Tensor, num_decodes: int | None = None) -> tuple[Any, ...]:
+    """Arguments of a step of one request for each row of x, decodes or not."""
+    rows = x.shape[0]
+    number = rows if num_decodes is None else num_decodes
+    integers = torch.zeros(rows, dtype=torch.int32)
+    host = torch.tensor([number, 1, 1], dtype=torch.int32)
+    inputs = AttentionInputs(integers, integers, integers, integers, host, "cpp", integers)
+    return x, torch.zeros(rows), inputs, [torch.zeros(1)]
+
+
+class Doubles:
+    """A forward that counts its calls."""
+
+    def __init__(self, several: bool = False, reads: bool = False) -> None:
+        self.calls, self._several, self._reads = 0, several, reads
+
+    def __call__(self, x: torch.Tensor, *others: Any) -> Any:
+        self.calls += 1
+        if self._reads:
+            float(x.sum())
+        doubled = x * 2
+        return (doubled, doubled + 1) if self._several else doubled + 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_kind_of_batch_is_called_then_recorded_then_replayed(several: bool) -> None:
+    forward = Doubles(several)
+    replayed = RecordedForward(forward, Arena())
+    x = torch.ones(3, 4)
+    arguments = batch(x)
+    for number in range(6):
+        x.fill_(number)
+        found = replayed(*arguments)
+        results = found if several else (found,)
+        assert isinstance(found, tuple) is several
+        expected = (2.0 * number, 2.0 * number + 1) if several else (2.0 * number + 1,)
+        assert [set(result.flatten().tolist()) for result in results] == [{value} for value in expected]
+    assert forward.calls == 2
+    counts = replayed.counts
+    assert (counts.recordings, counts.kernels, counts.replays) == (1, 0, 4)
+
+
+def test_batches_of_another_size_address_or_number_of_threads_are_recorded_apart(one_thread: None) -> None:
+    forward = Doubles()
+    replayed = RecordedForward(forward, Arena())
+    x = torch.ones(4, 4)
+    same, smaller, elsewhere = batch(x), batch(x[:2]), batch(torch.ones(4, 4))
+    for number, arguments in enumerate((same, smaller, elsewhere), 1):
+        for _ in range(3):
+            assert set(replayed(*arguments).flatten().tolist()) == {3.0}
+        assert (replayed.counts.recordings, forward.calls) == (number, 2 * number)
+    torch.set_num_threads(2)
+    for _ in range(3):
+        replayed(*same)
+    assert replayed.counts.recordings == 4
+    torch.set_num_threads(1)
+    replayed(*same)
+    assert (replayed.counts.recordings, replayed.counts.replays) == (4, 5)
+
+
+def test_batches_with_prompts_are_called() -> None:
+    forward = Doubles()
+    replayed = RecordedForward(forward, Arena())
+    arguments = batch(torch.ones(3, 4), num_decodes=2)
+    for _ in range(4):
+        replayed(*arguments)
+    assert (forward.calls, replayed.counts.recordings, replayed.counts.replays) == (4, 0, 0)
+
+
+def test_a_forward_that_cannot_be_recorded_is_called_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    forward = Doubles(reads=True)
+    replayed = RecordedForward(forward, Arena())
+    x = torch.ones(3, 4)
+    arguments = batch(x)
+    with caplog.at_level(logging.WARNING, "compiled_engine"):
+        for number in range(5):
+            x.fill_(number)
+            assert set(replayed(*arguments).flatten().tolist()) == {2.0 * number + 1}
+    assert forward.calls == 6  # one of them failed half-way
+    assert len(caplog.messages) == 1
+    assert "decodes run without recorded calls: the host reads a tensor" in caplog.messages[0]
+    assert (replayed.counts.recordings, replayed.counts.replays) == (0, 0)
+
+
+def test_only_small_forwards_that_call_from_python_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    other = CompileRange(5, 8, small=True)
+    model = model_of(
+        *(range_of("forward", SMALL, "small"), range_of("forward", other, "head"), range_of("forward", WHOLE, "whole")),
+        direct=("small", "whole"),
+    )
+    plain = Forwards(hidden=Doubles(), logits=Doubles(), small=((SMALL, Doubles()), (other, Doubles())), pools=True)
+    with caplog.at_level(logging.WARNING, "compiled_engine"):
+        found = recorded(model, plain)
+    assert isinstance(found.small[0][1], RecordedForward)
+    assert [compile_range for compile_range, _ in found.small] == [SMALL, other]
+    assert (found.small[1], found.hidden, found.logits) == (plain.small[1], plain.hidden, plain.logits)
+    assert found.pools
+    assert ["5-8 tokens" in message for message in caplog.messages] == [True]
+
+
+def test_an_arena_gives_the_smallest_block_that_is_free_and_large_enough() -> None:
+    arena = Arena()
+    sizes = (400, 100, 200)
+    blocks = [arena.empty_like(torch.empty(size, dtype=torch.uint8)) for size in sizes]
+    addresses = {size: block.data_ptr() for size, block in zip(sizes, blocks, strict=True)}
+    del blocks
+    living = []
+    for size, block in ((150, 200), (100, 100), (128, 400), (128, None)):
+        living.append(arena.empty_like(torch.empty(size, dtype=torch.uint8)))
+        assert living[-1].data_ptr() % 16 == 0
+        taken = [size for size, address in addresses.items() if living[-1].data_ptr() == address]
+        assert taken == ([] if block is None else [block])
+
+
+def test_what_is_computed_into_memory_of_its_own_is_computed_again_and_views_are_not() -> None:
+    x = torch.ones(2, 3)
+    with recording(Arena(), []) as calls:
+        transposed = torch.empty_like(x.t())  # not contiguous, so it is not of the arena
+        view = x.view(3, 2).t()
+        largest, place = x.max(1)
+        x.add_(1)
+    assert transposed.shape == (3, 2)
+    assert calls.num_kernels == 0
+    x.copy_(torch.tensor([[1.0, 5.0, 2.0], [7.0, 3.0, 4.0]]))
+    calls.replay()
+    assert (largest.tolist(), place.tolist()) == ([5.0, 7.0], [1, 0])
+    assert x.tolist() == [[2.0, 6.0, 3.0], [8.0, 4.0, 5.0]]
+    assert view.tolist() == [[2.0, 3.0, 4.0], [6.0, 8.0, 5.0]]
