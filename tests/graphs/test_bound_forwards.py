@@ -6,19 +6,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from small_batch_linear_cases import Case, arguments_of
 from tiny_models import tiny_config
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, HeadConfig
 from compiled_engine.graphs import compiled_model
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
-from compiled_engine.graphs.compiled_model import CompileCounts, CompiledModel, Forwards, compile_model
-from compiled_engine.graphs.compiler.compiled_range import CompiledRange
+from compiled_engine.graphs.compiled_model import CompileCounts, CompiledModel, Forwards, compile_model, load_piece
+from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_compiled_range
 from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
 from compiled_engine.graphs.compiler.stage_plan import Border
 from compiled_engine.graphs.compiler.stitch import forward_source, stitch
@@ -29,7 +31,9 @@ from compiled_engine.passes.framework.graph_inputs import Source
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, SplittingOp
 from compiled_engine.passes.framework.manager import ContractError, PassReport
 from compiled_engine.passes.framework.parameter import Parameter
+from compiled_engine.passes.linear.small_batch_linear_op import on_cpu
 from compiled_engine.passes.registry import register_pass, unregister_pass
+from compiled_engine.pooling import Pooling
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
 
@@ -285,6 +289,87 @@ def test_a_strict_engine_holds_passes_that_were_run_before_to_their_contracts(lo
     compile_model(config_with(strict=True), no_model, SilentProgress(), Timeline())
 
 
+@pytest.mark.parametrize(
+    ("changes", "pools"),
+    [
+        ({}, False),
+        ({"pooling": Pooling("embed", ("lasttoken",), (), "none")}, True),
+        ({"head": HeadConfig(8, 1, 9)}, True),
+    ],
+)
+def test_a_model_that_pools_or_drafts_ends_at_hidden_states(
+    changes: dict[str, Any], pools: bool, looked_up: dict[str, Any]
+) -> None:
+    config = config_with()
+    found = compile_model(
+        replace(config, model=replace(config.model, **changes)), no_model, SilentProgress(), Timeline()
+    )
+    assert found.pools is pools
+
+
+def test_pieces_are_loaded_as_they_were_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_up: dict[str, Any]
+) -> None:
+    """As C++, as Inductor's artifact, or as Python; each once, and only Python is direct, or C++ without Inductor."""
+    (tmp_path / "pieces").mkdir()
+    (tmp_path / "cpp" / "whole").mkdir(parents=True)
+    (tmp_path / "pieces" / "head.bin").touch()
+    for key in ("whole", "head", "small"):
+        (tmp_path / "pieces" / f"{key}.py").write_text("def piece(x, w):\n    return (x,)\n")
+    loaded: list[tuple[Any, ...]] = []
+
+    def loader(name: str) -> Callable[..., Any]:
+        def load(*arguments: Any) -> str:
+            loaded.append((name, *arguments))
+            return name
+
+        return load
+
+    artifact = SimpleNamespace(load_artifact=loader("artifact"))
+    monkeypatch.setattr(compiled_model, "load_cpp_piece", loader("C++"))
+    monkeypatch.setattr(compiled_model, "import_apart", lambda module: artifact)
+    assert [load_piece(tmp_path, key, "cpu") for key in ("whole", "head")] == ["C++", "artifact"]
+    assert loaded == [("C++", tmp_path / "cpp" / "whole"), ("artifact", tmp_path, "head")]
+    assert load_piece(tmp_path, "small", "cpu")(X, X) == (X,)
+    loaded.clear()
+
+    def find(root: Any, factors: Any, build: Any, load: Any) -> Lookup:
+        return Lookup(tmp_path, "key", "hit", load(tmp_path), WorkFolder(None, "test_"))
+
+    monkeypatch.setattr(compiled_model, "find_or_build", find)
+    for name, compile_range, piece in (
+        *(("forward", SMALL, "small"), ("forward", WHOLE, "whole"), ("logits", WHOLE, "head")),
+        ("adapted", WHOLE, "whole"),
+    ):
+        write_compiled_range(tmp_path, range_of(name, compile_range, piece), [])
+    found = compile_model(config_with(), no_model, SilentProgress(), Timeline())
+    assert [(compiled.callable, compiled.compile_range) for compiled in found.ranges] == [
+        *(("forward", SMALL), ("forward", WHOLE), ("adapted", WHOLE), ("logits", WHOLE)),
+    ]
+    assert {key: found.pieces[key] for key in ("whole", "head")} == {"whole": "C++", "head": "artifact"}
+    assert len(loaded) == 2
+    assert found.direct == {"small"}
+
+
+def test_calls_that_repeat_one_another_are_left_out_where_that_is_asked_for() -> None:
+    plan = plan_calling("small")
+    again = replace(plan, steps=(*plan.steps, step("small", None, (3,), 0, 1)), outputs=(2, 3))
+    calls = []
+
+    def piece(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        calls.append(x)
+        return (x * w,)
+
+    model = replace(model_of(CompiledRange("forward", WHOLE, again, ("a", "b"), ())), pieces={"small": piece})
+    for distinct, number in ((False, 2), (True, 1)):
+        calls.clear()
+        model.bind(PARAMETERS, distinct=distinct).hidden(X)
+        assert len(calls) == number
+    calls.clear()
+    model.bind(PARAMETERS).hidden(X)
+    assert len(calls) == 2
+
+
 # Recorded calls
 
 
@@ -346,6 +431,85 @@ def test_batches_of_another_size_address_or_number_of_threads_are_recorded_apart
     torch.set_num_threads(1)
     replayed(*same)
     assert (replayed.counts.recordings, replayed.counts.replays) == (4, 5)
+
+
+class Buffers:
+    """The fixed buffers of an engine: a batch has the beginning of each."""
+
+    def __init__(self) -> None:
+        self._x, self._rows = torch.ones(8, 4), [torch.zeros(8, dtype=torch.int32) for _ in range(6)]
+        self._host, self._caches = torch.zeros(3, dtype=torch.int32), [torch.zeros(1)]
+
+    def batch(self, rows: int) -> tuple[Any, ...]:
+        self._host.copy_(torch.tensor([rows, 1, 100 + rows]))
+        positions, *of_attention = (each[:rows] for each in self._rows)
+        inputs = AttentionInputs(*of_attention[:4], self._host, "cpp", of_attention[4])
+        return self._x[:rows], positions, inputs, self._caches
+
+
+def test_batches_of_several_sizes_in_the_same_buffers_are_recorded_apart() -> None:
+    forward, buffers = Doubles(), Buffers()
+    replayed = RecordedForward(forward, Arena())
+    for number, rows in enumerate((2, 3, 8), 1):
+        for _ in range(3):
+            assert replayed(*buffers.batch(rows)).shape == (rows, 4)
+        assert (replayed.counts.recordings, forward.calls) == (number, 2 * number)
+    assert replayed(*buffers.batch(3)).shape == (3, 4)
+    assert (replayed.counts.recordings, replayed.counts.replays, forward.calls) == (3, 4, 6)
+
+
+@pytest.mark.parametrize(("place", "recordings"), [(0, 1), (1, 0), (2, 0)])
+def test_the_host_may_read_the_number_of_decodes_alone(place: int, recordings: int) -> None:
+    """It is the same in each replay, as the size of the batch is; the contexts' bound is not."""
+    buffers = Buffers()
+
+    def forward(x: torch.Tensor, positions: torch.Tensor, inputs: AttentionInputs, caches: Any) -> torch.Tensor:
+        return x * int(inputs.host_3[place])
+
+    replayed = RecordedForward(forward, Arena())
+    for _ in range(3):
+        replayed(*buffers.batch(2))
+    assert replayed.counts.recordings == recordings
+
+
+KERNEL = arguments_of(Case(3, 64, 48, silu_mul=True, norm=True), torch.float32)
+
+
+class KernelForward:
+    """As many calls of a kernel in C++ as there are rows, at least two if several results are wanted."""
+
+    def __init__(self, several: bool) -> None:
+        self._several = several
+
+    def __call__(self, x: torch.Tensor, *others: Any) -> Any:
+        for _ in range(x.shape[0] - 1):
+            on_cpu(*KERNEL.values())
+        first = on_cpu(*KERNEL.values())
+        return (first, on_cpu(*KERNEL.values())) if self._several else first
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_results_lie_in_the_arena_and_do_not_keep_others_from_it(several: bool) -> None:
+    """Kernels of another size, which run at other times, write to the same memory."""
+    replayed, buffers, found = RecordedForward(KernelForward(several), Arena()), Buffers(), {}
+    for rows in (2, 1):
+        for _ in range(3):
+            result = replayed(*buffers.batch(rows))
+        results = result if several else (result,)
+        assert all(torch.equal(each, on_cpu(*KERNEL.values())) for each in results)
+        found[rows] = {each.data_ptr() for each in results}
+    assert found[1] == found[2]
+    assert len(found[1]) == (2 if several else 1)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_the_most_kernels_of_a_recording_are_counted(sizes: tuple[int, int]) -> None:
+    """Of the longest list, whichever was recorded first."""
+    replayed, buffers = RecordedForward(KernelForward(False), Arena()), Buffers()
+    for rows in sizes:
+        for _ in range(2):
+            replayed(*buffers.batch(rows))
+    assert (replayed.counts.recordings, replayed.counts.kernels) == (2, 2)
 
 
 def test_batches_with_prompts_are_called() -> None:

@@ -171,12 +171,8 @@ def test_a_worker_says_what_became_of_each_piece(monkeypatch: pytest.MonkeyPatch
 def test_only_pieces_with_something_to_fuse_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of callables that call op by op are Python in any case. What is compiled is on the timeline."""
     (tmp_path / "pieces").mkdir()
-    product = piece_to_json(
-        graph_of([torch.empty(2, 4), torch.empty(4, 3)], lambda call, x, w: [call(aten.mm.default, x, w)])
-    )
-    fused = piece_to_json(
-        graph_of([torch.empty(2)], lambda call, x: [call(aten.relu.default, call(aten.neg.default, x))])
-    )
+    product = piece_to_json(graph_of([(2, 4), (4, 3)], lambda call, x, w: call(aten.mm.default, (x, w))))
+    fused = piece_to_json(graph_of([(2,)], lambda call, x: call(aten.relu.default, (call(aten.neg.default, (x,)),))))
     asked: list[Any] = []
 
     class Here:
