@@ -13,7 +13,7 @@ import pytest
 from cache_cases import FACTORS, LOADED, NOBODY, Builder, build_once, changed, leftovers, load, truncate
 
 from compiled_engine.graphs.cache.diff import Difference, differences, flatten, why_absent
-from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.entry import DamagedEntry, factors_key, read_factors
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
 from compiled_engine.graphs.cache.lookup import find_or_build
 from compiled_engine.graphs.cache.prune import Pruned
@@ -289,3 +289,45 @@ def test_the_compiler_works_beside_the_cache_where_there_is_space(
     found = find_or_build(root, FACTORS, Builder(), load)
     assert found.status == "miss"
     assert found.work.path.is_relative_to(root) is here
+
+
+def test_a_build_is_a_use_though_its_lock_is_old(root: Path) -> None:
+    cache = open_cache(root)
+    (cache.path / f"{KEYS[0]}.lock").touch()
+    use_was(root, KEYS[0], 30)
+    assert cache.last_used(KEYS[0]) == NOW - 30
+    build_once(root, VARIANTS[0])
+    assert cache.last_used(KEYS[0]) > NOW
+
+
+@pytest.mark.parametrize(
+    ("content", "damage"),
+    [
+        (None, "factors.json is missing"),
+        (b"{", "its factors cannot be read"),
+        (bytes(range(256)), "its factors cannot be read"),
+        (b"[]", "its factors are not a list of names and values"),
+    ],
+)
+def test_factors_that_cannot_be_read_are_damage(content: bytes | None, damage: str, cache: CacheFolder) -> None:
+    path = cache.entry(KEYS[0]) / "factors.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DamagedEntry, match=damage):
+        read_factors(cache.entry(KEYS[0]))
+    found = report(cache, KEYS[0])
+    assert found.factors == {}
+    assert damage in str(found.damage)
+
+
+def test_a_file_that_cannot_be_read_is_damage(cache: CacheFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_bytes = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.name == "a.bin":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert report(cache, KEYS[0]).damage == f"pieces/a.bin cannot be read: {os.strerror(errno.EIO)}"

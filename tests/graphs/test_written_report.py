@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, json_value
 from compiled_engine.graphs.cache.entry import factors_key
@@ -15,6 +16,8 @@ from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_c
 from compiled_engine.graphs.compiler.guards import GuardRecord
 from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
 from compiled_engine.graphs.compiler.record import ModuleRecord, ParameterRecord, PieceRecord, Record, SymbolRecord
+from compiled_engine.graphs.inspection import kernels
+from compiled_engine.graphs.inspection.html import _waterfall as waterfall
 from compiled_engine.graphs.inspection.html import render_html
 from compiled_engine.graphs.inspection.report import CompiledEntry, Report, make_report
 from compiled_engine.graphs.inspection.sections import facts, sections
@@ -369,3 +372,58 @@ def test_the_page_has_the_figures(entry: Path) -> None:
         replace(report, data=report.data | {"config": CONFIG | {"device": "cpu"}})
     )
     assert "This process, which looked the entry up" in render_html(report_of(entry))
+
+
+def test_bars_of_a_waterfall_are_on_one_scale_below_their_parents(entry: Path) -> None:
+    spans = [
+        {"name": "inner", "start_s": 12.0, "seconds": 2.0, "parent": "load"},
+        {"name": "load", "start_s": 10.0, "seconds": 5.0, "parent": None},
+        {"name": "innermost", "start_s": 13.0, "seconds": 1.0, "parent": "inner"},
+        {"name": "later", "start_s": 15.0, "seconds": 5.0, "parent": "not shown"},
+        {"name": f"piece {INNER}", "start_s": 19.0, "seconds": 1.0, "parent": None},
+    ]
+    bars = waterfall(spans, {INNER: "B"})
+    assert [(bar.name, bar.depth, bar.start_s, bar.seconds, bar.left, bar.width) for bar in bars] == [
+        ("load", 0, 0.0, 5.0, 0.0, 50.0),
+        ("inner", 1, 2.0, 2.0, 20.0, 20.0),
+        ("innermost", 2, 3.0, 1.0, 30.0, 10.0),
+        ("later", 0, 5.0, 5.0, 50.0, 50.0),
+        ("piece B", 0, 9.0, 1.0, 90.0, 10.0),
+    ]
+    assert waterfall([], {}) == []
+    (alone,) = waterfall([{"name": "a", "start_s": 3.0, "seconds": 0.0, "parent": None}], {})
+    assert (alone.left, alone.width) == (0.0, 0.0)
+
+
+def test_pieces_beyond_the_alphabet_have_two_letters(tmp_path: Path) -> None:
+    keys = [f"{number:020}" for number in range(80)]
+    steps = tuple(call(key, None, (number,), (number + 1,)) for number, key in enumerate(keys))
+    plan = Plan(("x",), (Source("argument", "x"),), steps, (80,))
+    write_compiled_range(tmp_path, CompiledRange("forward", CompileRange(1, 64), plan, ("x",), ()), [])
+    (tmp_path / "pieces").mkdir()
+    for key in keys:
+        (tmp_path / "pieces" / f"{key}.json").write_text(json.dumps(GRAPH))
+    replace(RECORD, pieces=tuple(PieceRecord(key, 0.0, None) for key in keys)).write(tmp_path)
+    names = [piece["name"] for piece in report_of(tmp_path).data["pieces"]]
+    assert (names[:2], names[25:28], names[51:53], names[77:]) == (
+        *(["A", "B"], ["Z", "AA", "AB"], ["AZ", "BA"], ["BZ", "CA", "CB"]),
+    )
+
+
+def test_launches_of_a_decode_step_are_the_difference_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a GPU has launches to count."""
+    asked: list[int] = []
+
+    def count(work: Any) -> int:
+        work()
+        return 10 + 7 * asked[-1]
+
+    monkeypatch.setattr(kernels, "_kernels", count)
+    assert kernels.kernels_per_decode_step(asked.append, torch.device("cpu")) is None
+    assert asked == []
+    assert kernels.kernels_per_decode_step(asked.append, torch.device("cuda", 0)) == 7
+
+
+def test_calls_of_what_has_no_name_launch_nothing() -> None:
+    code = "def call(args):\n    kernels[0](args)\n    make()(args)\n    extern_kernels.mm(args)\n    a.b().c(args)\n"
+    assert [(kernel.name, kernel.launches) for kernel in kernels.kernels_of(code)] == [("mm", 1)]
