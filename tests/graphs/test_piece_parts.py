@@ -78,6 +78,9 @@ def test_constants_of_every_kind_come_back() -> None:
 
     piece = graph_of([torch.empty(2, 3)], body)
     text = piece_to_json(piece)
+    for constant in ("torch.bfloat16", "torch.strided", "torch.contiguous_format"):
+        assert json.dumps({"torch": constant}) in text
+    assert text.count(json.dumps({"device": "cpu"})) == 2
     again, (fake,), _ = piece_from_json(text)
     assert piece_to_json(again) == text
     assert (fake.dtype, tuple(fake.shape), fake.device) == (torch.float32, (2, 3), CPU)
@@ -188,6 +191,27 @@ def test_python_of_a_piece_drops_each_value_behind_its_last_use_and_keeps_what_i
         torch.testing.assert_close(found, expected.view(shape))
 
 
+def test_values_that_are_given_by_name_are_kept_until_then() -> None:
+    nodes = [
+        *(["input", {"size": 2}], ["input", {"size": 2}]),
+        ["aten::view.default", [{"node": 0}, [6]], {"dict": {}}],
+        ["aten::view.default", [{"node": 2}], {"dict": {"size": [{"node": 1}, 3], "other": {"node": 0}}}],
+        ["output", [{"node": 3}]],
+    ]
+    assert direct_source(json.dumps({"symbols": {}, "nodes": nodes})).splitlines() == [
+        "def piece(v0, v1):",
+        "    v2 = op__aten__view__default(v0, [6])",
+        "    v3 = op__aten__view__default(v2, size=[v1, 3], other=v0)",
+        "    del v0, v1, v2",
+        "    return (v3,)",
+    ]
+
+
+def test_arithmetic_on_sizes_needs_the_compiler() -> None:
+    piece = graph_of([3, torch.empty(6)], lambda call, n, x: [call(aten.view.default, x, [call(operator.mul, n, 2)])])
+    assert not is_direct(piece_to_json(piece))
+
+
 @pytest.mark.parametrize(
     ("target", "name"),
     [(aten.mm.default, "op__aten__mm__default"), (aten.mul.Tensor, "op__aten__mul__Tensor")],
@@ -295,6 +319,23 @@ def test_a_splitting_op_may_return_what_is_read_and_takes_no_keywords() -> None:
     keyword = graph_of([torch.empty(2, 4)], lambda call, x: [call(COUNTS, x, scale=0.5)])
     with pytest.raises(SplitError, match="tests::counts is called with keywords"):
         split(keyword.graph)
+
+
+@pytest.mark.usefixtures("_splits")
+@pytest.mark.parametrize(("op", "is_carried"), [(MARKS, True), (COUNTS, False)])
+def test_only_what_outlives_an_attention_is_carried(op: Any, is_carried: bool) -> None:
+    shape_env, (rows,) = symbols_of((2, 64))
+    with FakeTensorMode(shape_env=shape_env) as mode:
+        x = torch.empty(rows, 4)
+
+    def body(call: Any, x: fx.Node) -> list[fx.Node]:
+        kept, used = call(aten.relu.default, x), call(aten.neg.default, x)
+        call(op, used, 0.5)
+        return [kept]
+
+    graph = graph_of([x], body, mode).graph
+    plan, _ = make_plan(graph, split(graph), ("x0",))
+    assert plan.carried == ((Carried(plan.outputs[0], "float32", (4,)),) if is_carried else ())
 
 
 def test_an_op_that_writes_and_is_not_declared_is_an_error() -> None:
