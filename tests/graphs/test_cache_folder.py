@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_cases import build_once, changed, leftovers, truncate
+from cache_cases import KEYS, NOW, leftovers, three_entries, truncate
 
 from compiled_engine.graphs.cache import folder as folder_module
-from compiled_engine.graphs.cache.entry import factors_key
-from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
+from compiled_engine.graphs.cache.folder import CacheFolder
 from compiled_engine.graphs.cache.prune import Pruned, prune
 from compiled_engine.graphs.cache.report import (
     folder_bytes,
 )
 from compiled_engine.graphs.cache.work_folder import WorkFolder, is_in_use
-
-VARIANTS = [changed("config", model__num_layers=number) for number in (2, 8, 9)]
-KEYS = [factors_key(factors) for factors in VARIANTS]
-NOW = 1_000_000.0
 
 
 @pytest.fixture
@@ -32,15 +27,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(root: Path) -> CacheFolder:
-    """Three entries, used 30, 20 and 10 seconds ago."""
-    for number, factors in enumerate(VARIANTS):
-        build_once(root, factors)
-        use_was(root, KEYS[number], 30 - 10 * number)
-    return open_cache(root)
-
-
-def use_was(root: Path, key: str, seconds_ago: float) -> None:
-    os.utime(root / "compiled" / f"{key}.lock", (NOW - seconds_ago, NOW - seconds_ago))
+    return three_entries(root)
 
 
 def reasons(done: list[Pruned]) -> list[tuple[str, str]]:

@@ -10,7 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_cases import FACTORS, LOADED, NOBODY, Builder, build_once, changed, leftovers, load, truncate
+from cache_cases import (
+    FACTORS,
+    KEYS,
+    LOADED,
+    NOBODY,
+    NOW,
+    VARIANTS,
+    Builder,
+    build_once,
+    changed,
+    leftovers,
+    load,
+    three_entries,
+    truncate,
+    use_was,
+)
 
 from compiled_engine.graphs.cache.diff import Difference, differences, flatten, why_absent
 from compiled_engine.graphs.cache.entry import DamagedEntry, factors_key, read_factors
@@ -27,10 +42,6 @@ from compiled_engine.graphs.cache.report import (
     short,
 )
 
-VARIANTS = [changed("config", model__num_layers=number) for number in (2, 8, 9)]
-KEYS = [factors_key(factors) for factors in VARIANTS]
-NOW = 1_000_000.0
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -39,15 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(root: Path) -> CacheFolder:
-    """Three entries, used 30, 20 and 10 seconds ago."""
-    for number, factors in enumerate(VARIANTS):
-        build_once(root, factors)
-        use_was(root, KEYS[number], 30 - 10 * number)
-    return open_cache(root)
-
-
-def use_was(root: Path, key: str, seconds_ago: float) -> None:
-    os.utime(root / "compiled" / f"{key}.lock", (NOW - seconds_ago, NOW - seconds_ago))
+    return three_entries(root)
 
 
 def reasons(done: list[Pruned]) -> list[tuple[str, str]]:

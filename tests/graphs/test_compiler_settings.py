@@ -170,6 +170,11 @@ def test_a_pass_of_another_version_is_another_factor() -> None:
     assert found == [f"{__name__}.Named {version}" for version in ("1", "2", "1")]
 
 
+def test_a_setting_that_was_taken_away_is_a_factor() -> None:
+    with inductor_config.patch(max_autotune_gemm_backends=None):
+        assert compiler_settings("cpu")["inductor"]["max_autotune_gemm_backends"] is None
+
+
 def test_our_options_are_factors_before_the_callers() -> None:
     assert compiler_settings("cpu")["inductor"].items() >= INDUCTOR_OPTIONS.items()
     with inductor_config.patch({"cpp.dynamic_threads": not INDUCTOR_OPTIONS["cpp.dynamic_threads"]}):
