@@ -59,6 +59,7 @@ _DYNAMO_SETTINGS = (
 )
 # Functions of the caller's that Inductor runs on every graph; it leaves them out of its portable settings.
 _INDUCTOR_HOOKS = (
+    "_post_fusion_custom_pass",
     "_pre_fusion_custom_pass",
     "joint_custom_post_pass",
     "joint_custom_pre_pass",

@@ -392,9 +392,10 @@ def test_code_that_only_some_models_run_counts_where_it_is_run(
     assert all(name.startswith(tuple(folders)) for name in added)
 
 
-def test_the_version_of_transformers_counts(base: EngineConfig) -> None:
-    foreign, newer = (with_value(base, "model.transformers", replace(FOREIGN, version=v)) for v in ("5.0.0", "5.0.1"))
-    assert cache_factors(newer) != cache_factors(foreign)
+@pytest.mark.parametrize("other", [{"version": "5.0.1"}, {"config": '{"hidden_size": 64}'}])
+def test_the_version_of_transformers_and_its_configuration_count(other: dict[str, str], base: EngineConfig) -> None:
+    one, another = (with_value(base, "model.transformers", each) for each in (FOREIGN, replace(FOREIGN, **other)))
+    assert factors_key(cache_factors(one, ENVIRONMENT)) != factors_key(cache_factors(another, ENVIRONMENT))
 
 
 def test_the_order_of_passes_counts(base: EngineConfig) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from recorded_capture import RecordedCapture
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import DraftConfig, EngineConfig, flat_fields
 from compiled_engine.graphs.cache.folder import open_cache
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
@@ -166,6 +166,41 @@ def test_the_code_that_is_captured_or_captures_is_a_factor(config: EngineConfig)
     assert len(set(source.values())) > 1
 
 
+def test_a_gpu_and_its_driver_are_factors(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver by the files of its library that are mapped, whose names have its version."""
+    on_gpu = replace(config, device=torch.device("cuda", 0))
+    mapped = tmp_path / "maps"
+    monkeypatch.setattr(memory, "MAPPED_FILES", mapped)
+
+    def described(name: str, *versions: str) -> Any:
+        lines = [f"7f00 r-xp 00000000 00:4 7  /usr/lib/libcuda.so.{version}" for version in versions]
+        mapped.write_text("\n".join([*lines, "7f01 r-xp 00000000 00:4 8  /usr/lib/libcudart.so.13"]))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: f"{name} of {device}")
+        return memory.graph_memory_factors(on_gpu, KEY, [])["device"]
+
+    base = described("H100", "570.1")
+    assert base == {"type": "cuda", "properties": "H100 of cuda:0", "driver": ["/libcuda.so.570.1"]}
+    assert described("H100", "570.1", "570.1") == base
+    assert described("H200", "570.1") != base
+    assert described("H100", "580.1") != base
+    assert described("H100", "580.1", "570.1") == described("H100", "570.1", "580.1")
+    assert memory.graph_memory_factors(config, KEY, [])["device"] == {"type": "cpu"}
+
+
+def test_every_field_of_the_configuration_is_a_factor_but_where_things_are_and_why(config: EngineConfig) -> None:
+    drafted = replace(
+        config,
+        speculation=replace(config.speculation, draft=DraftConfig(config.model, config.compile, config.graph)),
+    )
+    for each, draft in ((config, False), (drafted, True)):
+        left_out = flat_fields(each).keys() - memory.graph_memory_factors(each, KEY, [])["config"].keys()
+        where = {"model.path", "model.hub_name", "model.revision", "compile.cache_dir"}
+        of_draft = {f"speculation.draft.{name}" for name in where} if draft else set()
+        assert left_out == where | of_draft | {"tokenizer", "reasons"}
+
+
 @pytest.mark.parametrize(
     "variable",
     [
@@ -223,6 +258,23 @@ def test_another_users_file_counts_as_none(
     folder = tmp_path / "compiled"
     lookup = Lookup(folder / KEY, KEY, "hit", None, WorkFolder(None, "test_"))
     assert predicted_bytes(config, lookup, graphs) == 1002
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error_and_what_is_half_written_has_the_name_of_its_entry(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it goes with the entry if the process is killed."""
+    lookup, written = lookup_in(tmp_path), []
+
+    def fail(source: str, target: Path) -> None:
+        written.append(Path(source).name)
+        raise OSError("read-only file system")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", fail)
+        assert predicted_bytes(config, lookup, Graphs()) == 1001
+    assert [name.startswith(f"{KEY}_graphs_") for name in written] == [True]
+    assert list((tmp_path / "compiled").iterdir()) == []
 
 
 def test_it_is_removed_with_its_entry(config: EngineConfig, tmp_path: Path) -> None:

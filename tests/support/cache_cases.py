@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
 from compiled_engine.graphs.cache.lookup import find_or_build
 
 # A user who owns nothing here.
@@ -68,3 +71,21 @@ def truncate(entry: Path) -> None:
 
 def leftovers(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "compiled").iterdir() if path.name.startswith(("work_", "damaged_")))
+
+
+# Three entries for tests of the folder: their factors, their keys, and the time that it is.
+VARIANTS = [changed("config", model__num_layers=number) for number in (2, 8, 9)]
+KEYS = [factors_key(factors) for factors in VARIANTS]
+NOW = 1_000_000.0
+
+
+def use_was(root: Path, key: str, seconds_ago: float) -> None:
+    os.utime(root / "compiled" / f"{key}.lock", (NOW - seconds_ago, NOW - seconds_ago))
+
+
+def three_entries(root: Path) -> CacheFolder:
+    """A cache with the three entries, used 30, 20 and 10 seconds ago."""
+    for number, factors in enumerate(VARIANTS):
+        build_once(root, factors)
+        use_was(root, KEYS[number], 30 - 10 * number)
+    return open_cache(root)
