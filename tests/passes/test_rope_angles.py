@@ -1,4 +1,4 @@
-"""The pass rope_angles on graphs built by hand: which cosines and sines one kernel computes, and what looks like them."""
+"""The pass rope_angles on graphs built by hand: which cosines and sines one kernel computes, and what is refused."""
 
 from __future__ import annotations
 
