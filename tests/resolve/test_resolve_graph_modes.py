@@ -17,7 +17,13 @@ from compiled_engine.config import GraphMode, Recurrences, RowState, SchedulerCo
 from compiled_engine.options import EngineOptions
 from compiled_engine.pooling import EMBED, LAST, NORMALISE, Pooling
 from compiled_engine.resolve import engine
-from compiled_engine.resolve.cuda_graphs import graphs_of_head, recording_obstacle, resolve_graphs
+from compiled_engine.resolve.cuda_graphs import (
+    default_capture_sizes,
+    default_token_sizes,
+    graphs_of_head,
+    recording_obstacle,
+    resolve_graphs,
+)
 from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.resolve.recurrences import GIB, MIB, most_requests, resolve_snapshots, state_bytes
 
@@ -186,6 +192,20 @@ def test_a_head_has_graphs_of_powers_of_two_and_of_all_larger_sizes(
 ) -> None:
     """A power that is no size is padded to the next size that is."""
     assert graphs_of_head(sizes).decode_sizes == expected
+
+
+@pytest.mark.parametrize(
+    "limit", [1, 2, 3, 7, 8, 100, 128, 160, 300, 512, 513, 640, 700, 2048, 2049, 3000, 9000, 20000]
+)
+def test_default_sizes_are_close_to_each_other_and_end_at_the_limit(limit: int) -> None:
+    """A batch is padded to the next size."""
+    sizes, end = [1, 2, 4], 0
+    for until, step in ((128, 8), (512, 32), (2048, 128), (4096, 256), (8192, 512), (16384, 1024), (32768, 2048)):
+        sizes += range(end + step, until + 1, step)
+        end = until
+    assert default_token_sizes(limit) == (*(size for size in sizes if size < limit), limit)
+    of_decodes = [1, 2, 4, *range(8, 129, 8), *range(160, limit, 32)]
+    assert default_capture_sizes(limit) == (*(size for size in of_decodes if size < limit), limit)
 
 
 @pytest.mark.parametrize(
