@@ -53,7 +53,7 @@ def angles_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         frequencies = inv_freq * 2 if change == "computed frequencies" else inv_freq
         product = column + frequencies if change == "a sum" else column * frequencies
         value = doubled(frequencies * column if change == "frequencies first" else product, change)
-        if change not in ("heads afterwards", "no heads"):
+        if change not in ("heads afterwards", "no heads", "a batch afterwards", "heads of cos alone"):
             value = value.unsqueeze(2 if change == "heads behind" else 1)
         cos, sin = value.cos(), value.sin()
         if change == "no sine":
@@ -69,6 +69,12 @@ def angles_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
             return cos.bfloat16(), sin
         if change == "heads afterwards":
             both = both[0].unsqueeze(1), both[1].unsqueeze(1)
+        if change == "a batch afterwards":
+            both = both[0].unsqueeze(0), both[1].unsqueeze(0)
+        if change == "heads of cos alone":
+            both = both[0].unsqueeze(1), both[1]
+        if change == "angles read elsewhere":
+            return *both, value * 2
         if change == "read twice":
             return *both, both[0] + 1, both[1] + 1
         return both
@@ -81,6 +87,7 @@ def angles_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     [
         *((change, "halves") for change in ("", "cast before", "frequencies first", "no scale", "scaled by values")),
         *((change, "halves") for change in ("heads afterwards", "no heads", "read twice")),
+        *((change, "halves") for change in ("a batch afterwards", "heads of cos alone")),
         *(("pairs", "pairs"), ("copied pairs", "pairs"), ("once", "once")),
     ],
 )
@@ -111,6 +118,7 @@ def test_angles_become_one(change: str, layout: str) -> None:
                 ("no sine", "no sin of the same angles"),
                 ("sine of others", "no sin of the same angles"),
                 ("two sines", "no sin of the same angles"),
+                ("angles read elsewhere", "no sin of the same angles"),
                 ("heads behind", "not two equal halves"),
                 ("halves by copies", "not two equal halves"),
                 ("three in a row", "not two equal halves"),
