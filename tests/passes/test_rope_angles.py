@@ -22,6 +22,10 @@ def doubled(angle: torch.Tensor, change: str) -> torch.Tensor:
     match change:
         case "pairs":
             return angle.repeat_interleave(2, dim=-1)
+        case "pairs by a last dimension":
+            return angle.unsqueeze(-1).expand(-1, -1, 2).clone().view(angle.shape[0], -1)
+        case "halves in dimension 1":
+            return torch.cat((angle, angle), dim=1)
         case "copied pairs":
             return angle[:, :, None].expand(-1, -1, 2).clone().view(angle.shape[0], -1)
         case "halves by copies":
@@ -46,6 +50,8 @@ def angles_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
 
     def function(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, ...]:
         column = positions.float()[:, None] if change == "cast before" else positions[:, None].float()
+        if change == "a last dimension":
+            column = positions.unsqueeze(-1).float()
         if change == "a row":
             column = positions.float()[None]
         if change == "not cast":
@@ -88,7 +94,8 @@ def angles_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         *((change, "halves") for change in ("", "cast before", "frequencies first", "no scale", "scaled by values")),
         *((change, "halves") for change in ("heads afterwards", "no heads", "read twice")),
         *((change, "halves") for change in ("a batch afterwards", "heads of cos alone")),
-        *(("pairs", "pairs"), ("copied pairs", "pairs"), ("once", "once")),
+        *(("pairs", "pairs"), ("copied pairs", "pairs"), ("pairs by a last dimension", "pairs"), ("once", "once")),
+        *((change, "halves") for change in ("halves in dimension 1", "a last dimension")),
     ],
 )
 def test_angles_become_one(change: str, layout: str) -> None:
