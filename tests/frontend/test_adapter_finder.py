@@ -18,7 +18,7 @@ from compiled_engine.messages import AdapterRef, RequestLimits, prefix_root
 from compiled_engine.models.checkpoint import adapter_folder
 from compiled_engine.sampling.params import SamplingParams
 
-MODEL = nn.ModuleDict({"q_proj": nn.Linear(8, 8)})
+MODEL = nn.ModuleDict({"q_proj": nn.Linear(8, 8)}).requires_grad_(False)
 CONFIG = AdapterConfig(2, 8, 2)
 
 

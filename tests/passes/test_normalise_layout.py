@@ -97,6 +97,8 @@ KNOWN: dict[str, Op] = {
     "times one for each token": lambda v: (v * v[..., :1, :1])[0],
     "times one for each head": lambda v: (v * v[:, :1, :, :1])[0],
     "plus what was turned": lambda v: (v + v.transpose(1, 2).exp().transpose(1, 2))[0],
+    "plus what is stored turned": lambda v: (v - v.transpose(1, 2).clone().transpose(1, 2) * 2)[0],
+    "what is stored turned, plus it": lambda v: (v.transpose(1, 3).clone().transpose(1, 3) - v * 2)[0],
     "plus what is computed turned": lambda v: (v.transpose(1, 2).softmax(1) + v.transpose(1, 2))[0],
     "an outer product": lambda v: (v[:, :, 0, 0][:, :, None] * v[:, 0, 0][:, None])[0],
     "an outer product the other way round": lambda v: (v[:, 0, 0][:, None] * v[:, :, 0, 0][:, :, None])[0],
@@ -159,6 +161,20 @@ def test_what_is_not_known_gets_values_as_they_were(name: str, turned: bool) -> 
         assert [miss.partition(".default")[0].partition(": ")[0] for miss in result.near_misses] == [f"1 x {missed}"]
     (got,) = Shapes(module).run(inputs["x"])
     torch.testing.assert_close(got, function(inputs["x"]), rtol=1e-6, atol=1e-6)
+
+
+def test_a_conversion_names_only_what_it_changes() -> None:
+    """As `type_as` of code that runs on any device."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return aten._to_copy.default(x[None], dtype=torch.float64, layout=torch.strided, device=torch.device("cpu"))[0]
+
+    inputs = random_tensors(x=(T, D))
+    module = graph_of(lambda x: (function(x),), inputs, {})
+    rewrite(NormaliseLayout(), module)
+    (conversion,) = module.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    assert conversion.kwargs == {"dtype": torch.float64}
+    torch.testing.assert_close(run(module, inputs)[0], inputs["x"].double(), rtol=0, atol=0)
 
 
 def test_tokens_are_looked_up_in_a_table() -> None:
