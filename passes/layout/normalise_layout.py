@@ -52,8 +52,8 @@ class _Normalisation:
             with self.graph.inserting_before(node):
                 form = self._follow(node)
             if form is None:
-                if any(not self.form(value).is_core for value in node.all_input_nodes):
-                    unknown[str(node.target)] += node.op == "call_function"
+                if node.op != "output" and any(not self.form(value).is_core for value in node.all_input_nodes):
+                    unknown[str(node.target)] += 1
                 node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
                 continue
             self.forms[node] = form

@@ -6,9 +6,9 @@ import pytest
 from tiny_tokenizers import byte_level, with_bos
 
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
-from compiled_engine.frontend.prompts import parse_prompts
+from compiled_engine.frontend.prompts import has_long_text, num_characters, parse_prompts
 from compiled_engine.frontend.tokenizer import encode_bad_words
-from compiled_engine.messages import RequestLimits
+from compiled_engine.messages import GrammarVocabulary, RequestLimits, prefix_root
 from compiled_engine.sampling.params import SamplingParams
 
 EOS = frozenset({1})
@@ -323,3 +323,108 @@ def test_allowed_token_ids_are_checked_against_the_vocabulary() -> None:
     params = SamplingParams(allowed_token_ids=[0, VOCAB_SIZE])
     with pytest.raises(ValueError, match=rf"^sampling_params: allowed_token_ids\[1\] must be .* got {VOCAB_SIZE}$"):
         process("hello", params)
+
+
+def test_a_prompt_shares_a_prefix_only_with_those_of_its_salt() -> None:
+    prompts = [{"prompt": "a", "cache_salt": "one"}, {"prompt_token_ids": [3], "cache_salt": "two"}, "a"]
+    requests = process(prompts, SamplingParams(n=2))
+    roots = [[child.prefix_root for child in request.engine_requests] for request in requests]
+    assert roots == [[prefix_root(salt=salt)] * 2 for salt in ("one", "two", None)]
+    assert len({root for each in roots for root in each}) == 3
+
+
+@pytest.mark.parametrize(
+    ("salt", "error", "message"),
+    [
+        (7, TypeError, r"prompts\['cache_salt'\] must be a string, got 7"),
+        ("", ValueError, r"prompts\['cache_salt'\] must have 1 to 256 characters, got 0"),
+        ("x" * 257, ValueError, r"prompts\['cache_salt'\] must have 1 to 256 characters, got 257"),
+        ("a\ud800", ValueError, r"prompts\['cache_salt'\] must be valid Unicode"),
+        ("\udfffa", ValueError, r"prompts\['cache_salt'\] must be valid Unicode"),
+    ],
+)
+def test_salts_that_are_none(salt: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        process({"prompt": "a", "cache_salt": salt})
+    assert process({"prompt": "a", "cache_salt": "\ud7ff\ue000" * 128})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (iter([3]), "got <.*>; list\\(\\) makes one of it$"),
+        ([{3, 4}], "got {3, 4}; list\\(\\) makes one of it$"),
+        (b"a", "got b'a'$"),
+    ],
+)
+def test_what_could_be_a_list_is_told_how(prompts: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        process(prompts)
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(TypeError, match=r"; its tolist\(\) is a list$"):
+        process(numpy.array([3, 4]))
+    with pytest.raises(ValueError, match=r"unknown key 'input_ids'; known are .*; token ids are 'prompt_token_ids'$"):
+        process({"input_ids": [3]})
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    """Unless it is cut: only whoever tokenises it knows its last tokens."""
+    text = "hello world " * 1000
+    with pytest.raises(ValueError, match=r"^prompts must have at most 19 tokens .*, got at least [1-9]"):
+        process(text)
+    (request,) = process(text, SamplingParams(truncate_prompt_tokens=4))
+    assert request.prompt_token_ids == tuple(byte_level().encode(text)[-4:])
+    with pytest.raises(ValueError, match=r"^prompts must have at most 19 tokens .*, got [1-9]"):
+        process("hello world " * 100)
+
+
+def test_characters_are_counted_in_all_that_is_text() -> None:
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "xyz"}]}, ("a", None, 7)]
+    assert num_characters(conversation) == 4 + 4 + 3 + 1
+    assert [num_characters(value) for value in ("", "abc", [1, 2], [], {}, {"a": {"b": "cd"}})] == [0, 3, 0, 0, 0, 2]
+    assert [has_long_text("x" * length) for length in (8191, 8192)] == [False, True]
+
+
+def test_requests_have_the_prefix_of_their_process_in_their_ids() -> None:
+    processor = InputProcessor(None, RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN, MAX_MODEL_LEN), EOS, "api-")
+    requests = process([[3], [4]], [SamplingParams(), SamplingParams(n=2)], processor=processor)
+    ids = [(each.request_id, [child.request_id for child in each.engine_requests]) for each in requests]
+    assert ids == [("api-0", ["api-0"]), ("api-1", ["api-1-0", "api-1-1"])]
+
+
+def test_a_grammar_is_in_the_request_and_needs_a_tokenizer() -> None:
+    params = SamplingParams(structured_outputs={"regex": "a+"})  # type: ignore[arg-type]
+    processor = make_processor()
+    (request,) = process("a", params, processor=processor)
+    (child,) = request.engine_requests
+    assert child.grammar is not None
+    assert "a+" in child.grammar
+    assert child.sampling_params.structured_outputs is None
+    assert process("a")[0].engine_requests[0].grammar is None
+    vocabulary = processor.vocabulary
+    assert vocabulary == GrammarVocabulary(byte_level().to_json(), VOCAB_SIZE, EOS)
+    bare = make_processor(has_tokenizer=False)
+    with pytest.raises(ValueError, match=r"sampling_params: structured_outputs needs a tokenizer, got .* without one"):
+        process([3], params, processor=bare)
+    with pytest.raises(ValueError, match="structured_outputs needs a tokenizer, and there is none"):
+        _ = bare.vocabulary
+
+
+def test_more_likely_tokens_than_there_are_are_all() -> None:
+    for asked, taken in ((VOCAB_SIZE + 5, VOCAB_SIZE), (VOCAB_SIZE, VOCAB_SIZE), (3, 3), (-1, -1)):
+        (request,) = process("a", SamplingParams(top_k=asked))
+        assert request.engine_requests[0].sampling_params.top_k == taken
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(-(2**63), True), (2**63 - 1, True), (-(2**63) - 1, False), (2**63, False)]
+)
+def test_priorities_have_64_bits(given: int, kept: bool) -> None:
+    processor = make_processor(has_priorities=True)
+    if kept:
+        assert process("a", None, given, processor)[0].engine_requests[0].priority == given
+    else:
+        with pytest.raises(ValueError, match=r"priority\[0\] must be an integer of 64 bits"):
+            process("a", None, given, processor)
+    with pytest.raises(TypeError, match=r"priority\[1\] must be an integer, got True"):
+        process(["a", "a"], None, [0, True], processor)

@@ -68,6 +68,49 @@ def test_it_is_the_list_that_would_be_made_at_once(num_top: int) -> None:
         hash(found)
 
 
+def test_those_of_a_prompt_begin_with_an_entry_that_has_no_row() -> None:
+    prompt = [7, 8, 9, 5]
+    core = ScriptedCore(lambda request: [*SAID, 1])
+    inputs = InputProcessor(TOKENIZER, RequestLimits(len(TOKENIZER.hf), 400, 400), frozenset({1}))
+    requests = inputs.process(parse_prompts(prompt), SamplingParams(max_tokens=1, prompt_logprobs=1, logprobs=0))
+    (output,) = EngineLoop(core, OutputProcessor(TOKENIZER)).run(requests)
+    found = output.prompt_logprobs
+    assert isinstance(found, LogprobList)
+    assert [entry and [*entry] for entry in found] == [None, [7 + 1, 5], [9, 5], [5]]
+    assert [found[i] for i in range(-4, 4)] == [*found] * 2
+    assert found[1:3] == [found[1], found[2]]
+    ids, values = found.arrays()
+    assert ids.tolist() == [[8, 5], [9, 5], [5, 5]]
+    assert values[:, 1].tolist() == [-0.5] * 3
+    texts = [entry[token].decoded_token for entry, token in zip(found[1:], prompt[1:], strict=True) if entry]
+    assert "".join(filter(None, texts)) == TOKENIZER.decode(prompt).removeprefix(TOKENIZER.decode(prompt[:1]))
+
+
+@pytest.mark.parametrize("first", [[], [None]])
+def test_entries_since_one_are_those_that_came_after_it(first: list[Any]) -> None:
+    growing = GrowingLogprobs(2, None, (), SamplingParams(), first)
+    seen: list[Any] = []
+    for tokens in ((7,), (), (8, 9), (5,)):
+        growing.add(LogprobRows.of(map(logprobs_of, tokens)))
+        seen += growing.since(len(seen))
+        assert len(seen) == len(growing)
+    assert seen == [*growing.snapshot()]
+    assert [entry and next(iter(entry)) for entry in seen] == [*first, 7, 8, 9, 5]
+    for start in range(len(seen)):
+        for stop in range(len(seen) + 1):
+            assert [*growing.entries(start, stop)] == seen[start:stop]
+    assert growing.sum_of_chosen() == -3.0 * 3 + next(iter(seen[-1].values())).logprob
+
+
+def test_without_a_number_rows_are_kept_as_wide_as_they_come() -> None:
+    """-1 asks for the whole vocabulary."""
+    growing = GrowingLogprobs(-1, None, (), SamplingParams())
+    assert (len(growing), [*growing.snapshot()], growing.sum_of_chosen()) == (0, [], 0.0)
+    growing.add(LogprobRows.of(map(logprobs_of, (7, 8))))
+    assert [[*entry] for entry in growing.snapshot()] == [[7, 5, 6], [8, 5, 6]]
+    assert growing.sum_of_chosen() == -6.0
+
+
 def test_a_copy_is_a_list() -> None:
     (output,) = run(logprobs=2, prompt_logprobs=1)
     for again in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from compiled_engine.frontend.detokenizer import Detokenizer
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from compiled_engine.frontend.tokenizer_files import NotReadHere, read_tokenizer
+from compiled_engine.frontend.tokenizer_files import NotReadHere, class_of, read_tokenizer
 
 SPECIAL = [
     "<s>",
@@ -140,3 +140,38 @@ def test_a_tokenizer_without_tokenizer_json_is_left_to_transformers(tmp_path: Pa
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(NotReadHere, match=r"there is no tokenizer\.json"):
         read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "declared", "has_byte_level", "expected"),
+    [
+        ("bert", "BertTokenizer", False, "bert"),
+        ("bert", "BertTokenizerFast", False, "bert"),
+        ("bert", "PreTrainedTokenizerFast", False, None),
+        (None, "BertTokenizer", False, None),
+        ("gpt2", "PreTrainedTokenizerFast", True, None),
+        ("mistral", "LlamaTokenizer", False, "file"),
+        ("qwen2", "LlamaTokenizer", True, "qwen2"),
+        ("qwen3", None, True, "qwen2"),
+        ("llama", None, True, "file"),
+        (None, None, True, "file"),
+        ("qwen3", "PreTrainedTokenizerFast", True, "file"),
+        ("llama", "TokenizersBackend", False, "file"),
+        ("llama", "LlamaTokenizerFast", True, "file"),
+        ("llama", "LlamaTokenizerFast", False, "llama"),
+        (None, "LlamaTokenizer", False, "llama"),
+        ("qwen3", "Qwen2TokenizerFast", True, "qwen2"),
+        ("llama", "GPT2Tokenizer", True, None),
+    ],
+)
+def test_the_class_of_a_tokenizer(
+    model_type: str | None, declared: str | None, has_byte_level: bool, expected: str | None
+) -> None:
+    found = class_of(model_type, declared, has_byte_level)
+    tokens = {"bert": "[CLS]", "qwen2": "<|endoftext|>", "llama": "<s>"}
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.rebuild is None) == (expected == "file")
+    assert expected == "file" or tokens[expected] in found.default_tokens.values()

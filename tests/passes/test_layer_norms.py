@@ -10,6 +10,8 @@ from pass_cases import count, graph_of, random_tensors, rewrite, targets
 
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.norm.layer_norm import LayerNorm
+from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
+from compiled_engine.passes.norm.rms_norm import RMSNorm
 
 aten = torch.ops.aten
 ours = torch.ops.compiled_engine
@@ -174,3 +176,36 @@ def test_a_layer_norm_takes_in_only_the_sum_of_two_of_its_shape_and_dtype(
     (fused,) = module.graph.find_nodes(op="call_function", target=ours.layer_norm.default)
     assert (fused.args[1] is not None) == is_residual
     assert count(module, aten.add.Tensor) == (0 if is_residual else 1)
+
+
+def wide_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """LayerNorm as Cohere's code computes it."""
+    return deviation_norm("deviation")(x.float(), weight.float()).to(x.dtype)
+
+
+def native_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, eps=1e-6)
+
+
+@pytest.mark.parametrize("layer_norm", [wide_norm, native_norm])
+def test_a_layer_norm_is_no_rms_norm(layer_norm: Callable[..., torch.Tensor]) -> None:
+    """Neither alone nor as what is added before an RMSNorm."""
+
+    def function(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, inner: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        total = residual + layer_norm(x, inner)
+        wide = total.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype), total
+
+    weights = random_tensors(torch.bfloat16, weight=HIDDEN, inner=HIDDEN)
+    alone = graph_of(layer_norm, random_tensors(torch.bfloat16, x=(5, 24)), {"weight": weights["weight"]})
+    alone.graph.eliminate_dead_code()
+    before = targets(alone)
+    result = rewrite(RMSNorm(), alone)
+    assert (result.matches, result.near_misses, targets(alone)) == (0, (), before)
+    added = graph_of(function, random_tensors(torch.bfloat16, x=(5, 24), residual=(5, 24)), weights)
+    assert rewrite(ResidualRMSNorm(), added).matches == 1
+    (fused,) = added.graph.find_nodes(op="call_function", target=ours.residual_rms_norm.default)
+    assert fused.args[-1] is None
+    assert rewrite(LayerNorm(), added).matches == 1

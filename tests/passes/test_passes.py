@@ -28,7 +28,6 @@ from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
 from compiled_engine.passes.norm.residual_rms_norm import ResidualRMSNorm
 from compiled_engine.passes.norm.rms_norm import RMSNorm
 from compiled_engine.passes.rope.expand_references import expand_references
-from compiled_engine.passes.rope.rope_angles import RopeAngles
 
 aten = torch.ops.aten
 ours = torch.ops.compiled_engine
@@ -399,29 +398,6 @@ def test_a_norm_becomes_one(dtype: torch.dtype) -> None:
 def test_a_norm_of_heads_is_left_to_rope_kv_write() -> None:
     module = graph_of(rms_norm, random_tensors(x=(5, 3, 24)), random_tensors(weight=(24,)))
     assert rewrite(RMSNorm(), module).matches == 0
-
-
-def angles(positions: torch.Tensor, inv_freq: torch.Tensor, halves: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    angle = positions[:, None].float() * inv_freq
-    doubled = torch.cat((angle, angle) if halves == 2 else (angle, -angle), dim=-1).unsqueeze(1)
-    return (doubled.cos() * 1.5).to(torch.bfloat16), (doubled.sin() * 1.5).to(torch.bfloat16)
-
-
-def test_angles_become_one() -> None:
-    positions, inv_freq = {"positions": torch.tensor([0, 1, 7, 12345])}, random_tensors(inv_freq=(8,))
-    module = graph_of(angles, positions, inv_freq)
-    assert rewrite(RopeAngles(), module).matches == 1
-    assert count(module, aten.cos.default) == count(module, aten.sin.default) == 0
-    for got, expected in zip(run(module, positions | inv_freq), angles(**positions, **inv_freq), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_angles_of_unlike_halves_are_a_near_miss() -> None:
-    positions, inv_freq = {"positions": torch.tensor([0, 1, 7])}, random_tensors(inv_freq=(8,))
-    module = graph_of(lambda **inputs: angles(**inputs, halves=1), positions, inv_freq)
-    result = rewrite(RopeAngles(), module)
-    assert (result.matches, len(result.near_misses)) == (0, 1)
-    assert "halves" in result.near_misses[0]
 
 
 @pytest.mark.parametrize(("beta", "alpha", "matches"), [(1, 1, 1), (2, 1, 0), (1, 0.5, 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from compiled_engine.config import GraphMode
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import passes_of_quantised, passes_of_ranks, registered_passes
+from compiled_engine.resolve.compile import resolve_compile
 from compiled_engine.resolve.engine import resolve
 
 
@@ -44,6 +46,17 @@ def test_compile_ranges_follow_one_another() -> None:
     assert resolved().compile.ranges == ((1, 64),)
     assert resolved(dtype="bfloat16").compile.ranges == ()  # there are no kernels for it on a CPU
     assert resolved(compile_ranges=(64, 8)).compile.ranges == ((1, 8), (9, 64))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_has_kernels_for_small_batches_of_every_type(device: str, dtype: torch.dtype) -> None:
+    config, reasons = resolved(), dict[str, str]()
+    model = replace(config.model, dtype=dtype)
+    found = resolve_compile(EngineOptions(), True, model, config.scheduler, torch.device(device), reasons)
+    has_kernels = device == "cuda" or dtype == torch.float32
+    assert found.ranges == (((1, 64),) if has_kernels else ())
+    assert ("do not serve all of the model" in reasons["compile.ranges"]) != has_kernels
 
 
 def test_a_limit_that_is_not_given_follows_the_other() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
+from compiled_engine.config import GREEDY_DRAFTS, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.options import EngineOptions
 from compiled_engine.pooling import EMBED, LAST, NORMALISE, Pooling
@@ -93,6 +93,18 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
             synthetic(synthetic_acceptance_rates=[1.5, 0.6, 0.1]),
             "synthetic_acceptance_rates'] is 1.5; allowed: from 0",
         ),
+        (synthetic(synthetic_acceptance_rates=0.5), "is 0.5; allowed: 3 numbers from 0 to 1, none above"),
+        (synthetic(synthetic_acceptance_rates="abc"), "is 'abc'; allowed: 3 numbers from 0 to 1, none above"),
+        (synthetic(synthetic_acceptance_rates=[0.5, 0.1, -0.1]), "rates'] is -0.1; allowed: from 0"),
+        (of(draft_sharpness=1), "['draft_sharpness'] is 1, but 'method' is 'ngram'; allowed with it: 'eagle3'"),
+        (of(revision="main"), "['revision'] is 'main', but 'method' is 'ngram'; allowed with it: 'draft_model'"),
+        (of(draft_tensor_parallel_size=1), "size'] is 1, but 'method' is 'ngram'; allowed with it: 'draft_model'"),
+        (of(prompt_lookup_max=0), "['prompt_lookup_max'] is 0; allowed: an integer from 1 to 1024"),
+        (of(enable_adaptive_verification=1), "['enable_adaptive_verification'] is 1; allowed: True or False"),
+        *(
+            (of(draft_sharpness=value), f"['draft_sharpness'] is {value!r}; allowed: auto, greedy, or a number above 0")
+            for value in (0, -1, 1000.5, True, "soft", [1])
+        ),
         (of(num_speculative_tokens=0), "['num_speculative_tokens'] is 0; allowed: an integer from 1 to 64"),
         (of(num_speculative_tokens=True), "['num_speculative_tokens'] is True; allowed: an integer from 1 to 64"),
         (of(num_speculative_tokens=16), "is 16; allowed: at most 15, one less than max_num_batched_tokens"),
@@ -113,6 +125,7 @@ def test_values_that_are_refused(value: Any, message: str) -> None:
         ({"synthetic_acceptance_length": 2.6}, (1, 0.6, 0)),
         ({"synthetic_acceptance_length": 4}, (1, 1, 1)),
         ({"synthetic_acceptance_rates": [0.8, 0.5, 0.5]}, (0.8, 0.5, 0.5)),
+        ({"synthetic_acceptance_rates": [1, 0.5, 0]}, (1, 0.5, 0)),
     ],
 )
 def test_synthetic_acceptance(given: dict[str, Any], rates: tuple[float, ...]) -> None:
@@ -216,6 +229,79 @@ def test_the_passes_of_a_head_are_captured_in_few_sizes() -> None:
     draft = resolve_speculation(EngineOptions(speculative_config=drafts), config, SilentProgress()).draft
     assert draft is not None
     assert draft.graph == GraphConfig(GraphMode.FULL_DECODE_ONLY, (1, 2, 4, 8, 24))
+
+
+@pytest.mark.parametrize(
+    ("more", "sharpnesses", "is_chosen"),
+    [
+        ({}, (3.0, 1.0, 1.5, GREEDY_DRAFTS), True),
+        ({"draft_sharpness": "auto"}, (3.0, 1.0, 1.5, GREEDY_DRAFTS), True),
+        ({"draft_sharpness": "greedy"}, (GREEDY_DRAFTS,), False),
+        ({"draft_sharpness": 2}, (2.0,), False),
+        ({"draft_sharpness": 0.5}, (0.5,), False),
+        ({"draft_sharpness": 1000}, (1000.0,), False),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}, (1.0,), False),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2, "draft_sharpness": "greedy"},
+            (GREEDY_DRAFTS,),
+            False,
+        ),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2, "draft_sharpness": 2},
+            (2.0,),
+            False,
+        ),
+    ],
+)
+def test_a_head_and_the_sharpness_of_its_drafts(
+    more: dict[str, Any], sharpnesses: tuple[float, ...], is_chosen: bool
+) -> None:
+    """Unless it is given it is found, but for synthetic acceptance, which does not depend on drafts."""
+    config = resolve(EngineOptions(device="cpu", mode="eager"))
+    drafts = {"method": "eagle3", "model": str(BUNDLED_MODEL_PATH / "head"), "num_speculative_tokens": 3, **more}
+    found = resolve_speculation(EngineOptions(speculative_config=drafts), config, SilentProgress())
+    assert found.sharpnesses == sharpnesses
+    assert ("speculation.sharpnesses" in config.reasons) == is_chosen
+    assert len(found.taps) == 3
+    assert all(0 <= layer < config.model.num_layers for layer in found.taps)
+    assert ", ".join(map(str, found.taps)) in config.reasons["speculation.taps"]
+    assert found.acceptance_rates == ((1, 0, 0) if "synthetic_acceptance_length" in more else ())
+
+
+@pytest.mark.parametrize(
+    ("value", "reasons"),
+    [
+        (of(), {"lookup_max": "default", "lookup_min": "default"}),
+        (of(prompt_lookup_max=3), {"lookup_min": "the other bound"}),
+        (of(prompt_lookup_min=3), {"lookup_max": "the other bound"}),
+        (of(prompt_lookup_min=3, prompt_lookup_max=3), {}),
+    ],
+)
+def test_what_was_not_given_has_a_reason(value: dict[str, Any], reasons: dict[str, str]) -> None:
+    config = replace(tiny_config(), scheduler=SCHEDULER)
+    resolve_speculation(EngineOptions(speculative_config=value), config, SilentProgress())
+    given = {name: why for name, why in config.reasons.items() if name.startswith("speculation.")}
+    assert given == {f"speculation.{name}": why for name, why in reasons.items()}
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_draft_model_has_reasons_and_rates_of_its_own(adapts: bool, bundled_model_path: Path) -> None:
+    config = replace(tiny_config(vocab_size=4096), scheduler=SCHEDULER, graph=GraphConfig(GraphMode.RECORDED))
+    value = synthetic(method="draft_model", model=bundled_model_path, synthetic_acceptance_length=2.5)
+    given = EngineOptions(
+        speculative_config=value | {"enable_adaptive_verification": adapts}, disable_passes=("rms_norm",)
+    )
+    found = resolve_speculation(given, replace(config, attention_backend="torch"), SilentProgress())
+    assert (found.acceptance_rates, found.adapts, found.taps, found.sharpnesses) == ((1, 0.5, 0), adapts, (), (1.0,))
+    assert found.draft is not None
+    assert "rms_norm" not in found.draft.compile.passes
+    assert found.draft.graph.mode is GraphMode.NONE
+    assert config.reasons["speculation.draft.graph.mode"] == (
+        "decodes cannot be recorded: attention backend torch cannot be recorded"
+    )
+    assert "speculation.draft.model.max_model_len" not in config.reasons
+    assert "speculation.draft.model.load_format" in config.reasons
+    assert ("speculation.adapts" in config.reasons) == adapts
 
 
 def test_the_number_of_drafts_may_adapt() -> None:

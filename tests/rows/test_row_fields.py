@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,77 @@ def test_a_row_starts_with_initial_values_but_for_what_is_set() -> None:
     assert rows["slot"].tolist() == [-1] * 4
     assert rows["scale"].tolist() == [1, 1, 0.25, 1]
     assert rows["seed"].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (lambda rows: None, False),
+        (lambda rows: rows.set(1, slot=8), False),
+        (lambda rows: rows.free(1), True),
+        (lambda rows: rows.writes.discard(), True),
+    ],
+    ids=["started", "another row is set", "freed again", "the step failed"],
+)
+def test_a_start_resets_a_row_at_the_next_step_unless_it_was_for_nothing(
+    change: Callable[[RowFields], None], kept: bool
+) -> None:
+    """Nothing else need be set for it."""
+    rows = make_rows()
+    rows.set(1, slot=3, scale=0.5, seed=7)
+    rows.set(2, slot=4)
+    rows.writes.apply()
+    rows.start(1)
+    change(rows)
+    rows.writes.apply()
+    assert (rows["scale"].tolist(), rows["seed"].tolist()) == (
+        [1, 0.5 if kept else 1, 1, 1],
+        [0, 7 if kept else 0, 0, 0],
+    )
+    assert int(rows["slot"][2]) == 4
+    rows.set(1, seed=9)
+    rows.writes.apply()  # each start counts once
+    assert int(rows["seed"][1]) == 9
+    rows.writes.apply()
+    assert int(rows["seed"][1]) == 9
+
+
+def test_a_row_may_start_with_values() -> None:
+    rows = make_rows()
+    rows.start(3, slot=5, scale=0.5)
+    rows.set(3, scale=0.25)
+    rows.writes.apply()
+    assert rows["slot"].tolist() == [-1, -1, -1, 5]
+    assert rows["scale"].tolist() == [1, 1, 1, 0.25]
+
+
+def test_an_array_keeps_what_it_has_when_a_request_takes_its_row() -> None:
+    rows = make_rows()
+    rows.declare(RowField("table", shape=(2,), initial=-1))
+    rows.write("table", 1, np.array([5, 6], np.int32))
+    rows.writes.apply()
+    rows.start(1)
+    rows.lengthen("table", 3)
+    rows.writes.apply()
+    assert rows["table"].tolist() == [[-1] * 3, [-1, 5, 6], [-1] * 3, [-1] * 3]
+
+
+def test_lists_are_fields_by_their_name() -> None:
+    rows = make_rows()
+    rows.declare_list("pairs", 3)
+    assert "pairs" in rows
+    assert {"pairs_start", "pairs_count"} <= {
+        name for name in ("pairs_start", "pairs_count", "pairs_end") if name in rows
+    }
+    entries = rows.if_declared("pairs")
+    assert entries is not None
+    assert entries.shape == (FIRST_CAPACITY, 3)
+    assert torch.equal(entries, rows["pairs"])
+    slots = rows.if_declared("slot")
+    assert slots is not None
+    assert torch.equal(slots, rows["slot"])
+    with pytest.raises(ValueError, match="'pairs_start'"):
+        rows.declare_list("pairs", 2)
 
 
 def test_what_is_staged_for_a_freed_row_is_not_written() -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
-from compiled_engine.rows.staged_writes import LONG_WORDS, MAX_WORDS, MAX_WRITES, NUM_BUFFERS, StagedWrites
+from compiled_engine.rows.staged_writes import (
+    LONG_WORDS,
+    MAX_WORDS,
+    MAX_WRITES,
+    NUM_BUFFERS,
+    StagedWrites,
+    download,
+    upload,
+)
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -124,6 +132,23 @@ def test_the_last_write_to_a_place_counts_and_what_is_discarded_does_not() -> No
     values.tensor.zero_()
     writes.apply()  # each write is made once
     assert values.tensor.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.int16])
+def test_values_of_another_type_than_the_field_are_refused(dtype: torch.dtype) -> None:
+    field = StagedWrites(CPU).field(2, 3, dtype=dtype)
+    other = np.zeros(3, np.int32)
+    with pytest.raises(ValueError, match=f"must have the field's dtype {field.numpy_dtype}, got int32"):
+        field.stage(0, other)
+
+
+def test_what_is_uploaded_may_be_changed_at_once() -> None:
+    values = np.arange(6, dtype=np.int32).reshape(2, 3).T
+    on_device = upload(values, CPU)
+    values[:] = -1
+    assert on_device.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert on_device.is_contiguous()
+    assert download(on_device) is on_device
 
 
 def test_what_is_forgotten_is_a_rows_alone() -> None:

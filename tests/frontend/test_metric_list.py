@@ -1,0 +1,24 @@
+"""Figures of an engine as a list: each has its own value, and its kind says whether it may go down."""
+
+from __future__ import annotations
+
+from compiled_engine.frontend.metric_list import Metric, metric_list
+
+
+def test_each_figure_has_its_name_kind_and_value() -> None:
+    gauges = {"running": "num_requests_running", "waiting": "num_requests_waiting", "kv_usage": "kv_cache_usage_perc"}
+    counters = {
+        "prefix_queries": "prefix_cache_queries",
+        "prefix_hits": "prefix_cache_hits",
+        "preemptions": "num_preemptions",
+        "finished": "request_success",
+        "aborted": "request_aborted",
+        "steps": "num_steps",
+        "compiles": "num_compiles",
+        "captures": "num_graph_captures",
+    }
+    metrics = {name: number + 1 for number, name in enumerate(gauges | counters)} | {"something else": 99}
+    assert metric_list(metrics) == [
+        *(Metric(f"compiled_engine:{name}", "gauge", metrics[key]) for key, name in gauges.items()),
+        *(Metric(f"compiled_engine:{name}", "counter", metrics[key]) for key, name in counters.items()),
+    ]
