@@ -316,9 +316,10 @@ def test_on_gpus_results_have_a_time_limit(
 def test_on_a_cpu_results_have_no_time_limit(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float | None] = []
     monkeypatch.setattr(Monitor, "expect_result_within", lambda self, seconds: limits.append(seconds))
-    with ranks(scheduler={"max_num_batched_tokens": 1 << 20}) as (executor, _):
+    with ranks(scheduler={"max_num_batched_tokens": 1 << 20}) as (executor, launch):
         executor.submit(step(1)).result()
         assert limits == [None, None]
+        assert not any(start.progress for start in launch.starts.values())  # unless it is asked for
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -231,7 +231,8 @@ def rank_threads(
     launched.append(RankThreads(count, folder))
     ready.set()
     given: Any = launched[0]
-    executor = MultiprocessExecutor(config, given, timeline or Timeline(), processors, progress=progress)
+    shown: dict[str, bool] = {"progress": True} if progress else {}
+    executor = MultiprocessExecutor(config, given, timeline or Timeline(), processors, **shown)
     try:
         yield executor, launch
     finally:
