@@ -275,8 +275,8 @@ def test_a_core_is_started_once(core: HeldCore, served: Served) -> None:
     say(other, Start(core.config, FRONTEND, (), 1, False, 0.0, ()))
     with pytest.raises(EOFError):
         until(other, lambda message: False)
-    assert core.aborted == ["1:a"]
     assert ask(served.starter, 1, ControlCall("metrics"))[-1] == Answered(1, {"running": 0, "api_processes": 1})
+    assert core.aborted == ["1:a"]
 
 
 def test_a_step_that_fails_is_told_to_all_and_ends_the_server(core: HeldCore, served: Served) -> None:
