@@ -244,14 +244,15 @@ def test_ranks_that_start_differently_do_not_start(ranks: Any, name: str, other:
         pass
 
 
+@pytest.mark.parametrize(("num_threads", "share"), [(7, 3), (1, 1)])
 def test_ranks_start_with_what_the_engine_was_given(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    num_threads: int, share: int, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """PyTorch's threads are divided among them. The first one alone shows progress."""
     timeline = Timeline()
     timeline.add("read the options", 0.0, 0.25)
     given = of(config)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     with rank_threads(given, monkeypatch, tmp_path, processors=[NAME], timeline=timeline, progress=True) as found:
@@ -262,10 +263,10 @@ def test_ranks_start_with_what_the_engine_was_given(
         for start in launch.starts.values():
             assert start.config == given
             assert start.logits_processors == (NAME,)
-            assert (start.num_threads, start.busy_s, start.progress) == (3, 0.0, True)
+            assert (start.num_threads, start.busy_s, start.progress) == (share, 0.0, True)
             assert start.origin_s == timeline.origin_s
             assert [span.name for span in start.spans] == ["read the options"]
-        assert threads == [3, 3]
+        assert threads == [share, share]
         assert sorted(launch.joined) == [("cpu", 0, 2), ("cpu", 1, 2)]
         assert sorted(launch.beats) == [(0, 2), (1, 2)]
         shown = [type(runner.arguments[1]).__name__ for runner in launch.runners]
@@ -336,6 +337,15 @@ def test_on_a_gpu_a_step_is_launched_while_another_runs(ranks: Any, is_async: bo
         assert launched.wait(60 if is_async else 0.1) == is_async
         launched.set()
         assert [list(each.result().token_ids) for each in pending] == [[1, 0], [2, 0], [3, 0]]
+
+
+def test_workers_that_cannot_be_watched_are_ended(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> Monitor:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(multiprocess_executor, "Monitor", fail)
+    with pytest.raises(OSError, match="too many open files"), ranks():
+        pass
 
 
 def test_the_end_is_told_to_every_rank(ranks: Any) -> None:

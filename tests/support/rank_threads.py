@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +127,8 @@ class RankThread:
 
     def kill(self) -> None:
         self.killed.set()
+        with suppress(OSError):
+            self._other.shutdown(socket.SHUT_RD)  # it may wait for its start
 
     def wait(self, timeout_s: float) -> bool:
         self.thread.join(timeout_s)
@@ -144,11 +146,13 @@ class RankThreads:
         self.steps, self.results = RingDescriptors.make(count), RingDescriptors.make(1)
         self.heartbeats = SimpleNamespace(last_s=lambda rank: time.monotonic())
         passed = [-1, self.steps.memory, self.results.memory, *self.results.bells, *self.steps.bells]
+        self.is_closed = False
         self.children: list[RankThread] = []
         for rank in range(count):
             self.children.append(RankThread(rank, folder, passed))
 
     def close(self) -> None:
+        self.is_closed = True
         end_all(self.children)  # type: ignore[arg-type]
         for child in self.children:
             assert not child.thread.is_alive()
@@ -232,7 +236,11 @@ def rank_threads(
     ready.set()
     given: Any = launched[0]
     shown: dict[str, bool] = {"progress": True} if progress else {}
-    executor = MultiprocessExecutor(config, given, timeline or Timeline(), processors, **shown)
+    try:
+        executor = MultiprocessExecutor(config, given, timeline or Timeline(), processors, **shown)
+    except BaseException:
+        assert launched[0].is_closed
+        raise
     try:
         yield executor, launch
     finally:
