@@ -58,8 +58,8 @@ def ranks(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Makes an executor, see rank_threads."""
     monkeypatch.setattr(monitor, "_APART_S", 0.3)
 
-    def make(prepare: Prepare = lambda runners: None, processors: Any = (), **layout: Any) -> Any:
-        return rank_threads(of(config, **layout), monkeypatch, tmp_path, prepare, processors)
+    def make(prepare: Prepare = lambda runners: None, capacity: int = 1 << 16, **layout: Any) -> Any:
+        return rank_threads(of(config, **layout), monkeypatch, tmp_path, prepare, capacity=capacity)
 
     return make
 
@@ -204,6 +204,38 @@ def test_a_single_rank_goes_on_after_a_step_that_fails_late(ranks: Any) -> None:
         with pytest.raises(StepError, match="rank 0 of 1: ValueError: later"):
             first.result()
         assert list(second.result().token_ids) == [2, 0]
+
+
+def test_more_steps_than_there_is_room_for_are_executed(ranks: Any) -> None:
+    """Before a result is read: their rank waits for room, too."""
+    with ranks(capacity=64) as (executor, _):
+        pending = [executor.submit(step(number)) for number in range(30)]
+        assert [each.result().token_ids[0] for each in pending] == list(range(30))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_rank_that_is_gone_is_waited_for_by_nobody(ranks: Any, rank: int, full: bool) -> None:
+    """Neither for its results, nor for room for steps."""
+
+    def prepare(runners: list[ScriptedRunner]) -> None:
+        runners[0].waits_for[1] = threading.Event()  # which nobody sets
+
+    with ranks(prepare, capacity=64 if full else 1 << 16) as (executor, _):
+        threading.Timer(0.1, executor._workers.children[rank].hang_up).start()
+        pending = [executor.submit(step(1))]
+        with pytest.raises(WorkerError, match=f"the worker of rank {rank} of 2 has ended"):
+            while_possible(executor, pending, submits=full)
+
+
+def while_possible(executor: Any, pending: list[Any], *, submits: bool) -> None:
+    """Submit steps, or read results, until that fails."""
+    for number in range(2, 1_000_000):
+        if submits:
+            executor.submit(step(number))
+        else:
+            pending.append(executor.submit(step(number)))
+            pending.pop(0).result()
 
 
 def test_a_call_reaches_every_rank_behind_the_steps_before_it(ranks: Any) -> None:

@@ -33,7 +33,8 @@ class ScriptedRunner:
     """One rank's executor and runner in one. A step's result has its number, and how many masks came for it.
 
     fails, fails_later: by step, what is raised when it is launched, or by its result. waits_for: what its result waits
-    for; launches: what its launch sets. delay_s: how long each result takes. told: what it was told, in order.
+    for; launches: what its launch sets. delay_s: how long each result takes. killed: ends it. told: what it was told,
+    in order.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class ScriptedRunner:
     waits_for: dict[int, threading.Event] = field(default_factory=dict)
     launches: dict[int, threading.Event] = field(default_factory=dict)
     delay_s: float = 0.0
+    killed: threading.Event = field(default_factory=threading.Event)
     told: list[Any] = field(default_factory=list)
     runs_begun: int = 0
     runs_ended: int = 0
@@ -70,7 +72,9 @@ class ScriptedRunner:
 
         def result() -> RunnerOutput:
             if step.step in self.waits_for:
-                assert self.waits_for[step.step].wait(60)
+                while not self.waits_for[step.step].wait(0.005):
+                    if self.killed.is_set():
+                        raise Killed
             time.sleep(self.delay_s)
             if step.step in self.fails_later:
                 raise self.fails_later[step.step]
@@ -104,7 +108,7 @@ class ScriptedRunner:
 
 
 class RankThread:
-    """See WorkerChild."""
+    """See WorkerChild. `hang_up` ends its connection, as the end of its process does."""
 
     def __init__(self, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
         self.socket, self._other = socket.socketpair()
@@ -112,6 +116,9 @@ class RankThread:
         arguments = (self._other, "cpu", rank, folder, descriptors)
         self.thread = threading.Thread(target=worker.serve, args=arguments, name=f"rank {rank}", daemon=True)
         self.thread.start()
+
+    def hang_up(self) -> None:
+        self._other.shutdown(socket.SHUT_RDWR)
 
     def how_it_ended(self, timeout_s: float) -> str:
         return "has ended"
@@ -142,8 +149,8 @@ class RankThread:
 class RankThreads:
     """See LaunchedWorkers."""
 
-    def __init__(self, count: int, folder: Path) -> None:
-        self.steps, self.results = RingDescriptors.make(count), RingDescriptors.make(1)
+    def __init__(self, count: int, folder: Path, capacity: int) -> None:
+        self.steps, self.results = RingDescriptors.make(count, capacity), RingDescriptors.make(1, capacity)
         self.heartbeats = SimpleNamespace(last_s=lambda rank: time.monotonic())
         passed = [-1, self.steps.memory, self.results.memory, *self.results.bells, *self.steps.bells]
         self.is_closed = False
@@ -181,8 +188,10 @@ def rank_threads(
     *,
     timeline: Timeline | None = None,
     progress: bool = False,
+    capacity: int = 1 << 16,
 ) -> Iterator[tuple[MultiprocessExecutor, Launch]]:
-    """An executor whose ranks are threads. `prepare` may change the runners before they start."""
+    """An executor whose ranks are threads. `prepare` may change the runners before they start. capacity: bytes of each
+    ring."""
     parallel = config.parallel
     count = parallel.devices_per_replica
     runners = [ScriptedRunner(rank) for rank in range(count)]
@@ -232,7 +241,9 @@ def rank_threads(
     beat = launch.beats.append
     heartbeats = lambda size, descriptor: SimpleNamespace(beat=lambda rank: beat((rank, size)))  # noqa: E731
     monkeypatch.setattr(worker, "Heartbeats", heartbeats)
-    launched.append(RankThreads(count, folder))
+    launched.append(RankThreads(count, folder, capacity))
+    for runner, child in zip(runners, launched[0].children, strict=True):
+        child.killed = runner.killed
     ready.set()
     given: Any = launched[0]
     shown: dict[str, bool] = {"progress": True} if progress else {}
