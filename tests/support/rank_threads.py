@@ -113,12 +113,17 @@ class RankThread:
     def __init__(self, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
         self.socket, self._other = socket.socketpair()
         self.killed = threading.Event()
-        arguments = (self._other, "cpu", rank, folder, descriptors)
-        self.thread = threading.Thread(target=worker.serve, args=arguments, name=f"rank {rank}", daemon=True)
+        arguments = (rank, folder, descriptors)
+        self.thread = threading.Thread(target=self._run, args=arguments, name=f"rank {rank}", daemon=True)
         self.thread.start()
 
+    def _run(self, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
+        worker.serve(self._other, "cpu", rank, folder, descriptors)
+        self.hang_up()
+
     def hang_up(self) -> None:
-        self._other.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self._other.shutdown(socket.SHUT_RDWR)
 
     def how_it_ended(self, timeout_s: float) -> str:
         return "has ended"
