@@ -382,7 +382,11 @@ def test_workers_that_cannot_be_watched_are_ended(ranks: Any, monkeypatch: pytes
 
 def test_the_end_is_told_to_every_rank(ranks: Any) -> None:
     """They free what they have, in order, and are waited for."""
-    with ranks() as (executor, launch):
+
+    def slow(runners: list[ScriptedRunner]) -> None:
+        runners[1].delay_s = 0.1
+
+    with ranks(slow) as (executor, launch):
         executor.submit(step(1)).result()
         children = executor._workers.children
         executor.close()

@@ -104,6 +104,8 @@ class ScriptedRunner:
         self.told.append(("drop", digest))
 
     def close(self) -> None:
+        if self.killed.wait(self.delay_s):
+            raise Killed
         self.closed.append("runner")
 
 
