@@ -173,7 +173,8 @@ def test_what_a_chat_does_not_have_is_refused(given: dict[str, Any], param: str)
 def response() -> ResponseObject:
     return ResponseObject(
         id="resp_1", created_at=5, status="in_progress", instructions=None, max_output_tokens=None, model="m",
-        output=[], parallel_tool_calls=True, reasoning={}, temperature=1.0, text={}, tool_choice="auto", tools=[], top_p=1.0,
+        output=[], parallel_tool_calls=True, reasoning={}, temperature=1.0, text={}, tool_choice="auto", tools=[],
+        top_p=1.0,
     )  # fmt: skip
 
 
