@@ -131,6 +131,15 @@ def test_a_step_that_all_ranks_fail_at_one_place_fails_alone(ranks: Any, masked:
         assert [runner.told for runner in launch.runners] == [[1, 2, 4]] * 2
 
 
+def test_a_step_that_fails_awaits_no_masks(ranks: Any) -> None:
+    def fail(runners: list[ScriptedRunner]) -> None:
+        for runner in runners:
+            runner.fails[1] = KeyError("injected")
+
+    with ranks(fail) as (executor, _), pytest.raises(StepError, match="injected"):
+        executor.submit(step(1, awaits_masks=True)).result()
+
+
 def apart(runners: list[ScriptedRunner]) -> None:
     """All fail in the same step; one of them has run the model more often."""
     for runner in runners:
