@@ -117,7 +117,7 @@ class Over(ThreadGroup):
 
 
 def symmetric(count: int, monkeypatch: pytest.MonkeyPatch, work: Any, nbytes: int = 4096) -> tuple[list[Any], Fabric]:
-    """What the work of each rank returns, given its group."""
+    """Return the results of each rank's work, which is given its group."""
     fabric = Fabric(count)
     monkeypatch.setattr(gpu_groups, "torch", fabric)
     monkeypatch.setattr(gpu_groups, "symm_mem", fabric.symm_mem())
@@ -197,7 +197,7 @@ def test_columns_are_side_by_side_in_the_order_of_the_ranks(count: int, monkeypa
 def test_rows_are_summed_by_their_ranks_and_gathered(
     count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the workspace cannot hold goes through NCCL."""
+    """Larger tensors than the workspace go through NCCL."""
     most = 4096 // (4 * dtype.itemsize)
     sizes = (1, 7, most, most + 1)
 

@@ -1,4 +1,4 @@
-"""Where each rank stands, and what it exchanges with whom: processes that find each other and talk through gloo."""
+"""Rank layouts, links between stages and collectives, in processes that talk through gloo."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_stages_follow_each_other(stage_layers: tuple[int, ...], ranges: list[ra
 
 
 def on_processes(count: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
-    """What each rank's work returns, in processes that have found each other."""
+    """Return the results of each rank's work, in processes that have joined each other."""
     context: Any = multiprocessing.get_context("fork")
     found: Any = context.Queue()
 
@@ -188,7 +188,7 @@ def test_collectives_of_processes(tmp_path: Path) -> None:
         assert gathered == whole.tolist()
 
 
-def test_a_single_rank_is_connected_to_nobody() -> None:
+def test_a_single_rank_has_no_connections() -> None:
     group, link = connect.connect(config_of(1, ()), 0)
     assert isinstance(group, StandIn)
     assert (group.size, group.rank, link) == (1, 0, None)
@@ -208,7 +208,7 @@ def test_stages_of_one_rank_each_sum_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_alone_waits_for_nobody(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_joins_no_group(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(connect, "join", lambda *given: told.append(given))
     join_ranks("cuda", 1, size, tmp_path)  # without a GPU

@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter, the sums that make up for it, and the memory for sums in kernels."""
+"""Shards of parameters, the sums that divided layers need, and the push buffers of fused sums."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ def test_slots_are_for_rows_that_all_ranks_write_at_once(
     assert num_slots_for(num_ranks, row_bytes, most_rows) == num_slots
 
 
-def test_a_rank_that_runs_alone_waits_for_nobody() -> None:
-    """It has the shapes of the group's results, and a buffer of its own for the kernels."""
+def test_a_stand_in_runs_without_peers() -> None:
+    """A stand-in has the shapes of the group's results, and a push buffer of its own."""
     made = buffer(4, 3, 32)
     group: Any = type("Group", (), {"size": 3, "rank": 2, "pushed": made})()
     alone = stand_in_for(group)

@@ -1,4 +1,4 @@
-"""What a client makes of a core's messages and its end, and what it sends, with a script in the core's place."""
+"""The client of a core: its messages, calls, event loops, and the end of the core. A script replaces the core."""
 
 from __future__ import annotations
 
@@ -250,8 +250,8 @@ def test_the_end_of_the_core_is_told_once_to_everyone(end: Callable[[ScriptedEnd
     with_client(main)
 
 
-def test_who_leaves_hears_no_death() -> None:
-    """What it waits for ends with the reason that it gives."""
+def test_a_closed_client_reports_no_death() -> None:
+    """Pending calls fail with the given reason."""
 
     async def main(client: CoreClient, core: ScriptedEnd, held: Client) -> None:
         call, watcher = (asyncio.create_task(each) for each in (client.call("metrics"), client.wait_dead()))

@@ -1,4 +1,4 @@
-"""What the loop around a core makes of the messages of several processes, with a scripted core."""
+"""The server loop around a core: messages of several processes, failures and slow readers. The core is scripted."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def ask(connection: Connection[ToApi], number: int, call: ControlCall) -> list[T
 
 
 def until(connection: Connection[ToApi], is_last: Callable[[ToApi], bool]) -> list[ToApi]:
-    """What is heard up to a message."""
+    """Receive messages up to one that meets the condition."""
     found: list[ToApi] = []
     while not (found and is_last(found[-1])):
         found += receive(connection)
@@ -161,7 +161,7 @@ def until(connection: Connection[ToApi], is_last: Callable[[ToApi], bool]) -> li
 
 
 def stepped(connection: Connection[ToApi]) -> list[ToApi]:
-    """What is heard of the next step."""
+    """Receive messages up to the next step."""
     return until(connection, lambda message: isinstance(message, Stepped))
 
 
@@ -189,6 +189,7 @@ def test_each_process_hears_of_its_own_requests(core: HeldCore, served: Served) 
 
 
 def test_processes_have_numbers_and_are_told_what_the_first_one_was(core: HeldCore, served: Served) -> None:
+    assert not served.listener.getblocking()  # who has connected may have gone again
     others = [served.join()[1] for _ in range(2)]
     assert [each.client for each in (served.started, *others)] == [0, 1, 2]
     for each in others:
@@ -233,7 +234,7 @@ def test_a_mask_is_its_requests_alone(core: HeldCore, served: Served, masks: dic
     assert "0:a" in core.live
 
 
-def test_calls_are_answered_to_who_has_asked(core: HeldCore, served: Served) -> None:
+def test_calls_are_answered_to_their_callers(core: HeldCore, served: Served) -> None:
     other, _ = served.join()
     say(served.starter, SetVocabulary(VOCABULARY), add("0:a"))
     assert ask(served.starter, 7, ControlCall("metrics")) == [Answered(7, {"running": 1, "api_processes": 2})]
@@ -246,7 +247,7 @@ def test_calls_are_answered_to_who_has_asked(core: HeldCore, served: Served) -> 
     )
 
 
-def test_who_is_asked_to_abort_is_told_whether_the_output_is_complete(core: HeldCore, served: Served) -> None:
+def test_an_abort_tells_the_core_whether_the_output_is_complete(core: HeldCore, served: Served) -> None:
     say(served.starter, *(add(f"0:{name}") for name in "abcd"))
     say(served.starter, Abort(("0:a", "0:nobody", "0:b")), Abort(("0:c",), stopped=True), Abort(("0:a",)))
     ask(served.starter, 1, ControlCall("metrics"))
@@ -254,7 +255,7 @@ def test_who_is_asked_to_abort_is_told_whether_the_output_is_complete(core: Held
 
 
 def test_what_has_ended_is_not_ended_again(core: HeldCore, served: Served) -> None:
-    """When its process goes, or aborts it late; its name is free."""
+    """Neither by a late abort nor when its process goes; its id is free again."""
     other, _ = served.join()
     say(other, add("1:a", 2), add("1:b", 2), add("1:c", 60))
     wait_until(lambda: len(core.live) == 3)
@@ -326,7 +327,7 @@ def say_slowly(connection: Connection[ToApi], message: ToCore) -> None:
         connection.flush()
 
 
-def test_the_starter_ends_the_server_whoever_else_is_there(core: HeldCore, served: Served) -> None:
+def test_the_starter_ends_the_server_while_others_are_connected(core: HeldCore, served: Served) -> None:
     other, _ = served.join()
     served.starter.close()
     with pytest.raises(EOFError):

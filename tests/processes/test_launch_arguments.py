@@ -1,4 +1,4 @@
-"""What processes of ranks and cores are started with, how their end is seen, and what is left of them."""
+"""Processes of ranks and cores: their arguments, how their end is seen, and that nothing is left of them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_core_is_reached_by_its_user_alone(launcher: Launcher) -> None:
 
 
 def test_a_core_that_was_started_may_end_by_itself(launcher: Launcher) -> None:
-    """It is killed once the time is over."""
+    """After the timeout the process is killed."""
     core = CoreChild()
     frame = b"an order"
     core.start(frame)
@@ -280,7 +280,7 @@ class Replica(ScriptedEnd):
 
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> list[Replica]:
-    """Those that are launched. The last one is ready first."""
+    """The replicas that are launched."""
     found: list[Replica] = []
 
     def launch(device: str, environment: Any) -> Replica:
@@ -362,7 +362,7 @@ def test_a_replica_that_cannot_start_ends_the_others(replicas: list[Replica], mo
 
 
 class Core:
-    """What start_core makes of its arguments. See EngineCore."""
+    """Keeps its arguments. See EngineCore."""
 
     def __init__(self, config: Any, executor: Any, clock: Any, start_s: float) -> None:
         self.config, self.executor, self.start_s = config, executor, start_s

@@ -1,7 +1,8 @@
-"""How the end of a worker, its silence, and its last words are told apart, with a clock of the test's own."""
+"""The monitor of workers: ends, silence, time limits and failures, with a clock of the test's own."""
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ class Worker:
         return self.dying
 
     def is_killed(self, within_s: float) -> bool:
-        return self.killed
+        return self.killed and 0.0 <= within_s <= 0.2  # the failure is reported soon
 
     def how_it_ended(self, timeout_s: float) -> str:
         self.waited_s.append(timeout_s)
@@ -102,10 +103,11 @@ def watching(clock: Clock) -> Iterator[Watched]:
         worker.other.close()
 
 
-def test_who_gives_signs_of_life_is_left_alone(watched: Watched) -> None:
+def test_workers_with_signs_of_life_run_on(watched: Watched) -> None:
     watched.start()
     watched.passes(20.0)
     watched.monitor.check()
+    assert not select.select([watched.monitor.bell], [], [], 0)[0]
 
 
 @pytest.mark.parametrize(("dying", "within_s"), [(False, 6.0), (True, 1.0)])
@@ -166,7 +168,7 @@ def test_a_result_is_awaited_for_so_long(watched: Watched) -> None:
 def test_the_first_failure_is_the_reason(
     watched: Watched, ended: list[Any], end: Callable[[Worker], None], killed: bool, error: type[Exception], text: str
 ) -> None:
-    """Of everything that waits, and of all that comes later."""
+    """Pending and later calls raise it."""
     watched.start()
     answers = watched.monitor.expect(3)
     watched.workers[1].killed = killed
@@ -175,6 +177,7 @@ def test_the_first_failure_is_the_reason(
     for answer in answers:
         with pytest.raises(error, match="rank"):
             answer.result(SOON_S)
+    assert select.select([watched.monitor.bell], [], [], 0)[0]
     assert watched.monitor.fail(KeyError("later")) is watched.monitor.failure
     for call in (watched.monitor.check, lambda: watched.monitor.expect(4)):
         with pytest.raises(error):

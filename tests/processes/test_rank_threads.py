@@ -1,4 +1,4 @@
-"""What the executor of several ranks and each rank's loop make of steps, masks, calls and failures, without a model."""
+"""The executor of several ranks and the loop of each rank: steps, masks, calls and failures, without a model."""
 
 from __future__ import annotations
 
@@ -153,6 +153,12 @@ def apart_in_sampling(runners: list[ScriptedRunner]) -> None:
     runners[1].num_exchanges = 1
 
 
+def apart_in_both(runners: list[ScriptedRunner]) -> None:
+    apart(runners)
+    runners[0].runs_begun = runners[0].runs_ended = 2
+    runners[0].num_exchanges = 1
+
+
 def inside(runners: list[ScriptedRunner]) -> None:
     """One of them fails inside a run of the model, where another may wait for it."""
     for runner in runners:
@@ -169,7 +175,7 @@ def second_alone(runners: list[ScriptedRunner]) -> None:
     runners[1].fails[1] = KeyError("injected")
 
 
-@pytest.mark.parametrize("prepare", [apart, apart_in_sampling, inside, first_alone])
+@pytest.mark.parametrize("prepare", [apart, apart_in_sampling, apart_in_both, inside, first_alone])
 def test_ranks_that_do_not_fail_alike_end_the_executor(ranks: Any, prepare: Prepare) -> None:
     with ranks(prepare) as (executor, _):
         pending = executor.submit(step(1))
@@ -224,7 +230,7 @@ def test_more_steps_than_there_is_room_for_are_executed(ranks: Any) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_rank_that_is_gone_is_waited_for_by_nobody(ranks: Any, rank: int, full: bool) -> None:
+def test_the_end_of_a_rank_ends_every_wait(ranks: Any, rank: int, full: bool) -> None:
     """Neither for its results, nor for room for steps."""
 
     def prepare(runners: list[ScriptedRunner]) -> None:
@@ -332,7 +338,7 @@ GPU = torch.device("cuda", 0)
 def test_on_gpus_results_have_a_time_limit(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, step_tokens: int, is_async: bool, limit_s: float, busy_s: float
 ) -> None:
-    """It grows with the largest step, and holds while a result is awaited. Both sides stay awake where a step is
+    """The limit grows with the largest step, and holds while a result is awaited. Both sides stay awake where a step is
     awaited before the next is sent."""
     limits: list[float | None] = []
     waits: list[float] = []
@@ -366,7 +372,7 @@ def test_on_a_cpu_results_have_no_time_limit(ranks: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_on_a_gpu_a_step_is_launched_while_another_runs(ranks: Any, is_async: bool) -> None:
-    """Where several may be in flight. Results come in the order of the steps."""
+    """With asynchronous scheduling. Results come in the order of the steps."""
     launched = threading.Event()
 
     def prepare(runners: list[ScriptedRunner]) -> None:

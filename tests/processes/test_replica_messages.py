@@ -1,4 +1,4 @@
-"""What replicas are sent, what is made of their answers, and how they are left, without a model."""
+"""Messages to and from replicas, and their end, without a model."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def answering(cores: list[FakeCore], *answers: dict[str, Any] | None) -> None:
         threading.Thread(target=answer, args=(core, value), daemon=True).start()
 
 
-def test_who_is_late_counts_with_its_last_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_replica_contributes_its_last_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
     monkeypatch.setattr(replicas, "_LOOK_S", 0.02)
     cores = [FakeCore(), FakeCore()]
@@ -267,7 +267,7 @@ def test_a_call_that_only_a_later_replica_fails_forgets_no_prompts() -> None:
 
 
 def test_the_end_comes_once_and_to_all() -> None:
-    """When the engine is closed, or is garbage."""
+    """On close, and on garbage collection."""
 
     class Closing(FakeCore):
         def close(self, timeout_s: float) -> None:
@@ -292,7 +292,7 @@ def test_the_end_comes_once_and_to_all() -> None:
         assert ended == "ended"
 
 
-def test_who_waits_is_sent_as_soon_as_another_ends() -> None:
+def test_a_queued_request_is_sent_as_soon_as_another_ends() -> None:
     """By itself, whatever the reason."""
     core = FakeCore()
     engine = make([core])

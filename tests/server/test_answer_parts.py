@@ -94,7 +94,7 @@ TEXTS = [[["x", "yz"], ["u", "v", "w"]], [["p"], ["q", "r"]]]
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("ends", ["stop", "length"])
 def test_parts_of_completions_join_to_the_whole(logprobs: int | None, echo: bool, ends: str) -> None:
-    """Of several prompts with several completions, which come in the order of their indices."""
+    """For several prompts and completions, in the order of their indices."""
     more = {"echo": echo, "logprobs": logprobs, "stream_options": {"include_usage": True}}
     script = Script(TEXTS, ends, prompt_logprobs=echo and logprobs is not None)
     whole = built(asyncio.run(completions._whole(completion_answer(2, **more), script.whole())))
@@ -141,7 +141,7 @@ def test_a_prompt_that_is_scored_has_no_completion() -> None:
     assert whole["usage"]["completion_tokens"] == 0
 
 
-def test_fields_that_nobody_asked_for() -> None:
+def test_fields_that_were_not_requested() -> None:
     """Null in whole answers, absent in events; texts that were cut are what the engine took of them."""
     script = Script([[["x", ""]]], "length")
     plain = completion_answer(return_token_ids=None)
@@ -258,7 +258,7 @@ def test_parts_of_a_chat_join_to_the_whole(ends: str, logprobs: bool, hides_reas
     }
 
 
-def test_fields_of_a_chat_that_nobody_asked_for() -> None:
+def test_fields_of_a_chat_that_were_not_requested() -> None:
     plain = chat_answer(return_token_ids=None)
     whole = built(asyncio.run(chat_completions._whole(plain, Script([[["x"]]]).whole())))
     assert (whole["prompt_token_ids"], whole["prompt_logprobs"], whole["choices"][0]["token_ids"]) == (None, None, None)

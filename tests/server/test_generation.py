@@ -1,4 +1,4 @@
-"""How a request becomes requests to the engine, and what the engine's outputs and errors become, without a server."""
+"""Requests to the engine for a request of the API, their outputs and errors, without a server."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_slow_prompt_holds_up_no_other() -> None:
     assert sorted(places) == [0, 1, 1, 1, 1]
 
 
-def test_who_stops_reading_ends_all_prompts() -> None:
+def test_closing_the_stream_ends_all_prompts() -> None:
     engine = Engine({name: [output("a"), asyncio.Event()] for name in "xy"})
     serving = serving_of(engine)
 

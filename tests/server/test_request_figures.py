@@ -1,4 +1,4 @@
-"""What is counted of a request's outputs and of responses, and figures of several processes in one memory."""
+"""Metrics of requests and responses, and figures that several processes share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def sums(metrics: ServerMetrics, name: str) -> tuple[float, float]:
-    """How many values a histogram has, and their sum."""
+    """Return the number of values of a histogram, and their sum."""
     histogram = metrics.histograms[name]
     return histogram.buckets()[-1][1], histogram.sum
 
@@ -73,7 +73,7 @@ def test_gaps_of_several_completions_are_their_mean(clock: SimpleNamespace) -> N
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_who_ends_early_is_counted_once(clock: SimpleNamespace, refused: bool) -> None:
+def test_a_request_that_ends_early_is_counted_once(clock: SimpleNamespace, refused: bool) -> None:
     """By its completions that have not ended, unless it never began."""
     metrics = ServerMetrics(SharedFigures(), ["/"])
     request = metrics.request(SamplingParams(n=3))
@@ -134,7 +134,7 @@ def shown(metrics: ServerMetrics, engine: dict[str, Any]) -> dict[tuple[str, ...
 
 
 def test_responses_are_counted_by_route_and_status() -> None:
-    """Of statuses and routes that were, and with one name for unusual statuses."""
+    """Only those that occurred are shown; unusual statuses share one name."""
     metrics = ServerMetrics(SharedFigures(), ["/a", "/b"])
     for route, status in (("/a", 200), ("/a", 200), ("/b", 404), ("/b", 418), ("/b", 507)):
         metrics.response(route, status)

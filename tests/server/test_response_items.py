@@ -53,7 +53,7 @@ def test_a_text_is_a_users_message_behind_the_instructions() -> None:
 
 @pytest.mark.parametrize("kind", ["input_text", "output_text", "text", "reasoning_text", "summary_text"])
 def test_texts_of_parts_are_lines(kind: str) -> None:
-    """What was refused is none."""
+    """Refusals are left out."""
     parts = [{"type": kind, "text": "a"}, {"type": "refusal", "refusal": "no"}, {"type": kind, "text": "b"}]
     for role in ("system", "developer", "user", "assistant"):
         assert plain(messages_of([said(parts, role)], None)) == [said("a\nb", role)]

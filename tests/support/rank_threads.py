@@ -177,7 +177,7 @@ class RankThreads:
 
 @dataclass
 class Launch:
-    """What the ranks of an executor were given. joined: (device, rank, size). beats: ranks that give signs of life."""
+    """Records the arguments of an executor's ranks. joined: (device, rank, size). beats: ranks with signs of life."""
 
     runners: list[ScriptedRunner]
     starts: dict[int, Any] = field(default_factory=dict)
