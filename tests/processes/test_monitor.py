@@ -40,7 +40,7 @@ class Worker:
         return self.dying
 
     def is_killed(self, within_s: float) -> bool:
-        return self.killed and 0.0 <= within_s <= 0.2  # the failure is reported soon
+        return self.killed and 0.0 <= within_s < 0.3  # the failure is reported soon
 
     def how_it_ended(self, timeout_s: float) -> str:
         self.waited_s.append(timeout_s)
