@@ -157,6 +157,15 @@ def test_what_has_ended_is_no_work_any_more() -> None:
     assert [sent(router, short).replica for _ in range(3)] == [first.replica] * 3
 
 
+def test_what_goes_on_beside_what_has_ended_is_still_work() -> None:
+    router = make_router()
+    first = sent(router, request(0, [1], 30))
+    ended, goes_on = (sent(router, request(number, [number], most)) for number, most in ((1, 10), (2, 50)))
+    assert ended.replica == goes_on.replica == 1 - first.replica
+    router.end(ended, request(1, [1], 10), [1] * 10, finished=True)
+    assert sent(router, request(3, [3], 10)).replica == first.replica
+
+
 def test_a_prompt_with_log_probabilities_attracts_none_after_its_end_either() -> None:
     router = make_router(num_blocks=1000)
     scored = EngineRequest("0", tuple(range(100)), SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=0))
