@@ -280,11 +280,13 @@ class CoreServer:
             del self._owners[request_id]
 
     def _report_failure(self, message: Failed) -> None:
-        """Tell everyone, for as long as they take to read it, within bounds."""
+        """Tell everyone at once, then wait for those that read slowly, within bounds."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for api_process in self._api_processes:
             with suppress(OSError):
                 api_process.send(message)
+        for api_process in self._api_processes:
+            with suppress(OSError):
                 while api_process.has_unsent and (left := deadline - time.monotonic()) > 0:
                     api_process.connection.wait_writable(left)
                     api_process.flush()

@@ -145,6 +145,34 @@ def test_what_was_cut_off_says_nothing_about_answers() -> None:
     assert sent(router, unknown).work == expected
 
 
+def test_what_has_ended_is_no_work_any_more() -> None:
+    """Of two requests of a replica one ends: it has less to do than another again, and gets the next ones."""
+    router = make_router()
+    long, short = request(0, [1] * 8, 100), request(1, [2] * 8, 10)
+    for number in range(2):
+        router.route(request(10 + number, [3 + number], 40))  # a request each
+    first = sent(router, long)
+    assert [sent(router, request(20 + number, [5], 30)).replica for number in range(3)] == [1 - first.replica] * 3
+    router.end(first, long, [1] * 5, finished=True)
+    assert [sent(router, short).replica for _ in range(3)] == [first.replica] * 3
+
+
+def test_what_goes_on_beside_what_has_ended_is_still_work() -> None:
+    router = make_router()
+    first = sent(router, request(0, [1], 30))
+    ended, goes_on = (sent(router, request(number, [number], most)) for number, most in ((1, 10), (2, 50)))
+    assert ended.replica == goes_on.replica == 1 - first.replica
+    router.end(ended, request(1, [1], 10), [1] * 10, finished=True)
+    assert sent(router, request(3, [3], 10)).replica == first.replica
+
+
+def test_a_prompt_with_log_probabilities_attracts_none_after_its_end_either() -> None:
+    router = make_router(num_blocks=1000)
+    scored = EngineRequest("0", tuple(range(100)), SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=0))
+    router.end(sent(router, scored), scored, [7] * 8, finished=True)
+    assert sent(router, request(1, list(range(100)))).work == 100 + 8 * GENERATED
+
+
 def test_a_replica_that_is_gone_gets_nothing() -> None:
     router = make_router(3)
     router.remove(1)
