@@ -22,6 +22,7 @@ from compiled_engine.config import (
     ExpertsConfig,
     GraphConfig,
     GraphMode,
+    HeadConfig,
     HeadShape,
     ModelConfig,
     ParallelConfig,
@@ -83,6 +84,33 @@ BASE = EngineConfig(
 def magnitude(mscale: float, factor: float) -> float:
     """The factor that YaRN gives the logits of attention, as its paper has it: its square root for each side."""
     return 0.1 * mscale * math.log(factor) + 1
+
+
+def test_what_is_not_said_asks_for_nothing() -> None:
+    """Neither a feature of a model nor anything beside the engine's plain work."""
+    assert MODEL.experts == ExpertsConfig(0, 0, 0, False, ())
+    assert (MODEL.attention_soft_cap, MODEL.logit_soft_cap, MODEL.attention_sinks) == (0.0, 0.0, False)
+    assert (MODEL.causal, MODEL.token_types) == (True, 0)
+    for name in ("transformers", "layer_heads", "attention_scale", "local_rope_theta", "quantisation", "wrapper"):
+        assert getattr(MODEL, name) is None, name
+    for name in ("pooling", "recurrences", "merged_adapter", "head"):
+        assert getattr(MODEL, name) is None, name
+    assert HeadConfig(64, 3, 101) == HeadConfig(64, 3, 101, norm_before_residual=False, norm_before_fc=False)
+    assert Recurrences(()) == Recurrences((), num_rows=0, num_snapshots=0)
+    assert ParallelConfig(1, "in_process") == ParallelConfig(1, "in_process", 1, (), "auto")
+    assert BASE.cache.kv_dtype == "auto"
+    assert (BASE.scheduler.async_scheduling, BASE.scheduler.max_prefill_tokens) == (False, None)
+    assert SpeculationConfig() == SpeculationConfig("none", 0, 0, 0, None, (), (), False, (1.0,))
+    plain = RopeConfig(1e4)
+    assert (plain.kind, plain.factor, plain.original_max_position_embeddings) == ("default", 1.0, None)
+
+
+def test_the_bounds_of_scaled_angles_are_those_of_their_papers() -> None:
+    """Where a checkpoint does not state them: llama3's wave lengths, and YaRN's numbers of rotations."""
+    rope = RopeConfig(1e4)
+    assert (rope.low_freq_factor, rope.high_freq_factor) == (1.0, 4.0)
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
+    assert (rope.attention_factor, rope.mscale, rope.mscale_all_dim) == (None, None, None)
 
 
 @pytest.mark.parametrize(
