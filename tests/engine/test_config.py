@@ -12,11 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_config import BASE, MODEL
 
 from compiled_engine.config import (
     AdapterConfig,
-    CacheConfig,
-    CompileConfig,
     DraftConfig,
     EngineConfig,
     ExpertsConfig,
@@ -24,12 +23,10 @@ from compiled_engine.config import (
     GraphMode,
     HeadConfig,
     HeadShape,
-    ModelConfig,
     ParallelConfig,
     Recurrences,
     RopeConfig,
     RowState,
-    SchedulerConfig,
     SpeculationConfig,
     TransformersModel,
     decode_other,
@@ -38,46 +35,6 @@ from compiled_engine.config import (
     flat_fields,
     json_value,
     local_share,
-)
-
-MODEL = ModelConfig(
-    path=Path("model"),
-    hub_name=None,
-    revision=None,
-    architecture="Qwen3ForCausalLM",
-    vocab_size=101,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(1e4),
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    sliding_windows=(None, None),
-    dtype=torch.float32,
-    max_model_len=128,
-    load_format="auto",
-    seed=0,
-)
-BASE = EngineConfig(
-    model=MODEL,
-    tokenizer=None,
-    cache=CacheConfig(16, None, 0.9, True),
-    scheduler=SchedulerConfig(8, 256, 128, "fcfs"),
-    compile=CompileConfig(True, (), ((1, 256),), False, False, 0, None),
-    graph=GraphConfig(GraphMode.NONE),
-    parallel=ParallelConfig(1, "in_process"),
-    device=torch.device("cpu"),
-    attention_backend="torch",
-    reasons={},
-    speculation=SpeculationConfig(),
-    adapters=None,
 )
 
 
