@@ -189,7 +189,8 @@ def test_prompt_logprobs_are_delivered_once() -> None:
     assert computed(1, 4) == (1, [1, 2, 3])
     assert computed(1, 3) is None
     assert computed(1, 4) is None
-    assert computed(2, 6) == (4, [4, 5])
+    assert computed(2, 5) == (4, [4])
+    assert computed(5, 6) == (5, [5])
     with pytest.raises(RuntimeError, match="prompt_logprobs of 'r' start at 7, but 6 is next"):
         computed(7, 9)
     assert computed(6, 9) == (6, [6, 7, 8])
