@@ -14,12 +14,16 @@ from compiled_engine.messages import (
     ROOT,
     AdapterRef,
     EngineOutput,
+    EngineRequest,
+    NewRequest,
     RequestLimits,
+    RunnerOutput,
     SchedulerOutput,
     StepOutputs,
     Vectors,
     prefix_root,
 )
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 
@@ -65,6 +69,20 @@ def test_outputs_in_columns(
     else:
         assert part.logprobs is None
     assert part.counts == ([counts[index] for index in chosen] if several else None)
+
+
+def test_what_a_message_does_not_say_is_not_asked_for() -> None:
+    params = SamplingParams()
+    request = EngineRequest("r", (1,), params)
+    assert request == EngineRequest("r", (1,), params, frozenset(), 0, bytes(32), None, (), 1, "", None, None)
+    new = NewRequest("r", (1,), 1, params, frozenset(), ())
+    assert new == NewRequest("r", (1,), 1, params, frozenset(), (), False, False, None, -1, -1)
+    assert EngineOutput("r", ()) == EngineOutput("r", (), None, None, None, None, None, None, None, 0)
+    assert StepOutputs() == StepOutputs((), (), (), None, None, None)
+    step = SchedulerOutput(1, (), (), [], [], [], [], {})
+    assert step == SchedulerOutput(1, (), (), [], [], [], [], {}, False, {}, {}, 1.0, False)
+    assert RunnerOutput() == RunnerOutput((), None, {}, {}, None, {}, None)
+    assert RequestLimits(9, 20, 100) == RequestLimits(9, 20, 100, False, False, None)
 
 
 def test_the_rows_of_vectors() -> None:
