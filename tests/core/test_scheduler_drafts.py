@@ -38,8 +38,10 @@ class Told(DraftLength):
         self.found.append((num_drafts, num_right))
 
 
-def made(length: DraftLength | None, *, steps_in_flight: int = 1, **rest: Any) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, policy="fcfs")
+def made(
+    length: DraftLength | None, *, steps_in_flight: int = 1, budget: int = 16, most: int = 2, **rest: Any
+) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=budget, max_model_len=64, policy="fcfs")
     cache = CacheConfig(4, None, 0.9, True)
     return Scheduler(config, cache, 64, 11, steps_in_flight, 1, 1 + MOST, draft_length=length, **rest)
 
@@ -84,6 +86,15 @@ def test_a_step_has_as_many_as_are_chosen(number: int) -> None:
     add(scheduler, "a")
     run(scheduler, 1)
     assert run(scheduler, 1).counts == [1 + number]
+
+
+@pytest.mark.parametrize(("budget", "running"), [(15, 3), (16, 4), (40, 4)])
+def test_as_many_run_as_a_step_holds_with_their_drafts(budget: int, running: int) -> None:
+    scheduler = made(Told(), budget=budget, most=4)
+    for name in "abcdef":
+        add(scheduler, name, prompt=1)
+    assert run(scheduler, *[1] * running).counts == [1] * running
+    assert run(scheduler, *[1] * running).counts == [4] * running
 
 
 def test_it_is_told_of_each_request_what_was_right_of_what_it_might_have() -> None:
@@ -140,6 +151,9 @@ def test_a_head_that_has_nobody_to_draft_for_rests() -> None:
     scheduler = made(length)
     add(scheduler, "a", frequency_penalty=1.0)
     assert next_step(scheduler).head_rests
+    scheduler = made(Told(MOST, head_rests=True))
+    add(scheduler, "a", frequency_penalty=1.0)
+    assert not next_step(scheduler).head_rests  # drafts pay: there will be others
     length = Told(0, head_rests=True)
     length.drafts = Drafts(0, head_rests=True)
     scheduler = made(length)
@@ -155,6 +169,9 @@ def test_the_only_sharpness_is_that_of_every_step() -> None:
     add(scheduler, "a")
     assert run(scheduler, 1).draft_sharpness == run(scheduler, 4).draft_sharpness == 2.5
     assert "draft_sharpness" not in scheduler.metrics()
+    plain = made(None)
+    add(plain, "a")
+    assert run(plain, 1).draft_sharpness == 1.0
 
 
 def test_of_several_sharpnesses_the_one_with_right_first_drafts_is_found() -> None:
