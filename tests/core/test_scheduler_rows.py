@@ -23,9 +23,9 @@ def made(most_new_tokens: int, **limits: Any) -> Scheduler:
     return Scheduler(SchedulerConfig(**given), cache, 40, 11, most_new_tokens=most_new_tokens)
 
 
-def add(scheduler: Scheduler, name: str, prompt: int = 3, **params: Any) -> None:
+def add(scheduler: Scheduler, name: str, prompt: int = 3, output: tuple[int, ...] = (), **params: Any) -> None:
     given = SamplingParams(**{"max_tokens": 30, "ignore_eos": True} | params)
-    scheduler.add(EngineRequest(name, (1,) * prompt, given))
+    scheduler.add(EngineRequest(name, (1,) * prompt, given, output_token_ids=output))
 
 
 def next_step(scheduler: Scheduler) -> SchedulerOutput:
@@ -59,13 +59,15 @@ def test_rows_of_requests_that_ask_for_few_or_many(several: bool) -> None:
 
 
 @pytest.mark.parametrize("most_new_tokens", [1, 3])
-def test_rows_of_a_prompt_come_with_its_token_beside_others(most_new_tokens: int) -> None:
+@pytest.mark.parametrize("output", [(), (8, 9)])
+def test_rows_of_a_prompt_come_with_its_token_beside_others(most_new_tokens: int, output: tuple[int, ...]) -> None:
+    """Also where another core has generated the first tokens."""
     scheduler = made(most_new_tokens)
     add(scheduler, "decodes", logprobs=0)
     counts = None if most_new_tokens == 1 else [1]
     update(scheduler, RunnerOutput([4], rows(4), counts=counts))
     update(scheduler, RunnerOutput([5], rows(5), counts=counts))
-    add(scheduler, "prompt", prompt_logprobs=0)
+    add(scheduler, "prompt", output=output, prompt_logprobs=0)
     counts = None if most_new_tokens == 1 else [1, 1]
     prompt = {"prompt": (1, rows(1, 1))}
     found = update(scheduler, RunnerOutput([6, 7], rows(6, 7), prompt_logprobs=prompt, counts=counts))
