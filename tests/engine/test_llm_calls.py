@@ -9,106 +9,13 @@ from typing import Any
 
 import pytest
 from plain_config import BASE
+from unstarted_engines import DEFAULT, LORA, PARAMS, POOLING, Passed, Processor, Tokenizer, made, made_async, prepared
 
-from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
-from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.pooling import PoolingParams
-from compiled_engine.frontend.request_stream import RequestStreams
 from compiled_engine.llm import LLM
-from compiled_engine.messages import AdapterRef, ControlCall, EngineRequest
-from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.messages import AdapterRef, ControlCall
 
-PARAMS, POOLING, DEFAULT = SamplingParams(seed=3), PoolingParams(), SamplingParams(temperature=0.25)
-LORA: Any = object()
-
-
-class Passed(Exception):
-    """Ends a call with what came to the end of its way."""
-
-
-class Processor:
-    """Prepares nothing: raises what it is given."""
-
-    def process(self, *arguments: Any) -> Any:
-        raise Passed(*arguments)
-
-    score = process
-    adapters = SimpleNamespace(has_read=lambda lora_request: True)
-
-
-class Tokenizer:
-    chat_template = "the template"
-    hf = "the tokenizer of transformers"
-
-
-def parts(*, pools: bool = False, tokenizer: Any = None, **rest: Any) -> Any:
-    given = {
-        "config": BASE,
-        "core": SimpleNamespace(call=lambda call: call, close=lambda: None),
-        "loop": SimpleNamespace(run=lambda *given, **named: iter([(given, named)]), close=lambda: None),
-        "tokenizer": tokenizer,
-        "inputs": Processor(),
-        "pooling": Processor() if pools else None,
-        "default_sampling_params": DEFAULT,
-        "profiler": SimpleNamespace(running=False),
-    }
-    return SimpleNamespace(**given | rest)
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    def make(**given: Any) -> LLM:
-        monkeypatch.setattr("compiled_engine.llm._start", lambda *arguments: parts(**given))
-        return LLM(progress=False)
-
-    return make
-
-
-class Client:
-    """A core elsewhere: keeps what it is sent, and answers calls."""
-
-    def __init__(self) -> None:
-        self.loop: Any = None
-        self.dead: str | None = None
-        self.sent: list[tuple[str, dict[str, Any]]] = []
-        self.aborted: list[str] = []
-        self.added: list[EngineRequest] = []
-        self.unread = 2  # how often an adapter is said to be read still
-        self.refuses = False
-
-    def attach(self, loop: Any) -> None:
-        self.loop = loop
-
-    def abort(self, request_ids: Any) -> None:
-        self.aborted += request_ids
-
-    def add(self, request: EngineRequest) -> None:
-        self.added.append(request)
-
-    async def call(self, name: str, **arguments: Any) -> Any:
-        self.sent.append((name, arguments))
-        if name == "has_read_adapter":
-            self.unread -= 1
-            return self.unread < 0
-        if name == "load_adapter" and self.refuses:
-            raise ControlError("rank 9; allowed: 4")
-        return {"steps": 5}
-
-
-@pytest.fixture
-def made_async(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM, Client]]:
-    client = Client()
-
-    def make(**given: Any) -> tuple[AsyncLLM, Client]:
-        given = {"client": client, "streams": RequestStreams(None), "limits": None, "token_masks": None} | given  # type: ignore[arg-type]
-        made = parts(**given)
-        made.core.address = "/somewhere"
-        monkeypatch.setattr("compiled_engine.async_llm.start_engine", lambda *arguments, **named: made)
-        monkeypatch.setattr("compiled_engine.async_llm.end", lambda *arguments: None)
-        return AsyncLLM(), client
-
-    return make
+__all__ = ["made", "made_async"]  # fixtures
 
 
 def passed(call: Callable[[], Any]) -> tuple[Any, ...]:
@@ -252,12 +159,6 @@ def test_calls_of_the_core(made: Callable[..., LLM]) -> None:
     for call in (llm.metrics, llm.reset_prefix_cache, llm.start_profile, llm.stop_profile, lambda: llm.generate([1])):
         with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
             call()
-
-
-def prepared(request_id: str, *, adapter: AdapterRef | None = None, completions: int = 1, **params: Any) -> Any:
-    made = SamplingParams(**params)
-    requests = tuple(EngineRequest(f"{request_id}-{i}", (1,), made, adapter=adapter) for i in range(completions))
-    return PreparedRequest(request_id, None, (1,), made, requests)
 
 
 X, Y = AdapterRef("x", "/x", "one"), AdapterRef("y", "/y", "two")
