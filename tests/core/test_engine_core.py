@@ -10,12 +10,21 @@ import pytest
 from plain_config import BASE
 from token_masks import ByLastToken
 
-from compiled_engine.config import AdapterConfig, EngineConfig
+from compiled_engine.config import AdapterConfig, EngineConfig, Recurrences, RowState, SpeculationConfig
 from compiled_engine.core.control import ControlError
 from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.messages import NO_CACHE, AdapterRef, ControlCall, EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.messages import (
+    NO_CACHE,
+    AdapterRef,
+    ControlCall,
+    EngineOutput,
+    EngineRequest,
+    RunnerOutput,
+    SchedulerOutput,
+)
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_mask import MaskConstraint
 
 WITH_ADAPTERS = replace(BASE, adapters=AdapterConfig(max_loras=1, max_lora_rank=4, max_cpu_loras=1))
 
@@ -38,13 +47,14 @@ class ScriptedExecutor:
         self.refused: set[str] = set()
         self.answers: list[Any] = [None, None]
         self.closed = 0
+        self.masked: list[list[str]] = []
 
     def submit(self, step: SchedulerOutput) -> Pending:
         self.steps.append(step)
         return Pending(lambda: RunnerOutput([7] * sum(step.samples)))
 
     def sample(self, masks: Any) -> None:
-        raise AssertionError("no request is masked")
+        self.masked.append(masks.request_ids)
 
     def call(self, call: ControlCall) -> list[Any]:
         if call.arguments.get("digest") in self.refused:
@@ -228,3 +238,101 @@ def test_the_prefix_cache_is_forgotten() -> None:
         assert output.num_cached_tokens == expected
         if expected:
             core.reset_prefix_cache()
+
+
+def test_the_scheduler_has_what_is_configured() -> None:
+    draft = replace(BASE, speculation=SpeculationConfig("ngram", 2, sharpnesses=(2.5,)))
+    core, executor = made(draft)
+    core.add(request("a"))
+    core.step()
+    core.step()
+    assert [(step.draft_sharpness, step.counts) for step in executor.steps] == [(2.5, [3]), (2.5, [3])]
+    states = Recurrences((RowState("a", (1,), "float32"),), num_rows=8, num_snapshots=2)
+    for recurrences, snapshots in ((states, {"a": 0}), (replace(states, num_snapshots=0), {}), (None, {})):
+        core, executor = made(replace(BASE, model=replace(BASE.model, recurrences=recurrences)))
+        core.add(EngineRequest("a", (1,) * 80, SamplingParams()))
+        core.step()
+        assert executor.steps[0].snapshots == snapshots
+
+
+def test_a_step_with_masks_is_sampled_when_they_are_made() -> None:
+    core, executor = made()
+    core.add(request("plain", max_tokens=3, ignore_eos=True))
+    core.add(request("masked", max_tokens=2, ignore_eos=True), ByLastToken(101))
+    while core.has_unfinished():
+        core.step()
+    assert executor.masked == [["masked"], ["masked"]]
+    assert [step.awaits_masks for step in executor.steps] == [True, True, False]
+
+
+class Grammars:
+    """A queue whose grammars are ready when they are said to be."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, EngineRequest] = {}
+        self.patience: list[float] = []
+        self.ready: list[str] = []
+        self.failed: list[EngineOutput] = []
+
+    def add(self, asked: EngineRequest) -> None:
+        self.waiting[asked.request_id] = asked
+
+    def remove(self, name: str) -> bool:
+        return self.waiting.pop(name, None) is not None
+
+    def take(self, patience_s: float = 0.0) -> Any:
+        self.patience.append(patience_s)
+        ready = [(self.waiting.pop(name), MaskConstraint(ByLastToken(101), 101)) for name in self.ready]
+        failed, self.ready, self.failed = self.failed, [], []
+        for output in failed:
+            del self.waiting[output.request_id]
+        return ready, failed
+
+    def metrics(self) -> dict[str, Any]:
+        return {"grammar_requests": 7}
+
+
+@pytest.fixture
+def grammars(monkeypatch: pytest.MonkeyPatch) -> Grammars:
+    made = Grammars()
+    monkeypatch.setattr("compiled_engine.core.engine_core.GrammarQueue", lambda: made)
+    return made
+
+
+def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) -> None:
+    """A step waits a moment for one only where there is nothing else to do."""
+    core, executor = made()
+    for name in "abc":
+        core.add(request(name, grammar="g", max_tokens=2, ignore_eos=True))
+    with pytest.raises(ValueError, match="request_id 'a' is already in use"):
+        core.add(request("a"))
+    assert core.has_unfinished()
+    assert core.metrics()["waiting"] == 3
+    assert core.metrics()["grammar_requests"] == 7
+    assert len(core.step()) == 0
+    core.add(request("plain", max_tokens=9, ignore_eos=True))
+    core.step()
+    grammars.ready = ["b"]
+    grammars.failed = [EngineOutput("c", (), finish_reason="error", stop_reason="odd")]
+    outputs = list(core.step())
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [
+        ("plain", None), ("b", None), ("c", "error")
+    ]  # fmt: skip
+    assert executor.masked == [["b"]]
+    aborted = core.abort("a")
+    assert aborted is not None
+    assert (aborted.finish_reason, aborted.num_cached_tokens) == ("abort", 0)
+    assert core.metrics()["waiting"] == 0
+    core.step()
+    assert grammars.patience == [0.005, 0, 0]
+
+
+def test_an_adapter_may_be_gone_when_a_grammar_is_ready(grammars: Grammars) -> None:
+    core, executor = made(WITH_ADAPTERS)
+    core.add(request("a", adapter="x", grammar="g"))
+    core.load_adapter("/y", "y")  # it takes the place of x, which no request of the scheduler uses
+    grammars.ready, executor.refused = ["a"], {"x"}
+    (output,) = core.step()
+    assert (output.request_id, output.finish_reason) == ("a", "error")
+    assert output.stop_reason == "request 'a': it does not fit"
+    assert not core.has_unfinished()
