@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,3 +163,21 @@ def test_a_profile_is_written_only_if_one_runs(made: Callable[..., LLM]) -> None
         raise AssertionError
 
     made(profiler=SimpleNamespace(running=False, stop=stop)).close()
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "encode", "embed", "classify", "score"])
+def test_progress_is_shown_unless_it_is_turned_off(name: str) -> None:
+    assert inspect.signature(getattr(LLM, name)).parameters["use_tqdm"].default is True
+
+
+def test_a_closed_llm_pools_nothing(made: Callable[..., LLM]) -> None:
+    llm = made(pools=True)
+    llm.close()
+    for call in (
+        lambda: llm.embed("a"),
+        lambda: llm.encode("a"),
+        lambda: llm.classify("a"),
+        lambda: llm.score("a", "b"),
+    ):
+        with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+            call()

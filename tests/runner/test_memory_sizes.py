@@ -1,16 +1,26 @@
-"""How a GPU's memory is divided between the KV cache, graphs and the work of a step, by numbers made up."""
+"""How memory is divided between the KV cache, graphs and the work of a step, by numbers made up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from plain_config import BASE
 
-from compiled_engine.config import DraftConfig, EngineConfig, GraphConfig, GraphMode, ParallelConfig, SpeculationConfig
+from compiled_engine.config import (
+    DraftConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphMode,
+    HeadShape,
+    ParallelConfig,
+    SpeculationConfig,
+)
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 from compiled_engine.runner.captured_steps import affordable
 from compiled_engine.runner.kv_cache import CacheSize, allocate, block_bytes, blocks_wanted, bytes_left, size_cache
@@ -86,6 +96,34 @@ def test_a_number_that_was_asked_for_is_taken_if_it_is_free(gpu: Callable[..., N
         assert size == CacheSize(num_blocks, BLOCK, 60 * BLOCK, 60 * BLOCK, 2)
     with pytest.raises(InsufficientMemoryError, match=r"num_blocks is 71, .* allowed: at most 70"):
         size_cache(with_cache(ON_GPU, num_blocks=71), 0, 0, 0)
+
+
+def test_on_a_cpu_there_are_as_many_as_are_useful_in_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in 4 GiB."""
+
+    def count(config: EngineConfig, free: int) -> int:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        return size_cache(config, 10 * BLOCK, 10 * BLOCK, 10 * BLOCK).num_blocks
+
+    assert [count(BASE, blocks * BLOCK) for blocks in (16, 60, 61, 127, 128, 900)] == [8, 30, 30, 63, 64, 64]
+    many = replace(BASE.scheduler, max_num_seqs=65535)
+    many_stages = replace(BASE, scheduler=many, parallel=ParallelConfig(1, "multiprocess", 1, (1, 1)))
+    assert count(many_stages, 64 << 30) == (4 << 30) // BLOCK
+    with pytest.raises(InsufficientMemoryError, match="only 7 fit into"):
+        count(BASE, 15 * BLOCK)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_tensors_of_a_cache(device: str) -> None:
+    """A layer that does not attend has an empty one."""
+    heads = (HeadShape(0, 0, 0), HeadShape(4, 2, 8))
+    config = with_cache(BASE, kv_dtype="int8")
+    config = replace(config, model=replace(config.model, layer_heads=heads), device=torch.device(device))
+    caches = allocate(config, 3)
+    assert [cache.shape[:4] for cache in caches] == [(3, 2, 16, 0), (3, 2, 16, 2)]
+    assert {(cache.dtype, cache.device.type) for cache in caches} == {(torch.uint8, device)}
+    if device == "cpu":
+        assert not caches[1].any()
 
 
 def test_an_encoder_has_no_cache() -> None:
