@@ -73,3 +73,33 @@ def test_who_owes_log_probabilities_of_its_prompt(start: int, owes: bool) -> Non
     assert not owed(("other", 0))
     states.remove("asks")
     assert not owed(("other", 0))
+
+
+def test_a_row_has_what_its_request_asks_for_and_loses_it() -> None:
+    device = torch.device("cpu")
+    states = RequestStates(2, 32, 4, device, num_drafts=2, has_history=True, has_token_types=True, has_adapters=True)
+    assert states.history_SL is not None
+    assert states.history_SL.shape[-1] == 33
+    params = SamplingParams(seed=0)
+    asks = NewRequest("asks", (5, 6), 2, params, frozenset(), ((0,),), by_token=True, second_text=1, adapter_slot=1)
+    generations = [states.generation]
+    row = states.add(asks, 0)
+    generations.append(states.generation)
+    states.writes.apply()
+    other = states.add(request("other"), 0)
+    states.writes.apply()
+    assert (states.by_token, states.adapted) == ({row}, {row})
+    assert states.has_adapter(["other", "asks"])
+    assert not states.has_adapter(["other"])
+    assert states.history_SL[row, :2].tolist() == [5, 6]
+    assert states.known_ids(row)[:2].tolist() == [5, 6]
+    assert other != row
+    generations.append(states.generation)
+    states.remove("asks")
+    generations.append(states.generation)
+    assert (states.by_token, states.adapted, states.has_adapter(["other"])) == (set(), set(), False)
+    assert len(set(generations)) == 4
+    plain = RequestStates(2, 32, 4, device)
+    assert (plain.history_SL, plain.drafts_SK) == (None, None)
+    plain.add(asks, 0)
+    assert plain.adapted == set()
