@@ -13,7 +13,8 @@ from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
-from compiled_engine.messages import EngineRequest
+from compiled_engine.core.state_snapshots import StateSnapshots
+from compiled_engine.messages import NO_CACHE, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
@@ -237,6 +238,34 @@ def test_nothing_is_shared_when_prefix_caching_is_off() -> None:
     assert cache.admit(request, reserve=0)
     assert request.num_computed_tokens == 0
     assert (cache.prefix_queries, cache.prefix_hits) == (0, 0)
+
+
+def test_a_request_has_the_slots_of_the_smallest_group() -> None:
+    groups = [BlockGroup(6, 4), BlockGroup(20, 1), BlockGroup(4, 8)]
+    assert KVCacheManager(groups, enable_prefix_caching=True).num_slots == 20
+    cache = KVCacheManager(groups[:2], enable_prefix_caching=True)
+    assert (cache.num_slots, cache.num_blocks, cache.num_free_blocks) == (20, 26, 26)
+    request = make_request(range(6))
+    assert cache.admit(request, reserve=0)
+    assert (request.num_slots, request.next_block_end) == (6, 1)
+    request.num_computed_tokens = 6
+    cache.register(request)
+    assert request.next_block_end == 7
+    assert cache.allocate(request, 1) == ((), (6,))
+    assert (request.num_slots, cache.num_free_blocks) == (7, 26 - 2 - 7)
+    assert cache.take_registered() == [[0], [0, 1, 2, 3, 4, 5]]
+    assert KVCacheManager([], enable_prefix_caching=False).num_slots == NO_CACHE
+
+
+def test_snapshots_belong_to_the_prefix_cache() -> None:
+    for enabled in (True, False):
+        snapshots = StateSnapshots(2, BLOCK_SIZE, least_gain=1)
+        cache = KVCacheManager([BlockGroup(8, BLOCK_SIZE)], snapshots=snapshots, enable_prefix_caching=enabled)
+        request = make_request(range(9))
+        assert cache.admit(request, reserve=0)
+        assert (cache.snapshots is snapshots) == enabled
+        assert request.snapshot_ends == ((8,) if enabled else ())
+        assert len(cache.take_registered()) == 1 + enabled
 
 
 def test_the_integrity_check_finds_a_request_that_was_not_freed() -> None:

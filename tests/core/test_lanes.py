@@ -55,6 +55,21 @@ def test_where_a_lane_is_full_the_newest_prompts_wait() -> None:
     lanes = Lanes(2, most_requests=4, steps_in_flight=2)
     assert lanes.of_step(requests, 0) == [requests[index] for index in (0, 1, 3, 4)]
     assert lanes.of_step(requests, 1) == [requests[index] for index in (1, 2, 3, 5)]
+    before_others: Any = [SimpleNamespace(lane=lane) for lane in (None, None, None, 0, 0, 0)]
+    assert lanes.of_step(before_others, 0) == [before_others[index] for index in (0, 3, 4, 5)]
+    assert Lanes(1, most_requests=2, steps_in_flight=2).of_step(requests, 0) is requests
+
+
+def test_as_many_are_admitted_as_make_lanes_equally_full() -> None:
+    """Those of other lanes, and prompts that have none yet, count for the whole; a lane takes no more than a step."""
+    lanes = Lanes(2, most_requests=8, steps_in_flight=2)
+    of_step: Any = [SimpleNamespace(lane=lane) for lane in (0, 0, 0, None)]
+    assert lanes.room(of_step, 0, num_running=5, num_waiting=0) == 0
+    assert lanes.room(of_step, 0, num_running=5, num_waiting=6) == 6 - 3
+    assert lanes.room(of_step, 0, num_running=5, num_waiting=7) == 6 - 3
+    assert lanes.room(of_step, 0, num_running=5, num_waiting=90) == 8 - 4
+    assert lanes.room(of_step, 1, num_running=5, num_waiting=3) == 4
+    assert Lanes(1, most_requests=8, steps_in_flight=2).room(of_step, 0, num_running=4, num_waiting=90) == 90
 
 
 def test_lanes_take_turns() -> None:

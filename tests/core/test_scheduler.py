@@ -296,6 +296,19 @@ class TestPrefixCache:
         engine.finish_step()
         engine.run()
 
+    def test_a_block_that_a_chunk_of_one_token_completes_is_found_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is sampled behind it."""
+        monkeypatch.setattr("compiled_engine.core.request.MOST_PROMPT_LOGPROBS", VOCAB_SIZE)
+        engine = SimulatedEngine(block_size=4)
+        engine.add("a", list(range(9)), params=outputs_of(1, prompt_logprobs=-1))
+        for start in range(4):
+            assert shares(engine.begin_step()) == [("a", start, 1, False)]
+            engine.finish_step()
+        engine.add("b", list(range(9)), params=outputs_of(1))
+        assert shares(engine.begin_step())[-1] == ("b", 4, 5, True)
+        engine.finish_step()
+        engine.run()
+
     def test_generated_tokens_are_found_by_the_next_turn(self) -> None:
         engine = SimulatedEngine(block_size=4)
         record = engine.add("a", [1, 2, 3], params=outputs_of(10))

@@ -14,6 +14,7 @@ import pytest
 
 from compiled_engine.sampling.params import SamplingParams, validate_for_model
 from compiled_engine.sampling.token_mask import TokenMask
+from compiled_engine.schema import declarations
 
 INFINITY, NAN = float("inf"), float("nan")
 
@@ -273,6 +274,18 @@ def test_arguments_may_be_given_by_position() -> None:
         SamplingParams(*range(40))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n must be"):
         SamplingParams(0)
+    assert SamplingParams(2, use_beam_search=False) == SamplingParams(n=2)  # type: ignore[call-arg]
+
+
+def test_parameters_of_python_alone() -> None:
+    """The others are options of the command line too; there `--seed` is the engine's."""
+    flags = {each.name: each.flag for each in declarations(SamplingParams) if each.flag != ""}
+    assert flags == {"stop_token_ids": "--stop-token-id"} | dict.fromkeys(
+        (
+            *("seed", "prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+            *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
+        )
+    )
 
 
 def test_the_signature_is_that_of_its_fields() -> None:

@@ -1,0 +1,264 @@
+"""A request by itself: what the scheduler makes of what was asked for, and what it says of its tokens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from token_masks import ByLastToken
+
+from compiled_engine.core.request import Request, RequestStatus, check_requests
+from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
+from compiled_engine.sampling.token_mask import MaskConstraint
+
+MASK = MaskConstraint(ByLastToken(11), 11)
+
+
+def made(
+    params: SamplingParams | None = None,
+    prompt: tuple[int, ...] = (1, 2, 3),
+    *,
+    order: tuple[int, int] = (0, 0),
+    longest: int = 100,
+    vocab_size: int = 11,
+    constraint: MaskConstraint | None = None,
+    most_new_tokens: int = 1,
+    **rest: Any,
+) -> Request:
+    request = EngineRequest("r", prompt, params or SamplingParams(), **rest)
+    return Request.of(request, order, longest, vocab_size, constraint, most_new_tokens)
+
+
+@pytest.mark.parametrize(
+    ("params", "constraint", "most"),
+    [
+        (SamplingParams(), None, 4),
+        (SamplingParams(temperature=0, logprobs=3), None, 4),
+        (SamplingParams(), MASK, 1),
+        (SamplingParams(presence_penalty=0.5), None, 1),
+        (SamplingParams(bad_words_token_ids=[[1]]), None, 1),
+        (SamplingParams(disable_spec_decode=True), None, 1),
+    ],
+    ids=str,
+)
+def test_the_tokens_that_a_step_may_yield(params: SamplingParams, constraint: MaskConstraint | None, most: int) -> None:
+    request = made(params, constraint=constraint, most_new_tokens=4)
+    assert request.most_new_tokens == request.most_when_admitted == most
+    assert made(params, constraint=constraint).most_new_tokens == 1
+
+
+def test_it_has_what_was_asked_for() -> None:
+    params = SamplingParams(stop_token_ids=[4], min_tokens=2, max_tokens=20)
+    adapter = AdapterRef("digest", "/path")
+    request = made(
+        params,
+        order=(3, 7),
+        constraint=MASK,
+        eos_token_ids=frozenset({5}),
+        prefix_root=b"root",
+        pooling="token",
+        second_text=2,
+        adapter=adapter,
+        output_token_ids=(8, 9),
+        next_prompt_logprob=3,
+    )
+    assert (request.request_id, request.order, request.sampling_params) == ("r", (3, 7), params)
+    assert (request.token_ids, request.num_prompt_tokens, request.num_tokens) == ([1, 2, 3, 8, 9], 3, 5)
+    assert (request.prefix_root, request.pooling, request.second_text, request.adapter) == (
+        b"root",
+        "token",
+        2,
+        adapter,
+    )
+    assert (request.constraint, request.num_accepted, request.next_prompt_logprob) == (MASK, 0, 3)
+    assert request.eos_token_ids == {5}
+    assert request.ending_ids == {4, 5} | NO_TOKENS
+    assert (request.stop_rule.min_tokens, request.stop_rule.max_tokens, request.max_num_tokens) == (2, 20, 23)
+    assert (request.status, request.num_computed_tokens, request.lane) == (RequestStatus.WAITING, 0, None)
+    assert request.num_cached_tokens is request.scheduled_time is None
+    assert (request.steady_until_computed, request.steady_until_known) == (0, 22)  # its next token is not the first
+
+
+@pytest.mark.parametrize(("max_tokens", "length"), [(None, 100), (5, 8), (97, 100), (98, 100), (500, 100)])
+def test_the_length_at_which_it_ends(max_tokens: int | None, length: int) -> None:
+    assert made(SamplingParams(max_tokens=max_tokens)).max_num_tokens == length
+
+
+def test_end_of_sequence_tokens_that_are_ignored_end_nothing() -> None:
+    assert made(SamplingParams(ignore_eos=True), eos_token_ids=frozenset({5})).ending_ids == NO_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("prompt_logprobs", "vocab_size", "most"),
+    [(None, 11, None), (-1, 1 << 16, 1 << 8), (0, 1 << 16, 1 << 24), (3, 1 << 16, 1 << 22), (-1, 1 << 25, 1)],
+)
+def test_a_step_computes_as_much_of_a_prompt_as_host_memory_holds(
+    prompt_logprobs: int | None, vocab_size: int, most: int | None
+) -> None:
+    """16 Mi log-probabilities; and up to where the states are to be kept."""
+    request = made(SamplingParams(prompt_logprobs=prompt_logprobs), vocab_size=vocab_size)
+    if most is None:
+        assert request.step_limit > 1 << 40
+    else:
+        assert request.step_limit == most
+    request.snapshot_ends, request.num_computed_tokens = (8, 16), 3
+    assert request.step_limit == min(5, request.step_limit if most is None else most)
+
+
+def test_the_runner_gets_all_that_it_needs() -> None:
+    params = SamplingParams(max_tokens=20)
+    plain = made(params, eos_token_ids=frozenset({5}), output_token_ids=(8,))
+    blocks = ((3, 4), (5,))
+    new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
+    assert plain.as_new(blocks) == new
+    full = made(params, constraint=MASK, pooling="token", second_text=2)
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, True, 2, adapter_slot=6, snapshot=7)
+    assert full.as_new(blocks, 6, 7) == new
+    assert not made(params, pooling="sequence").as_new(blocks).by_token
+
+
+def test_it_runs_from_its_first_admission_on() -> None:
+    request = made(most_new_tokens=4)
+    before = time.perf_counter()
+    request.start()
+    first = request.scheduled_time
+    assert first is not None
+    assert before <= first <= time.perf_counter()
+    assert (request.status, request.rests) == (RequestStatus.RUNNING, False)
+    request.lane, request.num_slots, request.num_tokens, request.num_computed_tokens = 0, 8, 4, 3
+    request.rest()
+    assert (request.most_new_tokens, request.rests) == (1, True)
+    assert request.steady_until_computed == 8
+    request.start()
+    assert (request.most_new_tokens, request.rests, request.scheduled_time) == (4, False, first)
+
+
+def test_tokens_in_flight() -> None:
+    request = made()
+    assert (request.num_unknown_tokens, request.awaits_token) == (0, False)
+    request.num_tokens += 2
+    assert (request.num_unknown_tokens, request.awaits_token) == (2, True)
+    request.token_ids.append(8)
+    assert (request.num_unknown_tokens, request.awaits_token) == (1, True)
+    request.status = RequestStatus.FINISHED
+    assert request.num_unknown_tokens == 0
+
+
+@pytest.mark.parametrize(("status", "computed"), [(RequestStatus.RUNNING, 8), (RequestStatus.PREEMPTED, 10)])
+def test_a_step_may_yield_fewer_tokens_than_was_assumed(status: RequestStatus, computed: int) -> None:
+    """The blocks of a request that was preempted are gone: nothing of it counts as computed."""
+    request = made(most_new_tokens=4)
+    request.status, request.num_tokens, request.num_computed_tokens = status, 11, 10
+    request.take_in(4, 2)
+    assert (request.num_tokens, request.num_computed_tokens) == (9, computed)
+
+
+@pytest.mark.parametrize(
+    ("params", "rest", "owes_logprobs", "owes_all"),
+    [
+        (SamplingParams(), {}, False, False),
+        (SamplingParams(prompt_logprobs=0), {}, True, True),
+        (SamplingParams(prompt_logprobs=0), {"next_prompt_logprob": 2}, True, True),
+        (SamplingParams(prompt_logprobs=0), {"next_prompt_logprob": 3}, False, False),
+        (SamplingParams(), {"pooling": "sequence"}, False, False),
+        (SamplingParams(), {"pooling": "token"}, False, True),
+    ],
+)
+def test_what_its_prompt_is_computed_for(
+    params: SamplingParams, rest: dict[str, Any], owes_logprobs: bool, owes_all: bool
+) -> None:
+    request = made(params, **rest)
+    assert (request.owes_prompt_logprobs, request.owes_every_token) == (owes_logprobs, owes_all)
+
+
+def test_prompt_logprobs_are_delivered_once() -> None:
+    """A prompt may be computed again, in other chunks."""
+    request = made(SamplingParams(prompt_logprobs=0), prompt=tuple(range(9)))
+    rows = LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in range(8)])
+
+    def computed(first: int, end: int) -> tuple[int, list[int]] | None:
+        found = request.take_prompt_logprobs(first, rows.select(slice(first - 1, end - 1)))
+        return None if found is None else (found[0], [row.token_ids[0] + 1 for row in found[1]])
+
+    assert computed(1, 4) == (1, [1, 2, 3])
+    assert computed(1, 3) is None
+    assert computed(1, 4) is None
+    assert computed(2, 5) == (4, [4])
+    assert computed(5, 6) == (5, [5])
+    with pytest.raises(RuntimeError, match="prompt_logprobs of 'r' start at 7, but 6 is next"):
+        computed(7, 9)
+    assert computed(6, 9) == (6, [6, 7, 8])
+    assert not request.owes_prompt_logprobs
+
+
+@given(
+    num_known=st.integers(3, 12),
+    num_tokens=st.integers(3, 12),
+    num_computed=st.integers(0, 12),
+    num_slots=st.integers(0, 16),
+    max_num_tokens=st.integers(3, 16),
+    most=st.integers(1, 4),
+    lane=st.sampled_from([None, 0, 1]),
+    failure=st.sampled_from([None, None, "why"]),
+    status=st.sampled_from([RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.FINISHED]),
+)
+def test_what_is_ordinary_of_a_request(
+    num_known: int,
+    num_tokens: int,
+    num_computed: int,
+    num_slots: int,
+    max_num_tokens: int,
+    most: int,
+    lane: int | None,
+    failure: str | None,
+    status: RequestStatus,
+) -> None:
+    """A share: it decodes, not for the first time, in slots that it has, and stays below the length whatever comes. A
+    token: it is not the first, and with it the request is below the length."""
+    request = made(most_new_tokens=most)
+    request.token_ids += [0] * (num_known - 3)
+    request.num_tokens, request.num_computed_tokens, request.num_slots = num_tokens, num_computed, num_slots
+    request.max_num_tokens, request.lane, request.failure, request.status = max_num_tokens, lane, failure, status
+    until_computed, until_known = request.steady_limits()
+    goes_on = failure is None and status is RequestStatus.RUNNING
+    fits = num_computed + most <= num_slots and num_tokens + most < max_num_tokens
+    decodes = num_computed == num_tokens - 1 and lane is not None
+    assert (num_computed < until_computed) == (goes_on and decodes and fits)
+    assert (num_known < until_known) == (goes_on and num_known > 3 and num_known + 1 < max_num_tokens)
+
+
+def running(order: int) -> Request:
+    request = made(order=(0, order))
+    request.start()
+    return request
+
+
+def test_requests_are_accounted_for() -> None:
+    first, second, third, waiting = (running(order) for order in range(4))
+    third.status = RequestStatus.ENDING
+    check_requests([first, second, third, waiting], [first, second], 1)
+    for running_ones, num_waiting in (([first], 1), ([first, second], 0), ([first, second], 2)):
+        with pytest.raises(RuntimeError, match="4 requests are known, but"):
+            check_requests([first, second, third, waiting], running_ones, num_waiting)
+    for running_ones in ([second, first], [first, first]):
+        with pytest.raises(RuntimeError, match="running requests are not in order"):
+            check_requests([first, second], running_ones, 0)
+    for limits in ((1, 0), (0, 1)):
+        first.steady_until_computed, first.steady_until_known = limits
+        with pytest.raises(RuntimeError, match="'r' has fast-path limits"):
+            check_requests([first], [first], 0)
+
+
+def test_two_requests_are_never_equal() -> None:
+    """An id may be used again while the first one is still known."""
+    first, second = made(), made()
+    assert all(getattr(first, field.name) == getattr(second, field.name) for field in fields(Request))
+    assert first != second
+    assert len({first, second}) == 2
+    assert first.prefix_root == ROOT

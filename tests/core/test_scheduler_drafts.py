@@ -1,0 +1,197 @@
+"""What the scheduler asks and tells those that choose the number of drafts and their sharpness."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.core.draft_length import DraftLength, Drafts
+from compiled_engine.core.draft_sharpness import LEAST
+from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.sampling.params import SamplingParams
+
+MOST = 3
+
+
+class Told(DraftLength):
+    """Chooses what it is set to, and keeps what it is asked and told."""
+
+    def __init__(self, number: int = MOST, *, head_rests: bool = False) -> None:
+        super().__init__(MOST, head_rests=head_rests)
+        self.drafts = Drafts(number)
+        self.asked: list[tuple[int, int | None]] = []
+        self.times: list[tuple[int, int, float, bool]] = []
+        self.found: list[tuple[int, int]] = []
+
+    def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
+        self.asked.append((num_requests, num_drafting))
+        return self.drafts
+
+    def took(self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False) -> None:
+        self.times.append((num_requests, num_drafts, seconds, head_rested))
+
+    def verified(self, num_drafts: int, num_right: int) -> None:
+        self.found.append((num_drafts, num_right))
+
+
+def made(
+    length: DraftLength | None, *, steps_in_flight: int = 1, budget: int = 16, most: int = 2, **rest: Any
+) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=budget, max_model_len=64, policy="fcfs")
+    cache = CacheConfig(4, None, 0.9, True)
+    return Scheduler(config, cache, 64, 11, steps_in_flight, 1, 1 + MOST, draft_length=length, **rest)
+
+
+def add(scheduler: Scheduler, name: str, prompt: int = 2, **params: Any) -> None:
+    params = {"max_tokens": 40, "ignore_eos": True} | params
+    scheduler.add(EngineRequest(name, (1,) * prompt, SamplingParams(**params)))
+
+
+def next_step(scheduler: Scheduler) -> SchedulerOutput:
+    step = scheduler.schedule()
+    assert step is not None
+    return step
+
+
+def run(scheduler: Scheduler, *counts: int, num_drafts: list[int] | None = None) -> SchedulerOutput:
+    """A step that yields so many tokens for its requests."""
+    step = next_step(scheduler)
+    scheduler.update(step, RunnerOutput([3] * sum(counts), counts=list(counts), num_drafts=num_drafts))
+    return step
+
+
+def test_it_is_asked_for_the_requests_of_the_step_that_may_have_drafts() -> None:
+    """Where none runs yet, for those that will; a prompt, and one that gets a token a step, have none."""
+    length = Told()
+    scheduler = made(length)
+    for name in "abc":
+        add(scheduler, name, presence_penalty=0.5 * (name == "b"))
+    run(scheduler, 1, 1)
+    run(scheduler, 4, 1)
+    scheduler.abort("b")
+    scheduler.abort("c")
+    add(scheduler, "d", prompt=30)
+    assert run(scheduler, 2).counts == [4, 12]
+    run(scheduler, 2)
+    assert length.asked == [(2, 0), (2, 1), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("number", [0, 1, MOST])
+def test_a_step_has_as_many_as_are_chosen(number: int) -> None:
+    scheduler = made(Told(number))
+    add(scheduler, "a")
+    run(scheduler, 1)
+    assert run(scheduler, 1).counts == [1 + number]
+
+
+@pytest.mark.parametrize(("budget", "running"), [(15, 3), (16, 4), (40, 4)])
+def test_as_many_run_as_a_step_holds_with_their_drafts(budget: int, running: int) -> None:
+    scheduler = made(Told(), budget=budget, most=4)
+    for name in "abcdef":
+        add(scheduler, name, prompt=1)
+    assert run(scheduler, *[1] * running).counts == [1] * running
+    assert run(scheduler, *[1] * running).counts == [4] * running
+
+
+def test_it_is_told_of_each_request_what_was_right_of_what_it_might_have() -> None:
+    """A request that is nearly as long as it may be has fewer, and one of a token a step none."""
+    length = Told()
+    scheduler = made(length)
+    add(scheduler, "a", max_tokens=8)
+    add(scheduler, "b", frequency_penalty=1.0)
+    run(scheduler, 1, 1)
+    for counts in ((1, 1), (4, 1), (2, 1)):
+        run(scheduler, *counts)
+    assert length.found == [(3, 0), (3, 3), (1, 1)]
+
+
+def test_it_is_told_how_long_a_step_had_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when it was scheduled, or from the result of the one before if that came later."""
+    now = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    for module in ("scheduler", "steps"):
+        monkeypatch.setattr(f"compiled_engine.core.{module}.time", clock)
+    length = Told(0)
+    scheduler = made(length, steps_in_flight=2)
+    add(scheduler, "a")
+    add(scheduler, "b")
+    steps = []
+    for scheduled, taken in ((1.0, None), (2.0, 10.0), (11.0, 13.0), (14.0, 20.0)):
+        now = scheduled
+        steps.append(next_step(scheduler))
+        if taken is not None:
+            now = taken
+            scheduler.update(steps.pop(0), RunnerOutput([3, 3], counts=[1, 1]))
+    # The first one had prompts; the second was scheduled at 2, and the first had the device until 10.
+    assert length.times == [(2, 0, 3.0, False), (2, 0, 7.0, False)]
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_it_is_told_whether_the_head_rested(rests: bool) -> None:
+    length = Told(0, head_rests=True)
+    length.drafts = Drafts(0, rests)
+    scheduler = made(length)
+    add(scheduler, "a")
+    for _ in range(3):
+        step = next_step(scheduler)
+        scheduler.update(step, RunnerOutput([3]))
+        assert step.head_rests == rests
+    assert [(count, number, rested) for count, number, _, rested in length.times] == [(1, 0, rests)] * 2
+    metrics = scheduler.metrics()
+    assert (metrics["resting"], metrics["rested"]) == (rests, rests)
+
+
+def test_a_head_that_has_nobody_to_draft_for_rests() -> None:
+    """All its requests rest, or get a token a step: then it does not read, though it was not told to rest."""
+    length = Told(0, head_rests=True)
+    scheduler = made(length)
+    add(scheduler, "a", frequency_penalty=1.0)
+    assert next_step(scheduler).head_rests
+    scheduler = made(Told(MOST, head_rests=True))
+    add(scheduler, "a", frequency_penalty=1.0)
+    assert not next_step(scheduler).head_rests  # drafts pay: there will be others
+    length = Told(0, head_rests=True)
+    length.drafts = Drafts(0, head_rests=True)
+    scheduler = made(length)
+    add(scheduler, "a")
+    run_at_rest = next_step(scheduler)
+    scheduler.update(run_at_rest, RunnerOutput([3]))
+    length.drafts = Drafts(0)
+    assert next_step(scheduler).head_rests
+
+
+def test_the_only_sharpness_is_that_of_every_step() -> None:
+    scheduler = made(None, draft_sharpnesses=(2.5,))
+    add(scheduler, "a")
+    assert run(scheduler, 1).draft_sharpness == run(scheduler, 4).draft_sharpness == 2.5
+    assert "draft_sharpness" not in scheduler.metrics()
+    plain = made(None)
+    add(plain, "a")
+    assert run(plain, 1).draft_sharpness == 1.0
+
+
+def test_of_several_sharpnesses_the_one_with_right_first_drafts_is_found() -> None:
+    """A greedy request tells nothing; nor does one whose step had no drafts."""
+    scheduler = made(None, draft_sharpnesses=(1.0, 3.0))
+    add(scheduler, "greedy", temperature=0, max_tokens=None)
+    add(scheduler, "sampled", max_tokens=None)
+    run(scheduler, 1, 1, num_drafts=[0, 0])
+    for number in range(20 * LEAST):
+        step = next_step(scheduler)
+        is_right = step.draft_sharpness == 3.0
+        counts = [1, 2 if is_right else 1] if len(step.counts) == 2 else [1]
+        result = RunnerOutput([3] * sum(counts), counts=counts, num_drafts=[3] * len(counts))
+        scheduler.update(step, result)
+        for name in ("greedy", "sampled"):
+            if name not in step.request_ids or number % 10 == 9:
+                scheduler.abort(name)
+                add(scheduler, name, temperature=0 if name == "greedy" else 1, max_tokens=None)
+        if number % 10 == 9:
+            run(scheduler, 1, 1, num_drafts=[0, 0])
+    metrics = scheduler.metrics()
+    assert metrics["draft_sharpness"] == "3"
+    assert metrics["draft_sharpness_shares"] == {"1": 0.0, "3": 1.0}

@@ -1,0 +1,288 @@
+"""What the calls of LLM and AsyncLLM pass on, without a model: to those that prepare requests, and to the core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plain_config import BASE
+from unstarted_engines import DEFAULT, LORA, PARAMS, POOLING, Passed, Processor, Tokenizer, made, made_async, prepared
+
+from compiled_engine.core.control import ControlError
+from compiled_engine.llm import LLM
+from compiled_engine.messages import AdapterRef, ControlCall
+
+__all__ = ["made", "made_async"]  # fixtures
+
+
+def passed(call: Callable[[], Any]) -> tuple[Any, ...]:
+    with pytest.raises(Passed) as found:
+        call()
+    return found.value.args
+
+
+def test_generating_passes_on_what_it_is_given(made: Callable[..., LLM]) -> None:
+    llm = made()
+    prompts, params, priority, lora = passed(
+        lambda: llm.generate([[1, 2], [3]], [PARAMS, PARAMS], priority=[4, 5], lora_request=[LORA, None])
+    )
+    assert [prompt.token_ids for prompt in prompts] == [(1, 2), (3,)]
+    assert (params, priority, lora) == ([PARAMS, PARAMS], [4, 5], [LORA, None])
+    assert passed(lambda: llm.generate([1]))[1:] == (DEFAULT, None, None)
+    prompts, params, priority, lora = passed(lambda: llm.stream([1, 2], PARAMS, lora_request=LORA))
+    assert ([prompt.token_ids for prompt in prompts], params, priority, lora) == ([(1, 2)], PARAMS, None, LORA)
+    assert passed(lambda: llm.stream([1]))[1] is DEFAULT
+    with pytest.raises(ValueError, match="prompt must be a single prompt, got 2"):
+        llm.stream([[1], [2]])  # type: ignore[arg-type]
+
+
+CHAT: dict[str, Any] = {
+    "chat_template": "a template",
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "tools": [{"a": 1}],
+    "chat_template_kwargs": {"b": 2},
+}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are read as they are given, and what is to be rendered is the prompt."""
+    for module in ("llm", "async_llm"):
+        monkeypatch.setattr(f"compiled_engine.{module}.read_chat_template", lambda given, tokenizer: (given, tokenizer))
+        monkeypatch.setattr(f"compiled_engine.{module}.render_chat", lambda *given, **named: (given, named))
+
+
+@pytest.mark.usefixtures("rendered")
+@pytest.mark.parametrize("given", [CHAT, {}])
+def test_a_chat_is_rendered_as_it_is_given(given: dict[str, Any], made: Callable[..., LLM], made_async: Any) -> None:
+    tokenizer = Tokenizer()
+    plain = {"chat_template": None, "add_generation_prompt": True, "continue_final_message": False}
+    whole = plain | {"tools": None, "chat_template_kwargs": None} | given
+    expected = whole | {"chat_template": (whole["chat_template"], tokenizer)}
+    llm = made(tokenizer=tokenizer)
+    (one, other), params, priority, lora = passed(
+        lambda: llm.chat([MESSAGES, MESSAGES * 2], PARAMS, priority=4, lora_request=LORA, **given)
+    )
+    assert one == ((tokenizer, MESSAGES), {"name": "messages[0]"} | expected)
+    assert other[0] == (tokenizer, MESSAGES * 2)
+    assert (params, priority, lora) == (PARAMS, 4, LORA)
+    engine, _ = made_async(tokenizer=tokenizer)
+
+    async def chat() -> None:
+        await anext(engine.chat(MESSAGES, PARAMS, priority=4, lora_request=LORA, **given))
+
+    ((prompt,), params, priority, lora) = passed(lambda: asyncio.run(chat()))
+    assert prompt == ((tokenizer, MESSAGES), expected)
+    assert (params, priority, lora) == (PARAMS, 4, LORA)
+
+
+def test_without_a_tokenizer_there_is_no_chat(made: Callable[..., LLM], made_async: Any) -> None:
+    with pytest.raises(ValueError, match="tokenizer must be given: 'model' has none"):
+        made().chat(MESSAGES)
+    with pytest.raises(ValueError, match="tokenizer must be given: 'model' has none"):
+        made().get_tokenizer()
+    assert made(tokenizer=Tokenizer()).get_tokenizer() == "the tokenizer of transformers"
+    engine, _ = made_async()
+    with pytest.raises(ValueError, match="tokenizer must be given: 'model' has none"):
+        asyncio.run(anext(engine.chat(MESSAGES)))
+
+
+def test_pooling_passes_on_what_it_is_given(made: Callable[..., LLM], made_async: Any) -> None:
+    llm = made(pools=True)
+    engine, _ = made_async(pools=True)
+
+    def both(name: str, *given: Any, **named: Any) -> tuple[Any, ...]:
+        return (
+            passed(lambda: getattr(llm, name)(*given, **named)),
+            passed(lambda: asyncio.run(getattr(engine, name)(*given, **named))),
+        )
+
+    of_llm, of_async = both("encode", "a", POOLING, pooling_task="token_embed", prompt_name="query")
+    assert of_llm == ("a", POOLING, "token_embed", "query")
+    assert of_async == (*of_llm, 0)
+    of_llm, of_async = both("embed", "a", POOLING, prompt_name="query")
+    assert of_llm == ("a", POOLING, "embed", "query")
+    assert of_async == (*of_llm, 0)
+    of_llm, of_async = both("classify", "a", POOLING)
+    assert of_llm == ("a", POOLING, "classify")
+    assert of_async == (*of_llm, None, 0)
+    of_llm, of_async = both("score", "a", ["b"], POOLING, instruction="judge")
+    assert of_llm == ("a", ["b"], POOLING, "judge")
+    assert of_async == (*of_llm, 0, None)
+    for name in ("encode", "embed", "classify"):
+        assert passed(lambda name=name: asyncio.run(getattr(engine, name)("a", priority=7)))[-1] == 7
+    found = passed(lambda: asyncio.run(engine.score("a", "b", priority=7, cache_salt="salt")))
+    assert found[-2:] == (7, "salt")
+
+
+def test_a_model_generates_or_pools(made: Callable[..., LLM], made_async: Any) -> None:
+    pooling, generating = made(pools=True), made()
+    for call in (lambda: pooling.generate([1]), lambda: pooling.stream([1]), lambda: pooling.chat(MESSAGES)):
+        with pytest.raises(ValueError, match="the model pools, and generates no text"):
+            call()
+    for name in ("encode", "embed", "classify"):
+        with pytest.raises(ValueError, match="the model generates text, and does not pool"):
+            getattr(generating, name)("a")
+    with pytest.raises(ValueError, match="the model generates text, and does not pool"):
+        generating.score("a", "b")
+    engine, _ = made_async(pools=True)
+    with pytest.raises(ValueError, match="the model pools, and generates no text"):
+        asyncio.run(anext(engine.generate([1])))
+
+
+def test_calls_of_the_core(made: Callable[..., LLM]) -> None:
+    calls: list[ControlCall] = []
+    closed: list[str] = []
+    core = SimpleNamespace(call=calls.append, close=lambda: closed.append("core"))
+    loop = SimpleNamespace(close=lambda: closed.append("loop"))
+    profiler = SimpleNamespace(running=True, stop=lambda: closed.append("profile"), start=closed.append)
+    with made(core=core, loop=loop, profiler=profiler) as llm:
+        llm.metrics()
+        assert llm.reset_prefix_cache() is True
+        assert calls == [ControlCall("metrics"), ControlCall("reset_prefix_cache")]
+        assert llm.core is core
+        assert llm.config is BASE
+        copied = llm.get_default_sampling_params()
+        assert copied == DEFAULT
+        assert copied is not DEFAULT
+        llm.start_profile("begin")
+        llm.stop_profile()
+    assert closed == ["begin", "profile", "loop", "profile", "core"]
+    llm.close()
+    assert closed[-1] == "core"
+    assert len(closed) == 5
+    for call in (llm.metrics, llm.reset_prefix_cache, llm.start_profile, llm.stop_profile, lambda: llm.generate([1])):
+        with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+            call()
+
+
+X, Y = AdapterRef("x", "/x", "one"), AdapterRef("y", "/y", "two")
+
+
+def test_adapters_are_loaded_once_before_requests_run(made: Callable[..., LLM]) -> None:
+    given = [prepared("a", adapter=X, completions=2), prepared("b"), prepared("c", adapter=Y), prepared("d", adapter=X)]
+    calls: list[ControlCall] = []
+    ran: list[Any] = []
+
+    def run(requests: Any, *, partial: bool = False) -> Iterator[Any]:
+        ran.append((requests, partial))
+        yield from (SimpleNamespace(request_id=each.request_id, metrics=None) for each in reversed(requests))
+
+    llm = made(
+        inputs=SimpleNamespace(process=lambda *arguments: given),
+        core=SimpleNamespace(call=calls.append, close=lambda: None),
+        loop=SimpleNamespace(run=run, close=lambda: None),
+    )
+    assert [output.request_id for output in llm.generate([[1]] * 4)] == ["a", "b", "c", "d"]
+    assert calls == [
+        ControlCall("load_adapter", {"path": "/x", "digest": "x"}),
+        ControlCall("load_adapter", {"path": "/y", "digest": "y"}),
+    ]
+    list(llm.stream([1]))
+    assert ran == [(given, False), (given, True)]
+
+
+def test_an_adapter_that_does_not_fit_is_named(made: Callable[..., LLM], made_async: Any) -> None:
+    def refuse(call: ControlCall) -> None:
+        raise ControlError("rank 9; allowed: 4")
+
+    inputs = SimpleNamespace(
+        process=lambda *arguments: [prepared("a", adapter=X)], adapters=SimpleNamespace(has_read=lambda given: True)
+    )
+    llm = made(inputs=inputs, core=SimpleNamespace(call=refuse, close=lambda: None))
+    with pytest.raises(ValueError, match="lora_request 'one': rank 9; allowed: 4"):
+        llm.generate([1])
+    engine, client = made_async(inputs=inputs)
+    client.refuses = True
+    with pytest.raises(ValueError, match="lora_request 'one': rank 9; allowed: 4"):
+        asyncio.run(anext(engine.generate([1])))
+    assert client.added == []
+
+
+def test_an_adapter_is_awaited_while_it_is_read(made_async: Any) -> None:
+    adapters = SimpleNamespace(find=lambda lora_request: X, has_read=lambda lora_request: True)
+    engine, client = made_async(inputs=SimpleNamespace(adapters=adapters))
+
+    async def run() -> None:
+        assert await engine.load_adapter(LORA) == "x"
+        await engine.load_adapter(LORA)
+        await engine.unload_adapter("x")
+        client.unread = 0
+        await engine.load_adapter(LORA)
+
+    asyncio.run(run())
+    x = {"digest": "x"}
+    begin, has_read = ("begin_load_adapter", {"path": "/x"} | x), ("has_read_adapter", x)
+    load = ("load_adapter", {"path": "/x"} | x)
+    assert client.sent == [begin, *[has_read] * 3, load, ("unload_adapter", x), begin, has_read, load]
+
+
+def test_structured_outputs_need_the_vocabulary(made: Callable[..., LLM], made_async: Any) -> None:
+    """A core is given it once."""
+    given: list[Any] = []
+    structured = prepared("a", structured_outputs={"choice": ["a"]})
+    inputs = SimpleNamespace(process=lambda *arguments: [structured], vocabulary="the vocabulary")
+    core = SimpleNamespace(set_vocabulary=given.append, close=lambda: None)
+    loop = SimpleNamespace(run=lambda *arguments, **named: iter(()), close=lambda: None)
+    list(made(inputs=inputs, core=core, loop=loop).stream([1]))
+    assert given == ["the vocabulary"]
+    engine, client = made_async(inputs=inputs)
+    client.set_vocabulary = given.append
+
+    async def prepare() -> None:
+        await asyncio.gather(*(engine.prepare_structured_outputs() for _ in range(3)))
+
+    asyncio.run(prepare())
+    assert given == ["the vocabulary"] * 2
+
+
+def test_masks_stay_where_the_core_is(made_async: Any) -> None:
+    class Mask:
+        def allowed(self, output_token_ids: Any) -> Any:
+            raise AssertionError
+
+    masked = prepared("a", completions=2, token_mask=Mask())
+    inputs = SimpleNamespace(process=lambda *arguments: [masked], adapters=Processor.adapters)
+    engine, _ = made_async(inputs=inputs)
+    with pytest.raises(ValueError, match="token_mask must be None unless core is 'in_process'"):
+        asyncio.run(anext(engine.generate([1])))
+
+
+def test_what_is_asked_of_an_async_engine(made_async: Any) -> None:
+    engine, client = made_async()
+
+    async def run() -> None:
+        assert await engine.metrics() == {"steps": 5}
+        await engine.reset_prefix_cache()
+        await engine.check_health()
+        with pytest.raises(ValueError, match="output is 'all'; allowed: cumulative, delta, final"):
+            await anext(engine.generate([1], output="all"))
+        with pytest.raises(ValueError, match="prompt must be a single prompt, got 2"):
+            await anext(engine.generate([[1], [2]]))
+
+    asyncio.run(run())
+    assert client.sent == [("metrics", {}), ("reset_prefix_cache", {})]
+    assert (engine.config, engine.tokenizer, engine.address) == (BASE, None, "/somewhere")
+    assert (engine.num_unfinished, engine.errored) == (0, None)
+    assert engine.get_default_sampling_params() == DEFAULT
+    prompts, params, priority, lora = passed(
+        lambda: asyncio.run(anext(engine.generate([1, 2], PARAMS, priority=4, lora_request=LORA)))
+    )
+    assert ([prompt.token_ids for prompt in prompts], params, priority, lora) == ([(1, 2)], PARAMS, 4, LORA)
+    assert passed(lambda: asyncio.run(anext(engine.generate([1]))))[1] is DEFAULT
+
+
+def test_an_engine_that_drains_takes_no_more(made_async: Any) -> None:
+    engine, _ = made_async()
+
+    async def drain() -> None:
+        assert await engine.drain(timeout_s=0.0) == 0
+        with pytest.raises(RuntimeError, match="this AsyncLLM is draining: it takes no more requests"):
+            await anext(engine.generate([1]))
+
+    asyncio.run(drain())

@@ -1,0 +1,156 @@
+"""How memory is divided between the KV cache, graphs and the work of a step, by numbers made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from plain_config import BASE
+
+from compiled_engine.config import (
+    DraftConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphMode,
+    HeadShape,
+    ParallelConfig,
+    SpeculationConfig,
+)
+from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
+from compiled_engine.runner.captured_steps import affordable
+from compiled_engine.runner.kv_cache import CacheSize, allocate, block_bytes, blocks_wanted, bytes_left, size_cache
+
+# Two layers, keys and values, 16 slots, two heads of 16 elements in float32.
+BLOCK = 2 * 2 * 16 * 2 * 16 * 4
+ON_GPU = replace(BASE, device=torch.device("cuda", 1))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set what a GPU says of its memory, in blocks of the cache."""
+
+    def give(free: int, total: int, reserved: int = 0, allocated: int = 0) -> None:
+        for name, blocks in (("memory_reserved", reserved), ("memory_allocated", allocated)):
+            monkeypatch.setattr(torch.cuda, name, lambda device, blocks=blocks: blocks * BLOCK)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * BLOCK, total * BLOCK))
+
+    return give
+
+
+def with_cache(config: EngineConfig, **changes: Any) -> EngineConfig:
+    return replace(config, cache=replace(config.cache, **changes))
+
+
+def test_the_bytes_of_a_block() -> None:
+    assert block_bytes(BASE) == BLOCK
+    assert block_bytes(BASE, range(1, 2)) == block_bytes(BASE, range(0, 1)) == BLOCK // 2
+    assert block_bytes(replace(BASE, parallel=ParallelConfig(2, "multiprocess"))) == BLOCK // 2
+    assert block_bytes(with_cache(BASE, kv_dtype="fp8_e4m3")) == BLOCK // 4
+    assert block_bytes(with_cache(BASE, kv_dtype="int8")) == BLOCK // 4 * 18 // 16
+    model = replace(BASE.model, num_layers=1, sliding_windows=(None,))
+    draft = DraftConfig(model, BASE.compile, BASE.graph)
+    with_draft = replace(BASE, speculation=SpeculationConfig("draft_model", 3, draft=draft))
+    assert block_bytes(with_draft) == BLOCK * 3 // 2
+    assert block_bytes(with_draft, range(1, 2)) == BLOCK
+    assert [cache.shape for cache in allocate(BASE, 3, range(1, 2))] == [(3, 2, 16, 2, 16)]
+
+
+def test_the_blocks_that_requests_can_use() -> None:
+    assert blocks_wanted(BASE) == 8 * 8
+    config = replace(BASE, scheduler=replace(BASE.scheduler, max_model_len=129, max_num_seqs=3))
+    assert blocks_wanted(config) == 9 * 3
+    assert blocks_wanted(replace(config, parallel=ParallelConfig(1, "multiprocess", 1, (1, 1)))) == 9 * 6
+
+
+def test_the_share_that_is_left(gpu: Callable[..., None]) -> None:
+    """Of all memory, less what others hold; what the allocator has idle is free."""
+    assert bytes_left(BASE) is None
+    gpu(free=60, total=100, reserved=15, allocated=5)
+    assert bytes_left(ON_GPU) == (90 - 30) * BLOCK
+    assert bytes_left(with_cache(ON_GPU, gpu_memory_utilization=0.5)) == (50 - 30) * BLOCK
+
+
+def test_blocks_take_what_nothing_else_needs(gpu: Callable[..., None]) -> None:
+    gpu(free=70, total=100)
+    size = size_cache(ON_GPU, 10 * BLOCK, 7 * BLOCK, 3 * BLOCK)
+    assert size == CacheSize(60 - 20, BLOCK, 60 * BLOCK, 10 * BLOCK, 7 * BLOCK)
+    assert size.metrics(5 * BLOCK) == {"kv_cache_bytes": 40 * BLOCK, "kv_cache_room_bytes": 45 * BLOCK}
+    assert size_cache(ON_GPU, 10 * BLOCK + 1, 0, 0).num_blocks == 49
+    with pytest.raises(InsufficientMemoryError, match=r"max_model_len=128 needs 8 KV cache blocks of .* only 7 fit"):
+        size_cache(ON_GPU, 53 * BLOCK, 0, 0)
+    with pytest.raises(InsufficientMemoryError, match=r"only 0 fit into the 0.00 GiB left"):
+        size_cache(ON_GPU, 80 * BLOCK, 0, 0)
+    assert size_cache(ON_GPU, 52 * BLOCK, 0, 0).num_blocks == 8
+
+
+def test_a_number_that_was_asked_for_is_taken_if_it_is_free(gpu: Callable[..., None]) -> None:
+    """However little the work of a step then has."""
+    gpu(free=70, total=100)
+    for num_blocks in (1, 70):
+        size = size_cache(with_cache(ON_GPU, num_blocks=num_blocks), 60 * BLOCK, 2, 0)
+        assert size == CacheSize(num_blocks, BLOCK, 60 * BLOCK, 60 * BLOCK, 2)
+    with pytest.raises(InsufficientMemoryError, match=r"num_blocks is 71, .* allowed: at most 70"):
+        size_cache(with_cache(ON_GPU, num_blocks=71), 0, 0, 0)
+
+
+def test_on_a_cpu_there_are_as_many_as_are_useful_in_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in 4 GiB."""
+
+    def count(config: EngineConfig, free: int) -> int:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        return size_cache(config, 10 * BLOCK, 10 * BLOCK, 10 * BLOCK).num_blocks
+
+    assert [count(BASE, blocks * BLOCK) for blocks in (16, 60, 61, 127, 128, 900)] == [8, 30, 30, 63, 64, 64]
+    many = replace(BASE.scheduler, max_num_seqs=65535)
+    many_stages = replace(BASE, scheduler=many, parallel=ParallelConfig(1, "multiprocess", 1, (1, 1)))
+    assert count(many_stages, 64 << 30) == (4 << 30) // BLOCK
+    with pytest.raises(InsufficientMemoryError, match="only 7 fit into"):
+        count(BASE, 15 * BLOCK)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_tensors_of_a_cache(device: str) -> None:
+    """A layer that does not attend has an empty one."""
+    heads = (HeadShape(0, 0, 0), HeadShape(4, 2, 8))
+    config = with_cache(BASE, kv_dtype="int8")
+    config = replace(config, model=replace(config.model, layer_heads=heads), device=torch.device(device))
+    caches = allocate(config, 3)
+    assert [cache.shape[:4] for cache in caches] == [(3, 2, 16, 0), (3, 2, 16, 2)]
+    assert {(cache.dtype, cache.device.type) for cache in caches} == {(torch.uint8, device)}
+    if device == "cpu":
+        assert not caches[1].any()
+
+
+def test_an_encoder_has_no_cache() -> None:
+    encoder = replace(BASE, model=replace(BASE.model, causal=False))
+    assert size_cache(encoder, 5, 6, 7) == CacheSize(0, 0, None, 5, 6)
+    assert size_cache(encoder, 5, 6, 7).metrics(9) == {"kv_cache_bytes": 0, "kv_cache_room_bytes": None}
+
+
+def test_graphs_are_captured_as_far_as_their_pool_is_small() -> None:
+    """A step of 256 tokens takes 256 units; a pool may have an eighth of what is left without it."""
+    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (1, 2), (8, 16, 32, 64)))
+
+    def sizes(left: int | None, least: Callable[[int], int] = lambda count: count) -> tuple[int, ...]:
+        found = affordable(config, 256, left, least)
+        assert replace(found, token_sizes=config.graph.token_sizes) == config.graph
+        return found.token_sizes
+
+    assert sizes(None) == (8, 16, 32, 64)
+    assert [sizes(256 + 8 * size) for size in (64, 63, 32, 8, 7)] == [
+        (8, 16, 32, 64), (8, 16, 32), (8, 16, 32), (8,), ()
+    ]  # fmt: skip
+    assert sizes(256 + 8 * 64, lambda count: count - 1) == (8, 16, 32)
+
+
+def test_graphs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (), (8, 16)))
+    affordable(config, 256, 256 + 8 * 16, lambda count: count)
+    assert not caplog.records
+    affordable(config, 256, 256 + 8 * 8, lambda count: count)
+    assert "no CUDA graphs of more than 8 tokens: their pool would take more than 12 % of" in caplog.text

@@ -1,0 +1,117 @@
+"""LLM and AsyncLLM without a model: their parts are stand-ins, which end a call or keep what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plain_config import BASE
+
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.core.control import ControlError
+from compiled_engine.frontend.input_processor import PreparedRequest
+from compiled_engine.frontend.pooling import PoolingParams
+from compiled_engine.frontend.request_stream import RequestStreams
+from compiled_engine.llm import LLM
+from compiled_engine.messages import AdapterRef, EngineRequest
+from compiled_engine.sampling.params import SamplingParams
+
+PARAMS, POOLING, DEFAULT = SamplingParams(seed=3), PoolingParams(), SamplingParams(temperature=0.25)
+LORA: Any = object()
+SILENT = {"progress": False}
+
+
+class Passed(Exception):
+    """Ends a call with what came to the end of its way."""
+
+
+class Processor:
+    """Prepares nothing: raises what it is given."""
+
+    def process(self, *arguments: Any) -> Any:
+        raise Passed(*arguments)
+
+    score = process
+    adapters = SimpleNamespace(has_read=lambda lora_request: True)
+
+
+class Tokenizer:
+    chat_template = "the template"
+    hf = "the tokenizer of transformers"
+
+
+def parts(*, pools: bool = False, tokenizer: Any = None, **rest: Any) -> Any:
+    given = {
+        "config": BASE,
+        "core": SimpleNamespace(call=lambda call: call, close=lambda: None),
+        "loop": SimpleNamespace(run=lambda *given, **named: iter([(given, named)]), close=lambda: None),
+        "tokenizer": tokenizer,
+        "inputs": Processor(),
+        "pooling": Processor() if pools else None,
+        "default_sampling_params": DEFAULT,
+        "profiler": SimpleNamespace(running=False),
+    }
+    return SimpleNamespace(**given | rest)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    def make(*, options: Any = SILENT, **given: Any) -> LLM:
+        monkeypatch.setattr("compiled_engine.llm._start", lambda *arguments: parts(**given))
+        return LLM(**options)
+
+    return make
+
+
+class Client:
+    """A core elsewhere: keeps what it is sent, and answers calls."""
+
+    def __init__(self) -> None:
+        self.loop: Any = None
+        self.dead: str | None = None
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.aborted: list[str] = []
+        self.added: list[EngineRequest] = []
+        self.unread = 2  # how often an adapter is said to be read still
+        self.refuses = False
+
+    def attach(self, loop: Any) -> None:
+        self.loop = loop
+
+    def abort(self, request_ids: Any) -> None:
+        self.aborted += request_ids
+
+    def add(self, request: EngineRequest) -> None:
+        self.added.append(request)
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        self.sent.append((name, arguments))
+        if name == "has_read_adapter":
+            self.unread -= 1
+            return self.unread < 0
+        if name == "load_adapter" and self.refuses:
+            raise ControlError("rank 9; allowed: 4")
+        return {"steps": 5}
+
+
+@pytest.fixture
+def made_async(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM, Client]]:
+    client = Client()
+
+    def make(**given: Any) -> tuple[AsyncLLM, Client]:
+        given = {"client": client, "streams": RequestStreams(None), "limits": None, "token_masks": None} | given  # type: ignore[arg-type]
+        made = parts(**given)
+        made.core.address = "/somewhere"
+        monkeypatch.setattr("compiled_engine.async_llm.start_engine", lambda *arguments, **named: made)
+        monkeypatch.setattr("compiled_engine.async_llm.end", lambda *arguments: None)
+        return AsyncLLM(), client
+
+    return make
+
+
+def prepared(request_id: str, *, adapter: AdapterRef | None = None, completions: int = 1, **params: Any) -> Any:
+    made = SamplingParams(**params)
+    requests = tuple(EngineRequest(f"{request_id}-{i}", (1,), made, adapter=adapter) for i in range(completions))
+    return PreparedRequest(request_id, None, (1,), made, requests)
