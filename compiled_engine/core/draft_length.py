@@ -108,6 +108,8 @@ class DraftLength:
             return Drafts(self._lengths[-1])  # the longest tells of all positions
         if judged.current == 0:
             return Drafts(0, self.head_rests and not self._is_time_to_probe(times, judged))
+        if not num_drafting:  # none is used, and the head need not read for them
+            return Drafts(0)
         if num_drafting == num_requests:
             return Drafts(judged.current)
         share = num_drafting / max(num_requests, 1)

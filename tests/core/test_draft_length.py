@@ -119,6 +119,17 @@ def test_drafts_of_few_requests_do_not_hold_up_the_others() -> None:
     assert [length.choose(8, num_drafting).number for num_drafting in (8, 6, 1)] == [4, 4, 0]
 
 
+@pytest.mark.parametrize("head_rests", [False, True])
+def test_a_step_whose_requests_have_no_drafts_makes_none(head_rests: bool) -> None:
+    """Not even if those without drafts were held up, so that steps with drafts seem to be faster."""
+    length = DraftLength(4, head_rests=head_rests)
+    for number in (0, 1, 2, 4):
+        for _ in range(LEAST_STEPS):
+            length.took(8, number, 1.0 if number else 3.0)
+    assert length.choose(8, 8).number
+    assert length.choose(8, 0) == (0, False)
+
+
 def test_a_draft_that_does_not_exist_counts_as_wrong() -> None:
     """N-grams have drafts now and then, all right: their rows cost as much in each step."""
     scheduler = Scheduler(

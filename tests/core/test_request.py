@@ -45,7 +45,7 @@ def made(
         (SamplingParams(bad_words_token_ids=[[1]]), None, 1),
         (SamplingParams(disable_spec_decode=True), None, 1),
     ],
-    ids=str,
+    ids=["sampled", "greedy", "constraint", "penalty", "bad words", "no drafts wanted"],
 )
 def test_the_tokens_that_a_step_may_yield(params: SamplingParams, constraint: MaskConstraint | None, most: int) -> None:
     request = made(params, constraint=constraint, most_new_tokens=4)
