@@ -17,7 +17,7 @@ from compiled_engine.bench.bounds import Rates, model_sizes
 from compiled_engine.bench.processes import ProcessError
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.bench.table import make_plan, measure
-from compiled_engine.bench.table_comparison import compare, is_slower
+from compiled_engine.bench.table_comparison import compare, is_slower, with_peers
 from compiled_engine.bench.table_rows import BUNDLED, ON_A_CPU, Start, chosen, known_rows, rows_of
 from compiled_engine.cli.app import app
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
@@ -158,6 +158,13 @@ def test_peers_that_are_published_are_of_rows_that_exist() -> None:
     rows, _ = known_rows(on_gpu=True, own_model=False)
     published = {row["id"] for row in json.loads(PEERS.read_text())["rows"]}
     assert published <= {row.id for row in rows}
+
+
+@pytest.mark.parametrize(("better", "ratio"), [("lower", 1.5), ("higher", 0.5)])
+def test_the_ratio_is_to_the_best_figure_of_a_peer(better: str, ratio: float) -> None:
+    found = with_peers(row_of("one", 1, 2, 3, better), {"one": {"X": [3.0, 4.0]}, "two": {"X": [1.0, 1.0]}})
+    assert found["peers"] == {"X": {"figure": [3.0, 4.0], "ratio": ratio}}
+    assert "peers" not in with_peers(row_of("three", 1, 2, 3, better), {"one": {"X": [3.0, 4.0]}})
 
 
 def test_bounds_are_those_of_the_published_peers(tmp_path: Path) -> None:

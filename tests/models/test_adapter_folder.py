@@ -223,6 +223,9 @@ def test_replaced_files_have_another_digest(base: tuple[Path, torch.nn.Module], 
     make_adapter(folder, base[1], seed=1)
     assert digest_of(folder) != digest
     assert stamp(folder) != before
+    replaced, config = digest_of(folder), folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha"', '"lora_alpha" '))
+    assert digest_of(folder) not in (replaced, digest)
 
 
 def _later(path: Path) -> None:

@@ -80,8 +80,16 @@ def test_names_come_before_expressions_and_these_before_classes() -> None:
     assert found.why_not("lm_head") == "re:.*head is to be ignored"
 
 
-def test_what_is_named_of_fp8_may_be_a_module_with_others_in_it() -> None:
-    found = read(BLOCK | {"modules_to_not_convert": ["layers.1", "gate"]})
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"modules_to_not_convert": ["layers.1", "gate"]},
+        {"ignored_layers": ["layers.1", "gate"]},
+        {"modules_to_not_convert": ["gate"], "ignored_layers": ["layers.1"]},
+    ],
+)
+def test_what_is_named_of_fp8_may_be_a_module_with_others_in_it(named: dict[str, list[str]]) -> None:
+    found = read(BLOCK | named)
     assert found is not None
     names = ("model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj", "model.layers.2.mlp.gate", "lm_head")
     assert [found.scheme_of(name) is None for name in names] == [True, False, True, True]

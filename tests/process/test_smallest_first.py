@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from compiled_engine.process.smallest_first import SmallestFirst
 
@@ -29,6 +31,25 @@ def test_the_smallest_is_done_first_and_what_is_cancelled_is_not() -> None:
     assert done == [5, 6, 7, 9]
     assert first.result(20) is None
     assert waiting[9].result(20) == 9
+
+
+def test_what_is_cancelled_leaves_the_others_in_order() -> None:
+    draw, threads, go_on, begun = random.Random(0), SmallestFirst(5, "a test"), threading.Event(), threading.Event()
+    sizes, done = draw.sample(range(6, 1000), 60), list[int]()
+
+    def hold() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    threads.submit(5000, hold)
+    assert begun.wait(20)
+    waiting = {size: threads.submit(size, partial(done.append, size)) for size in sizes}
+    cancelled = set(draw.sample(sizes, 30))
+    assert all(waiting[size].cancel() for size in cancelled)
+    go_on.set()
+    for size in set(sizes) - cancelled:
+        waiting[size].result(20)
+    assert done == sorted(set(sizes) - cancelled)
 
 
 def test_what_waits_at_the_shutdown_is_cancelled() -> None:
