@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -53,6 +54,21 @@ def test_the_last_used_are_kept(compiler: GrammarCompiler) -> None:
     metrics = compiler.metrics()
     assert (metrics["grammar_compiles"], metrics["grammar_cache_hits"], metrics["grammar_failures"]) == (5, 2, 0)
     assert metrics["grammar_compile_s"] > 0
+
+
+def test_a_grammar_whose_request_has_gone_is_compiled_for_the_next_one(vocabulary: GrammarVocabulary) -> None:
+    """Cancelled before it begins, while others are compiled; what has begun is kept."""
+    with closing(GrammarCompiler(vocabulary)) as compiler:
+        begun = compiler.compile(choice("a"))
+        waiting = [compiler.compile(choice(f"b{i}")) for i in range(50)]
+        begun.result()
+        compiler.cancel(choice("a"), begun)
+        assert compiler.compile(choice("a")) is begun
+        compiler.cancel(choice("b49"), waiting[49])
+        assert waiting[49].cancelled()
+        again = compiler.compile(choice("b49"))
+        assert compiler.constraint(again) is not None
+        assert compiler.compile(choice("b49")) is again
 
 
 def test_copies_do_not_know_of_each_other(compiler: GrammarCompiler, bundled_tokenizer: Tokenizer) -> None:
