@@ -14,9 +14,7 @@ from cache_cases import KEYS, NOW, leftovers, three_entries, truncate
 from compiled_engine.graphs.cache import folder as folder_module
 from compiled_engine.graphs.cache.folder import CacheFolder
 from compiled_engine.graphs.cache.prune import Pruned, prune
-from compiled_engine.graphs.cache.report import (
-    folder_bytes,
-)
+from compiled_engine.graphs.cache.report import folder_bytes
 from compiled_engine.graphs.cache.work_folder import WorkFolder, is_in_use
 
 

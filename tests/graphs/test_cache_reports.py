@@ -31,7 +31,6 @@ from compiled_engine.graphs.cache.diff import Difference, differences, flatten, 
 from compiled_engine.graphs.cache.entry import DamagedEntry, factors_key, read_factors
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
 from compiled_engine.graphs.cache.lookup import find_or_build
-from compiled_engine.graphs.cache.prune import Pruned
 from compiled_engine.graphs.cache.report import (
     EntryReport,
     existing_cache,
@@ -51,13 +50,6 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(root: Path) -> CacheFolder:
     return three_entries(root)
-
-
-def reasons(done: list[Pruned]) -> list[tuple[str, str]]:
-    return [(item.path.name, item.reason) for item in done]
-
-
-# Reports
 
 
 def entry_of(key: str, last_used: float = 0.0, **factors: Any) -> EntryReport:
