@@ -47,9 +47,10 @@ class Forwards:
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
     logits [T, V] of every token, or hidden states where the model pools or drafts (`pools`). Behind these they return
-    the inputs of tapped layers, if there are any. `logits`: from hidden states [R, D] to logits [R, V]; `pooler`: from
-    pooled ones to results; `combine`: from hidden states of another model to a head's features. A stage with others
-    behind it returns what it hands on, and has no logits.
+    the inputs of tapped layers, if there are any. `logits`: from hidden states [R, D] to logits [R, V];
+    `adapted_logits`: the same with the adapters in the slots of these rows, [R]; `pooler`: from pooled ones to results;
+    `combine`: from hidden states of another model to a head's features. A stage with others behind it returns what it
+    hands on, and has no logits.
     """
 
     hidden: Forward
@@ -58,6 +59,7 @@ class Forwards:
     pooler: Forward = field(default_factory=nn.Identity)
     pools: bool = False
     combine: Forward = field(default_factory=nn.Identity)
+    adapted_logits: Forward = field(default_factory=nn.Identity)
 
     def for_logits(self, num_tokens: int) -> Forward | None:
         """The forward that returns logits for this number of tokens, or None."""

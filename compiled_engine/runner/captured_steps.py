@@ -105,9 +105,9 @@ class PaddedStep:
 
     def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
         """Wrap what `run` returned, or a replay left, for a key."""
-        return ForwardOutput(
-            result, key.is_decode or self.model.ends_at_logits(key.num_tokens, adapted=len(key.extra) > 0)
-        )
+        adapted = len(key.extra) > 0
+        is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, adapted=adapted)
+        return ForwardOutput(result, is_logits, slots_T=self.buffers.adapter_slots_T if adapted else None)
 
     def tensor_ids(self) -> tuple[int, ...]:
         """See GraphStep. All caches are replaced together."""

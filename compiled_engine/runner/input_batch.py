@@ -18,6 +18,7 @@ from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_o
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput, TokenMasks
+from compiled_engine.passes.linear.adapters import ADAPTER_SLOTS
 from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
@@ -110,6 +111,7 @@ class InputBuffers:
         self.unadapted_step = [each for each in self.step if each[0] not in left_out]
         self.input_ids_T, self.positions_T = step["input_ids_T"], step["positions_T"]
         self.slot_mapping_T = step["attention_inputs.slot_mapping_T"]
+        self.adapter_slots_T = step.get(ADAPTER_SLOTS.name)
         self.seq_lens_R = step["attention_inputs.seq_lens_R"]
         self.block_table_RB = step["attention_inputs.block_table_RB"]
         self.logits_index_R = made(max_num_rows, dtype=torch.int64)

@@ -109,17 +109,30 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 @dataclass(frozen=True)
 class ForwardOutput:
     """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. taps: the inputs of the
-    tapped layers, [T, D] each, valid until the next call."""
+    tapped layers, [T, D] each, valid until the next call. slots_T: int32 [T] or longer, the slot of each token's
+    adapter, -1 without one; None for a step without adapters."""
 
     tensor: torch.Tensor
     is_logits: bool
     taps: tuple[torch.Tensor, ...] = ()
+    slots_T: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, result: torch.Tensor | tuple[torch.Tensor, ...], *, is_logits: bool) -> ForwardOutput:
+    def of(
+        cls,
+        result: torch.Tensor | tuple[torch.Tensor, ...],
+        *,
+        is_logits: bool,
+        slots_T: torch.Tensor | None = None,
+    ) -> ForwardOutput:
         """Wrap what a forward returns."""
         tensor, *taps = result if isinstance(result, tuple) else (result,)
-        return cls(tensor, is_logits, tuple(taps))
+        return cls(tensor, is_logits, tuple(taps), slots_T)
+
+    def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
+        """Return the part of some tokens, without taps. tokens: a slice, or numbers, int64."""
+        slots_T = None if self.slots_T is None or self.is_logits else self.slots_T[tokens]
+        return ForwardOutput(self.tensor[tokens], self.is_logits, slots_T=slots_T)
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,15 @@ class ModelForward:
             self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
         whole = self._variant.whole
         self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
+        self._adapted_logits = whole.adapted_logits
+
+    def logits_of(self, output: ForwardOutput) -> torch.Tensor:
+        """Return the logits of each of the output's tokens."""
+        if output.is_logits:
+            return output.tensor
+        if output.slots_T is None:
+            return self.logits(output.tensor)
+        return self._adapted_logits(output.tensor, output.slots_T)
 
     @property
     def has_adapters(self) -> bool:
@@ -228,9 +250,10 @@ class ModelForward:
         else:
             forwards = variant.parts if around_attention else variant.whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
+        slots_T = arguments[-1] if adapted else None
         if small is not None:
-            return ForwardOutput.of(small(*arguments), is_logits=True)
-        return ForwardOutput.of(forwards.for_hidden(num_tokens)(*arguments), is_logits=False)
+            return ForwardOutput.of(small(*arguments), is_logits=True, slots_T=slots_T)
+        return ForwardOutput.of(forwards.for_hidden(num_tokens)(*arguments), is_logits=False, slots_T=slots_T)
 
     def recording_counts(self) -> list[RecordingCounts]:
         """Return the counts of each forward whose calls are recorded."""
@@ -239,7 +262,7 @@ class ModelForward:
     def close(self) -> None:
         """Drop the last references to the weights."""
         self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
-        self.logits = self.pooler = self.combine = nn.Identity()
+        self.logits = self.pooler = self.combine = self._adapted_logits = nn.Identity()
 
 
 class _EagerTaps:

@@ -361,7 +361,7 @@ class Runner:
             output = self.captured.forward(batch, hidden_wanted)
             self._taps = output.taps
             if hidden_wanted:
-                prompt = self._sampling.prompt_logprobs(batch, output.tensor)
+                prompt = self._sampling.prompt_logprobs(batch, output)
             logits_RV = self._sampling.first(output, batch)
         self.pending.launched()
         self.runs_ended += 1

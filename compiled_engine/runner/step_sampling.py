@@ -61,7 +61,7 @@ class StepSampling:
         self._pending, self._traffic, self._speculates = pending, traffic, speculation.num_tokens > 0
         self._acceptance = Acceptance(speculation.acceptance_rates, buffers.rows_R.device)
 
-    def prompt_logprobs(self, batch: InputBatch, hidden_TD: torch.Tensor) -> dict[str, PromptLogprobs]:
+    def prompt_logprobs(self, batch: InputBatch, hidden: ForwardOutput) -> dict[str, PromptLogprobs]:
         """Compute those of the tokens after this step's, for the requests that want them and are in their prompt."""
         found: dict[str, PromptLogprobs] = {}
         states, vocabulary = self._states, self.sampler.vocabulary
@@ -73,11 +73,11 @@ class StepSampling:
             count = min(in_step, in_prompt - 1 - first)
             if wanted is None or count <= 0:
                 continue
-            targets_T = upload(states.known_ids(row)[first + 1 : first + 1 + count], hidden_TD.device)
+            targets_T = upload(states.known_ids(row)[first + 1 : first + 1 + count], hidden.tensor.device)
             chunks = []
             for begin in range(0, count, CHUNK):
                 end = min(count, begin + CHUNK)
-                logits_TV = self._model.logits(hidden_TD[start + begin : start + end])
+                logits_TV = self._model.logits_of(hidden.of_tokens(slice(start + begin, start + end)))
                 num_top = vocabulary.whole_size if wanted == -1 else wanted
                 chunks.append(logprob_rows(logits_TV, targets_T[begin:end], num_top, vocabulary=vocabulary))
             found[request_id] = PromptLogprobs(first + 1, chunks)
@@ -90,15 +90,15 @@ class StepSampling:
             self.without_tokens(batch, count)
             return None
         every = batch.num_tokens == count  # a token each: nothing has to be picked out, and copied
-        wanted = output.tensor[:count] if every else output.tensor[self._buffers.logits_index_R[:count]]
-        return self.every_row(ForwardOutput(wanted, output.is_logits), batch, count)
+        wanted = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
+        return self.every_row(wanted, batch, count)
 
     def every_row(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Choose a token for each of num_rows rows by temperature and seed, and advance; may be captured.
 
         output: of these rows alone. Returns their logits.
         """
-        logits_RV = output.tensor if output.is_logits else self._model.logits(output.tensor)
+        logits_RV = self._model.logits_of(output)
         rows = slice(0, num_rows)
         token_ids_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
         row_index_R, positions_R = self._buffers.rows_R[rows], self._buffers.sample_positions_R[rows]

@@ -187,15 +187,16 @@ def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool, adapted: 
     batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, adapted=adapted)
     states.writes.apply()
     step.prepare(batch)
-    hidden_TD = step.forward(batch, hidden_wanted=True, distinct=distinct).tensor
+    hidden = step.forward(batch, hidden_wanted=True, distinct=distinct)
     if not step.samples:
         step.forward(batch, distinct=distinct)
         sampling.without_tokens(batch, num_requests)
         return
-    logits_RV = step.model.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
-    del hidden_TD
+    last_R = buffers.logits_index_R[:num_requests]
+    logits_RV = step.model.logits_of(hidden.of_tokens(last_R))
+    del hidden
     if step.model.ends_at_logits(num_tokens, adapted=adapted):
-        logits_RV = step.forward(batch, distinct=distinct).tensor[buffers.logits_index_R[:num_requests]]
+        logits_RV = step.forward(batch, distinct=distinct).tensor[last_R]
     sampling.every_row(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, sampling.sampler.vocabulary)
     sampling.again(batch, token_ids_R, num_requests)
@@ -344,7 +345,10 @@ def _forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> 
         asked = [tensor for tensor in forward.buffers.asked if adapted or not tensor.of_adapters]
         empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
-        forward.model.run(shape.num_tokens, arguments_of(empty, inputs, forward.kv_caches), adapted=adapted)
+        arguments = arguments_of(empty, inputs, forward.kv_caches)
+        output = forward.model.run(shape.num_tokens, arguments, adapted=adapted)
+        if adapted:  # without adapters the logits of hidden states need no kernel of ours
+            forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
 def _empty_step(

@@ -230,17 +230,17 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
     quantise_activations has the rules of the model. With adapters, theirs is right behind merge_linears and always
     enabled. A linear and its activation then have the adapters between them, so no pass puts both into one op.
     """
+    adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
+    enabled = (*config.compile.passes, *(each.name for each in adapters))
     if signature.direct:
-        return (), config.compile.passes
-    enabled = config.compile.passes
+        return adapters, enabled
     rounding = QuantiseActivations(config.model.quantisation)
     passes = tuple(rounding if each.name == rounding.name else each for each in registered_passes())
-    if not signature.adapted or config.adapters is None:
+    if not adapters:
         return passes, enabled
-    adapters = Adapters(config.adapters)
     place = next(index for index, each in enumerate(passes, 1) if each.name == MergeLinears.name)
-    names = (*(name for name in enabled if name != GatedLinear.name), adapters.name)
-    return (*passes[:place], adapters, *passes[place:]), names
+    names = tuple(name for name in enabled if name != GatedLinear.name)
+    return (*passes[:place], *adapters, *passes[place:]), names
 
 
 def structure_passes(

@@ -30,7 +30,9 @@ from compiled_engine.passes.registry import step_tensors
 from compiled_engine.pooling import Pooling
 from compiled_engine.recurrence.sequences import model_step_tensors
 
-FORWARD, LOGITS, POOLER, ADAPTED, COMBINE = "forward", "logits", "pooler", "adapted", "combine"
+FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"
+# Of steps in which a request has an adapter.
+ADAPTED, ADAPTED_LOGITS = "adapted", "adapted_logits"
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 
@@ -105,9 +107,14 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
     """Return the callables of a model, by name."""
     pooling = config.model.pooling
     if pooling is None:
-        adapted = {} if config.adapters is None else {ADAPTED: adapted_signature(config, config.adapters)}
-        combine = {} if config.model.head is None else {COMBINE: combine_signature(config, config.model.head)}
-        return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)} | adapted | combine
+        forward, logits = forward_signature(config), logits_signature(config)
+        found = {FORWARD: forward, LOGITS: logits}
+        if config.adapters is not None:
+            found[ADAPTED] = adapted_signature(config, config.adapters)
+            found[ADAPTED_LOGITS] = _with_adapters(logits, config.adapters)
+        if config.model.head is not None:
+            found[COMBINE] = combine_signature(config, config.model.head)
+        return found
     return {FORWARD: forward_signature(config)} | ({POOLER: pooler_signature(config, pooling)} if pooling.head else {})
 
 
@@ -153,8 +160,11 @@ def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signatur
     """
     forward = forward_signature(config)
     ranges = forward.ranges if config.device.type == "cuda" else forward.ranges[-1:]
-    asked = (*forward.asked, *Adapters(adapters).step_tensors())
-    return replace(forward, asked=asked, ranges=ranges, adapted=True)
+    return replace(_with_adapters(forward, adapters), ranges=ranges)
+
+
+def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
+    return replace(signature, asked=(*signature.asked, *Adapters(adapters).step_tensors()), adapted=True)
 
 
 def logits_signature(config: EngineConfig) -> Signature:

@@ -1,16 +1,15 @@
-"""Each linear of a layer gets the requests' LoRA adapters: what A and B of a token's slot yield is added to its result.
+"""Each linear gets the requests' LoRA adapters: what A and B of a token's slot yield is added to its result.
 
 It runs right after merge_linears, so that q, k and v, or gate and up, share one product with A, and before the passes
 that put a linear's neighbours into its kernel: the sum belongs before an activation and after a norm. Where a linear's
 input is divided among ranks, so are the columns of A, and the sum over ranks that follows the linear completes both.
 
-The slots are kept parameters, which the runner fills: `site_of` names them. The pass is part of a callable of its own
+The slots are kept parameters, which the runner fills: `site_of` names them. The pass is part of callables of its own
 (see graphs/compiler/signature.py), so a step without an adapter runs the code that there is without the pass.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import fx
 
 from compiled_engine.attention.inputs import StepTensor, request_of_tokens
 from compiled_engine.config import AdapterConfig
-from compiled_engine.passes.framework.graph_inputs import add_parameter, argument, is_parameter, parameter_of
+from compiled_engine.passes.framework.graph_inputs import add_parameter, argument, parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import emit, named
 from compiled_engine.passes.framework.parameter import KEPT, Parameter
@@ -33,7 +32,6 @@ ADAPTER_SLOT = "adapter_slot"
 MATRIX_A, MATRIX_B, RANKS = ".lora_a", ".lora_b", ".lora_ranks"
 # Most tokens of a check.
 _MOST_TOKENS = 32
-_IN_A_LAYER = re.compile(r"\.\d+\.")
 
 
 def _slots_of_tokens(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
@@ -57,8 +55,8 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One linear for each value that matrices of layers are multiplied with, as merge_linears leaves them."""
-        return len(multiplied_values(graph, _is_of_layer))
+        """One linear for each value that matrices are multiplied with, as merge_linears leaves them."""
+        return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
         slots_T = argument(graph, ADAPTER_SLOTS.name)
@@ -68,8 +66,6 @@ class Adapters(GraphPass):
             linear = linear_of(node)
             if linear is None:
                 near_misses += [] if (reason := why_no_linear(node)) is None else [f"{node.name}: {reason}"]
-                continue
-            if not _is_of_layer(linear.weight):
                 continue
             weight = parameter_of(linear.weight)
             kept = _kept(weight, linear.x.meta["val"].shape[1], linear.x.meta["val"].dtype, self._config)
@@ -143,8 +139,3 @@ def _kept(weight: Parameter, k: int, dtype: torch.dtype, config: AdapterConfig) 
         Parameter(weight.name + MATRIX_B, (slots, weight.shape[0], rank), name, KEPT),
         Parameter(weight.name + RANKS, (slots, members), "int32", KEPT),
     )
-
-
-def _is_of_layer(weight: fx.Node) -> bool:
-    """Return whether a parameter belongs to one of the layers, which are numbered; the output projection does not."""
-    return is_parameter(weight) and _IN_A_LAYER.search(parameter_of(weight).name) is not None

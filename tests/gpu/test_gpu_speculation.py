@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_folders import make_adapter
+from adapter_folders import LINEARS, assert_is_of, make_adapter, merged
 from checkpoints import make_checkpoint, write_first_layers
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
@@ -199,17 +199,23 @@ def test_drafts_of_an_8_bit_cache(text: str) -> None:
 
 
 def test_drafts_beside_adapters(tmp_path: Path) -> None:
-    """Each request but the first has an adapter of its own."""
+    """Each request but the first has an adapter of its own, one of them of the output projection too. Without drafts
+    each gets what its merged weights would give it."""
     base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=2)
-    paths = [make_adapter(tmp_path / str(rank), base, rank, seed=rank) for rank in (1, 8, 64)]
+    targets = {1: LINEARS, 8: (*LINEARS, "lm_head"), 64: LINEARS}
+    paths = [make_adapter(tmp_path / str(rank), base, rank, targets=targets[rank], seed=rank) for rank in targets]
     requests = [None, *(LoRARequest(path.name, number, path) for number, path in enumerate(paths, start=1))]
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 27] * 3, [7] * 20, list(range(1, 34)), [90, 2] * 4)]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=0)
     adapters = ENGINE | {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
     found = []
     for config in ({}, ngram(3)):
         with LLM(tmp_path / "base", **adapters, **config) as llm:
-            found.append(results(llm.generate(prompts, params, use_tqdm=False, lora_request=requests)))
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+            found.append(results(outputs))
+            if not config:
+                for path, output in zip([None, *paths], outputs, strict=True):
+                    assert_is_of(merged(tmp_path / "base", path), output)
             metrics = llm.metrics()
     assert found[0] == found[1]
     assert metrics["accepted_tokens"] > 0

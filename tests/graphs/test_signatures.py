@@ -51,7 +51,7 @@ def pooling(*sizes: tuple[int, int]) -> Pooling:
     ("changes", "names"),
     [
         ({}, ["forward", "logits"]),
-        ({"adapters": ADAPTERS}, ["forward", "logits", "adapted"]),
+        ({"adapters": ADAPTERS}, ["forward", "logits", "adapted", "adapted_logits"]),
         ({"head": HEAD}, ["forward", "logits", "combine"]),
         ({"pooling": pooling()}, ["forward"]),
         ({"pooling": pooling((64, 8))}, ["forward", "pooler"]),
@@ -61,10 +61,10 @@ def test_a_model_has_the_callables_that_it_needs(changes: dict[str, Any], names:
     found = callables_of(config_with(**changes))
     assert list(found) == names
     assert [name for name, signature in found.items() if signature.direct] == [
-        name for name in names if name in ("logits", "combine", "pooler")
+        name for name in names if name in ("logits", "adapted_logits", "combine", "pooler")
     ]
-    assert [name for name, signature in found.items() if signature.adapted] == [n for n in names if n == "adapted"]
-    for name in set(names) & {"logits", "combine", "pooler"}:  # of any number of rows
+    assert [name for name, signature in found.items() if signature.adapted] == [n for n in names if "adapted" in n]
+    for name in set(names) & {"logits", "adapted_logits", "combine", "pooler"}:  # of any number of rows
         assert found[name].ranges == (WHOLE,)
 
 

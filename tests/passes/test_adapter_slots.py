@@ -32,7 +32,7 @@ def adapted() -> tuple[fx.GraphModule, Any, Tensors]:
     module = graph_of(block, arguments, weights)
     MergeLinears().run(module.graph)
     graph_pass = Adapters(AdapterConfig(max_loras=SLOTS, max_lora_rank=RANK, max_cpu_loras=SLOTS))
-    assert graph_pass.contract(module.graph, DYNAMIC) == 2
+    assert graph_pass.contract(module.graph, DYNAMIC) == 3
     result = graph_pass.run(module.graph)
     module.graph.lint()
     return module, result, arguments | weights
@@ -42,18 +42,17 @@ def described(graph: fx.Graph) -> dict[str, Parameter]:
     return {parameter_of(node).name: parameter_of(node) for node in graph.nodes if is_parameter(node)}
 
 
-def test_each_linear_of_a_layer_has_slots_of_its_size() -> None:
+def test_each_linear_has_slots_of_its_size() -> None:
     module, result, _ = adapted()
-    assert (result.matches, result.near_misses, len(result.replacements)) == (2, (), 2)
+    assert (result.matches, result.near_misses, len(result.replacements)) == (3, (), 3)
     found = described(module.graph)
     both = "layers.0.{q,k}.weight"
-    for name, members, rows, k in ((both, 2, 18, 8), (OUT, 1, 10, 6)):
+    for name, members, rows, k in ((both, 2, 18, 8), (OUT, 1, 10, 6), (HEAD, 1, 7, 10)):
         assert found[f"{name}.lora_a"] == Parameter(f"{name}.lora_a", (SLOTS, members * RANK, k), "float32", KEPT)
         assert found[f"{name}.lora_b"] == Parameter(f"{name}.lora_b", (SLOTS, rows, RANK), "float32", KEPT)
         assert found[f"{name}.lora_ranks"] == Parameter(f"{name}.lora_ranks", (SLOTS, members), "int32", KEPT)
-    assert not any(name.startswith("lm_head") and "lora" in name for name in found)
     sizes = [list(named(call)["sizes"]) for call in module.graph.find_nodes(op="call_function", target=adapter_add)]
-    assert sizes == [[12, 6], [10]]
+    assert sizes == [[12, 6], [10], [7]]
 
 
 def test_a_graph_with_slots_adds_the_adapters_of_its_tokens() -> None:
@@ -78,7 +77,8 @@ def test_a_graph_with_slots_adds_the_adapters_of_its_tokens() -> None:
     x, slots_T = given["x"], given[ADAPTER_SLOTS.name]
     qk = reference(x @ packed[both].t(), x, *slots(both), slots_T, [12, 6])
     hidden = qk[:, 12:].exp()
-    expected = reference(hidden @ given[OUT].t(), hidden, *slots(OUT), slots_T, [10]) @ given[HEAD].t()
+    out = reference(hidden @ given[OUT].t(), hidden, *slots(OUT), slots_T, [10])
+    expected = reference(out @ given[HEAD].t(), out, *slots(HEAD), slots_T, [7])
     torch.testing.assert_close(q, qk[:, :12])
     torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-4)
 
@@ -90,6 +90,7 @@ def test_the_runner_finds_whose_adapters_a_slot_holds() -> None:
     assert {name: [leaf.name for leaf in site] for name, site in sites.items() if site is not None} == {
         f"{both}.lora_a": [Q, K],
         f"{OUT}.lora_a": [OUT],
+        f"{HEAD}.lora_a": [HEAD],
     }
     # A parameter of the model may be called so too.
     assert site_of(Parameter("layers.0.w.lora_a", (2, 2), "float32"), found) is None

@@ -11,6 +11,7 @@ from pass_cases import (
     BIASED,
     CPU,
     DYNAMIC,
+    GEMMA2,
     GEMMA3,
     PHI3,
     QWEN2,
@@ -23,7 +24,13 @@ from torch import fx
 
 from compiled_engine.config import AdapterConfig, EngineConfig
 from compiled_engine.graphs.compiler.build import apply_passes, fusion_passes, trace_rank
-from compiled_engine.graphs.compiler.signature import adapted_signature, forward_signature
+from compiled_engine.graphs.compiler.signature import (
+    ADAPTED_LOGITS,
+    adapted_signature,
+    callables_of,
+    forward_signature,
+    logits_signature,
+)
 from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.framework.graph_inputs import add_parameter, parameter_of
@@ -33,6 +40,7 @@ from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.adapter_add import adapter_add
 from compiled_engine.passes.linear.adapters import ADAPTER_SLOTS, Adapters, site_of
 from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.registry import registered_passes
 
 ADAPTERS = AdapterConfig(max_loras=3, max_lora_rank=4, max_cpu_loras=3)
 
@@ -51,16 +59,35 @@ def traced(family: Family, num_ranks: int = 1) -> tuple[EngineConfig, TracedGrap
     [QWEN3, PHI3, *(pytest.param(family, marks=pytest.mark.product(one_in=8)) for family in (QWEN2, BIASED, GEMMA3))],
     ids=str,
 )
-def test_every_linear_of_a_layer_is_adapted(family: Family, small: bool) -> None:
-    """All other passes keep their contracts: apply_passes is strict here."""
+def test_every_linear_is_adapted(family: Family, small: bool) -> None:
+    """Those of two layers, and the output projection of a small range; all other passes keep their contracts, since
+    apply_passes is strict here."""
     config, graph = traced(family)
     verified = replace(config, compile=replace(config.compile, verify=family is QWEN3 and not small))
     _, found = apply_passes(verified, graph, SMALL if small else DYNAMIC)
     reports = {report.name: report for report in found}
     report = reports["adapters"]
-    assert report.matches == report.contract == 2 * 4
+    assert report.matches == report.contract == 2 * 4 + small
     assert report.verified >= (report.matches if verified.compile.verify else 0)
     assert not reports["gated_linear"].applied
+
+
+@pytest.mark.parametrize("family", [QWEN3, GEMMA2], ids=str)
+def test_logits_of_rows_are_adapted(family: Family) -> None:
+    """No other pass runs, as for logits without adapters, which stay what they were."""
+    config, _ = traced(family)
+    verified = replace(config, compile=replace(config.compile, verify=True))
+    signature = callables_of(config)[ADAPTED_LOGITS]
+    graph = trace_rank(config, without_storage(build_model(config.local_model), CPU), signature)
+    module, reports = apply_passes(verified, graph, signature.ranges[-1])
+    applied = {report.name: (report.matches, report.contract) for report in reports if report.applied}
+    assert applied.pop("adapters") == (1, 1)
+    assert not applied.keys() & {each.name for each in registered_passes()}
+    (call,) = calls(module.graph)
+    assert parameter_of(named(call)["a_SRK"]).name == "lm_head.weight.lora_a"
+    plain = replace(config, adapters=None)
+    assert logits_signature(config) == logits_signature(plain)
+    assert not fusion_passes(config, logits_signature(config))[0]
 
 
 @pytest.mark.parametrize("family", [QWEN3, PHI3], ids=str)

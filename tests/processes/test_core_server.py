@@ -152,17 +152,17 @@ def ask(connection: Connection[ToApi], number: int, call: ControlCall) -> list[T
     return until(connection, lambda message: isinstance(message, Answered) and message.number == number)
 
 
-def until(connection: Connection[ToApi], is_last: Callable[[ToApi], bool]) -> list[ToApi]:
-    """Receive messages up to one that meets the condition."""
+def until(connection: Connection[ToApi], is_last: Callable[[ToApi], bool], count: int = 1) -> list[ToApi]:
+    """Receive messages until `count` of them meet the condition; later ones may have come with the last."""
     found: list[ToApi] = []
-    while not (found and is_last(found[-1])):
+    while sum(map(is_last, found)) < count:
         found += receive(connection)
     return found
 
 
-def stepped(connection: Connection[ToApi]) -> list[ToApi]:
-    """Receive messages up to the next step."""
-    return until(connection, lambda message: isinstance(message, Stepped))
+def stepped(connection: Connection[ToApi], count: int) -> list[ToApi]:
+    """Receive the messages of `count` steps."""
+    return until(connection, lambda message: isinstance(message, Stepped), count)
 
 
 def said(messages: list[ToApi]) -> dict[str, list[int]]:
@@ -181,7 +181,7 @@ def test_each_process_hears_of_its_own_requests(core: HeldCore, served: Served) 
     say(second, add("1:a", logprobs=1), add("1:b", 4))
     wait_until(lambda: len(core.live) == 5)
     step(third, 1, steps=2)
-    heard = [said([*stepped(each), *stepped(each)]) for each in (first, second)]
+    heard = [said(stepped(each, 2)) for each in (first, second)]
     assert [sorted(names) for names in heard] == [["0:a", "0:b", "0:c"], ["1:a", "1:b"]]
     assert [len(tokens) for names in heard for tokens in names.values()] == [4, 4, 4, 4, 4]
     wait_until(lambda: len(core.live) == 3)  # two have ended

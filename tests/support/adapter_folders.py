@@ -1,4 +1,4 @@
-"""Random LoRA adapters in PEFT's layout, and the same weights merged by plain torch."""
+"""Random LoRA adapters in PEFT's layout, and the same weights merged by plain torch, to compare outputs with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import load_checkpoint
 from safetensors.torch import save_file
 from torch import nn
+
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -67,3 +71,27 @@ def make_adapter(
     patterns = {"rank_pattern": dict(ranks)} if ranks else {}
     (path / "adapter_config.json").write_text(json.dumps(fields | patterns | config))
     return path
+
+
+def merged(base: Path, adapter: Path | None) -> nn.Module:
+    """Transformers' model with W + scale * B A in the place of each adapted W; the embedding stays as it is."""
+    model = load_checkpoint(base, torch.float32)
+    if adapter is not None:
+        for name, each in read_adapter(adapter).linears.items():
+            module = model.get_submodule(name)
+            changed_NK = module.weight + each.scale * (each.b_NR @ each.a_RK)
+            module.weight = nn.Parameter(changed_NK, requires_grad=False)
+    return model
+
+
+def assert_is_of(model: nn.Module, output: RequestOutput) -> None:
+    """Prompt log-probabilities within 3e-4, and the tokens that the model finds likeliest."""
+    ids, new = output.prompt_token_ids, output.outputs[0].token_ids
+    logits = model(torch.tensor([[*ids, *new]])).logits[0]
+    expected = logits.log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    for position, token_id in enumerate(ids[1:], 1):
+        found = output.prompt_logprobs[position]
+        assert found is not None
+        assert abs(found[token_id].logprob - float(expected[position - 1, token_id])) < 3e-4
+    assert list(new) == logits[len(ids) - 1 : -1].argmax(-1).tolist()
