@@ -204,7 +204,7 @@ class Scheduler:
         room = self._lanes.room(of_step, lane, len(running), num_waiting)
         budget = self._schedule_running(draft, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
-            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.decodes else budget, room)
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.has_decodes else budget, room)
         if self._head_rests:
             self._let_rest(draft, drafts)
         return draft
@@ -305,7 +305,7 @@ class Scheduler:
         samples = end >= request.num_tokens
         draft.add(request, start, num_tokens, samples)
         if num_tokens > 1 and start + 1 < request.num_tokens:
-            draft.num_prefill_tokens += num_tokens
+            draft.add_prompt(num_tokens)
         if end >= request.next_block_end:
             if num_tokens <= self._most_new_tokens:
                 draft.completed.append(request)

@@ -85,9 +85,10 @@ class StepDraft:
     """A step of a lane under construction.
 
     decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
-    indices in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
-    `max_prefill_tokens` where others run. completed: requests whose share of at most as many tokens as a decode
-    completes a block, which no request of this step may read: a kernel may write it while another row attends.
+    indices in `unsampled`. longer: other shares. num_prompts: shares of prompts among both, which have
+    `num_prefill_tokens` together, at most `max_prefill_tokens` where others run. completed: requests whose share of at
+    most as many tokens as a decode completes a block, which no request of this step may read: a kernel may write it
+    while another row attends.
     snapshots, head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than
     decode_tokens.
     """
@@ -99,6 +100,7 @@ class StepDraft:
     decode_starts: list[int] = field(default_factory=list)
     unsampled: list[int] = field(default_factory=list)
     longer: Shares = field(default_factory=Shares)
+    num_prompts: int = 0
     num_prefill_tokens: int = 0
     bounds: dict[Request, int] = field(default_factory=dict)
     completed: list[Request] = field(default_factory=list)
@@ -119,6 +121,16 @@ class StepDraft:
         longer.starts.append(start)
         longer.counts.append(count)
         longer.samples.append(samples)
+
+    def add_prompt(self, count: int) -> None:
+        """Count a share that was added, of `count` tokens, as a prompt's."""
+        self.num_prompts += 1
+        self.num_prefill_tokens += count
+
+    @property
+    def has_decodes(self) -> bool:
+        """Return whether a share is no prompt's."""
+        return len(self.decodes) + len(self.longer.requests) > self.num_prompts
 
     def room_for_prompts(self, budget: int) -> int:
         """The part of `budget` that prompts may still use if other requests run."""

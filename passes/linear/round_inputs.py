@@ -260,8 +260,8 @@ def _launch(
 def by_formula(
     x_TK: torch.Tensor, rounding: Rounding, static_1: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes [T, K] and scales [C, T] in plain torch."""
-    codes_TK, scales_TC = rounded_by_torch(x_TK, rounding, static_1)
+    """The codes [T, K], whose rows follow each other, and scales [C, T] in plain torch."""
+    codes_TK, scales_TC = rounded_by_torch(x_TK.contiguous(), rounding, static_1)
     return codes_TK, empty_scales(codes_TK, rounding).copy_(scales_TC.t())
 
 

@@ -101,7 +101,13 @@ class _Rank:
         """The rank's slice of a recorded value, or its part of a sum."""
         if node in self._computed:
             return self.compute(node)
-        value = self._recorded[self._sums.get(node.name) or self._originals[node.name]]
+        original = self._sums.get(node.name) or self._originals.get(node.name)
+        if original is None:
+            raise VerificationError(
+                f"pass tensor_parallel, {self._num_tokens} tokens: {node.name} has no counterpart in the undivided "
+                "graph, and is no part of a sum over ranks"
+            )
+        value = self._recorded[original]
         if is_parameter(node):
             name = source_of(node).name
             return self._shards[name].of(value, self._rank, self._num_ranks) if name in self._shards else value

@@ -69,6 +69,18 @@ class TestBudget:
             assert shares(engine.begin_step())[1:] == [("b", start, count, False)]
             engine.finish_step()
 
+    @pytest.mark.parametrize("max_tokens", [8, 3, 2])
+    def test_a_decode_with_few_drafts_bounds_prompts_too(self, max_tokens: int) -> None:
+        """The last steps of a request verify fewer drafts than others."""
+        engine = SimulatedEngine(budget=20, max_prefill_tokens=5, most_new_tokens=4, num_blocks=64)
+        engine.add("a", [1, 2], params=outputs_of(max_tokens))
+        engine.step()
+        engine.add("b", list(range(100, 130)))
+        count = min(4, max_tokens - 1)
+        assert shares(engine.begin_step()) == [("a", 2, count, True), ("b", 0, 5, False)]
+        engine.finish_step()
+        engine.run()
+
     def test_the_bound_of_prompts_grows_with_the_queue(self) -> None:
         engine = SimulatedEngine(budget=60, max_prefill_tokens=2, num_blocks=64, max_num_seqs=32)
         engine.add("a", [1])

@@ -175,6 +175,7 @@ def twice(graph: fx.Graph, result: PassResult) -> PassResult:
     [
         (MLP, no_sum),
         (EXPERTS, no_sum),
+        (LOOKED_UP, no_sum),
         (MLP, another_operation),
         (EXPERTS, another_operation),
         (MLP, twice),

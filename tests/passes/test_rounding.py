@@ -19,6 +19,7 @@ from compiled_engine.passes.framework.rounding import (
     weight_codes,
     weight_scales,
 )
+from compiled_engine.passes.linear.round_inputs import by_formula
 from compiled_engine.quantisation import Rounding
 
 LARGEST = 448.0
@@ -114,3 +115,16 @@ def test_matrices_of_experts_are_rounded_one_by_one(scheme: str) -> None:
     for expert in range(3):
         assert torch.equal(codes[expert].float(), weight_codes(weight[expert], scheme).float())
         assert torch.equal(scales[expert], weight_scales(weight[expert], scheme))
+
+
+@pytest.mark.parametrize("rounding", ["e4m3 1x*", "e4m3 1x8", "e4m3 static"])
+def test_codes_of_turned_inputs_have_rows_that_follow_each_other(rounding: str) -> None:
+    """Products read them so."""
+    x_TK = torch.randn(24, 5, generator=torch.Generator().manual_seed(0)).t()
+    static_1 = torch.full((1,), 0.5) if "static" in rounding else None
+    (found, scales), (wanted, wanted_scales) = (
+        by_formula(x, Rounding.parse(rounding), static_1) for x in (x_TK, x_TK.contiguous())
+    )
+    assert found.is_contiguous()
+    assert torch.equal(found.float(), wanted.float())
+    assert torch.equal(scales, wanted_scales)
