@@ -1,0 +1,67 @@
+"""Which slots the logits of a step's rows are computed with, from its forward or from what a graph has left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key, mixed_key
+from compiled_engine.runner.captured_steps import ADAPTERS, PaddedStep
+from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+
+HIDDEN_TD = torch.arange(10.0).view(5, 2)
+SLOTS_T = torch.tensor([3, -1, 2, 0, 1], dtype=torch.int32)
+SMALL = 4  # tokens, up to which forwards end at logits
+
+
+def model() -> ModelForward:
+    """Logits of hidden states are these, or where rows have slots these plus 100 times the slots."""
+    made = object.__new__(ModelForward)
+    made.logits = lambda hidden: hidden.clone()  # type: ignore[assignment]
+    made._adapted_logits = lambda hidden, slots: hidden + 100 * slots.view(-1, 1)  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("tokens", [slice(3), slice(1, 4), torch.tensor([4, 1])], ids=["first", "inner", "chosen"])
+def test_rows_keep_their_own_slots(tokens: Any) -> None:
+    hidden = ForwardOutput(HIDDEN_TD, is_logits=False, slots_T=SLOTS_T)
+    expected = HIDDEN_TD[tokens] + 100 * SLOTS_T[tokens].view(-1, 1)
+    assert torch.equal(model().logits_of(hidden.of_tokens(tokens)), expected)
+    plain = replace(hidden, slots_T=None)
+    assert torch.equal(model().logits_of(plain.of_tokens(tokens)), HIDDEN_TD[tokens])
+    logits = replace(hidden, is_logits=True)
+    assert torch.equal(model().logits_of(logits.of_tokens(tokens)), HIDDEN_TD[tokens])
+
+
+def step() -> PaddedStep:
+    """One whose buffers have slots of more tokens than a graph has."""
+    buffers = SimpleNamespace(adapter_slots_T=SLOTS_T)
+    of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, adapted: num_tokens <= SMALL + adapted)
+    forward: Any = SimpleNamespace(model=of_model, buffers=buffers, kv_caches=[])
+    nothing: Any = None
+    return PaddedStep(forward, nothing, nothing, 64)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_logits"),
+    [(decode_key(8, 64), True), (mixed_key(SMALL, 2, 64), True), (mixed_key(8, 2, 64), False)],
+    ids=["decodes", "few tokens", "many tokens"],
+)
+def test_what_a_graph_leaves_has_the_slots_of_its_batch(key: GraphKey, is_logits: bool) -> None:
+    plain = step().output(key, HIDDEN_TD)
+    assert (plain.is_logits, plain.slots_T) == (is_logits, None)
+    adapted = step().output(replace(key, extra=((ADAPTERS.name, 1),)), HIDDEN_TD)
+    assert adapted.is_logits == is_logits
+    assert adapted.slots_T is SLOTS_T
+    logits = model().logits_of(adapted)
+    assert torch.equal(logits, HIDDEN_TD if is_logits else HIDDEN_TD + 100 * SLOTS_T.view(-1, 1))
+
+
+def test_forwards_with_adapters_may_end_at_logits_for_other_sizes() -> None:
+    key = mixed_key(SMALL + 1, 2, 64)
+    assert not step().output(key, HIDDEN_TD).is_logits
+    assert step().output(replace(key, extra=((ADAPTERS.name, 1),)), HIDDEN_TD).is_logits
