@@ -79,8 +79,16 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         if options.load_format == "dummy":
             raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
         found = resolve_adapter_folder("merge_adapter", options.merge_adapter, options.download_dir, progress)
-        read_adapter(found)  # errors are raised before work starts
+        adapter = read_adapter(found)  # errors are raised before work starts
         model = replace(model, merged_adapter=found)
+        if model.tie_word_embeddings and adapter.parts_tied_weights:
+            if model.transformers is not None:
+                raise ValueError(
+                    f"merge_adapter is {str(found)!r}, which changes one of an embedding and an output projection that "
+                    "are tied, in a model of transformers; allowed: enable_lora, or model_impl 'textbook' if it has one"
+                )
+            model = replace(model, tie_word_embeddings=False)
+            reasons["model.tie_word_embeddings"] = "the merged adapter changes the embedding or the output projection"
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)

@@ -18,23 +18,26 @@ import torch
 from compiled_engine.config import AdapterConfig
 from compiled_engine.models.checkpoint.adapter_folder import Adapter, LowRank, match_modules, read_adapter
 from compiled_engine.parallel.shards import Shard
-from compiled_engine.passes.framework.parameter import Parameter
+from compiled_engine.passes.framework.parameter import WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, site_of
 
 # Host memory is pinned in parts of so many bytes: a part for each matrix would take most of the time of reading an
 # adapter, and while memory is pinned the driver launches nothing.
 PINNED_BYTES = 4 << 20
+# Weights are compared in parts of so many bytes, which are copied to the device.
+COMPARED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Site:
     """A linear that may be adapted, and its part of the slots: a_SRK and b_SNR at the largest rank, ranks_S.
 
-    shape: of the undivided weight [N, K]. shard: the rank's part of it.
+    shape: of the undivided weight [N, K]. shard: the rank's part of it. weight: this part; None if it is quantised.
     """
 
     shape: tuple[int, ...]
     shard: Shard | None
+    weight: torch.Tensor | None
     a_SRK: torch.Tensor
     b_SNR: torch.Tensor
     ranks_S: torch.Tensor
@@ -129,8 +132,21 @@ class AdapterSlots:
                 raise ValueError(
                     f"{adapter.path}: {module} would change {list(shape)}, but the base model's is {list(expected)}"
                 )
+        for module, base in adapter.bases.items():
+            self._check_base(f"{adapter.path}: {module}", base, self._sites[names[module]])
         memory = _HostMemory(any(site.a_SRK.is_cuda for site in self._sites.values()))
         return [self._copy_of(self._sites[names[module]], each, memory) for module, each in adapter.linears.items()]
+
+    def _check_base(self, place: str, base: torch.Tensor, site: _Site) -> None:
+        """Raise ValueError unless the weight that an adapter was trained on is the base model's."""
+        if site.weight is None:
+            raise ValueError(
+                f"{place} has the weight that it was trained on, and the base model's is quantised, so they cannot be "
+                "compared; allowed: an adapter saved with save_embedding_layers=False"
+            )
+        part = base if site.shard is None else site.shard.of(base, self._rank, self._num_ranks)
+        if not _are_close(part, site.weight):
+            raise ValueError(f"{place} was trained on another weight than the base model's; allowed: merge_adapter")
 
     def _copy_of(self, site: _Site, low_rank: LowRank, memory: _HostMemory) -> _Copy:
         a_RK, b_NR = low_rank.a_RK, low_rank.b_NR.float() * low_rank.scale
@@ -141,6 +157,16 @@ class AdapterSlots:
                 a_RK = site.shard.of(a_RK, self._rank, self._num_ranks)
         held = [memory.take(matrix.shape, site.a_SRK.dtype).copy_(matrix) for matrix in (a_RK, b_NR)]
         return _Copy(site, *held)
+
+
+def _are_close(stored: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether two weights differ by no more than rounding to 16 bits does. stored: on the host, of any dtype."""
+    rows = max(1, COMPARED_BYTES // (stored.shape[1] * stored.dtype.itemsize))
+    same = torch.ones((), dtype=torch.bool, device=weight.device)
+    for part, own in zip(stored.split(rows), weight.split(rows), strict=True):
+        moved = part.to(weight.device).float()
+        same &= torch.isclose(moved, own.float(), rtol=2**-7, atol=1e-6).all()
+    return bool(same)
 
 
 class _HostMemory:
@@ -174,6 +200,7 @@ def _sites(
             module, end = weight.name.partition(".weight")[0], start + weight.shape[0]
             rows = slice(member * config.max_lora_rank, (member + 1) * config.max_lora_rank)
             shape = weight.shape if weight.shard is None else weight.shard.whole
-            found[module] = _Site(shape, weight.shard, a_SRK[:, rows], b_SNR[:, start:end], ranks_SM[:, member])
+            own = tensors.get(weight.name) if weight.role == WEIGHT else None
+            found[module] = _Site(shape, weight.shard, own, a_SRK[:, rows], b_SNR[:, start:end], ranks_SM[:, member])
             start = end
     return found

@@ -458,7 +458,7 @@ class Runner:
         if self.captured.graphs:
             self.captured.graphs.close()
         self._kv_caches.clear()
-        self._state_rows = None
+        self._state_rows = self._adapters = None
         self.model.close()
         if self._drafter is not None:
             self._drafter.close()

@@ -22,12 +22,16 @@ from compiled_engine.models.checkpoint.safetensors_files import PICKLE_PATTERNS,
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# The modules that may be tied, as textbook models and most of transformers' name them.
+OUTPUT, EMBEDDING = "lm_head", "embed_tokens"
 # Kinds of initialisation that change the weights of the base model, which the folder does not have.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Fields of adapter_config.json that must have none of these values, since they change what an adapter computes.
 _UNSUPPORTED = ("layer_replication", "alora_invocation_tokens", "trainable_token_indices", "megatron_config")
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<matrix>[AB])(\.weight)?")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
+# Whether a bias was trained, the config says.
+_BASE, _BASE_BIAS = ".base_layer.weight", ".base_layer.bias"
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,9 @@ class LowRank:
 class Adapter:
     """The content of an adapter's folder, memory-mapped; modules by the name that the base model has for them.
 
-    whole: tensors that replace those of the base model, by their names (modules_to_save). digest: of both files.
-    transposed: the base model stores these linears as [K, N] (fan_in_fan_out).
+    whole: tensors that replace those of the base model, by their names (modules_to_save). bases: by module, the weight
+    that the matrices of an embedding or of the output projection were trained on, which PEFT saves with them. digest:
+    of both files. transposed: the base model stores these linears as [K, N] (fan_in_fan_out).
     """
 
     path: Path
@@ -60,12 +65,19 @@ class Adapter:
     linears: Mapping[str, LowRank]
     embeddings: Mapping[str, LowRank] = field(default_factory=dict)
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    bases: Mapping[str, torch.Tensor] = field(default_factory=dict)
     transposed: bool = False
 
     @property
     def rank(self) -> int:
         """The largest rank."""
         return max((each.rank for each in self.linears.values()), default=0)
+
+    @property
+    def parts_tied_weights(self) -> bool:
+        """Return whether an output projection that was tied to the embedding differs from it with the adapter."""
+        names = (*self.linears, *self.embeddings, *(name.removesuffix(".weight") for name in self.whole))
+        return any(name.rpartition(".")[2] in (OUTPUT, EMBEDDING) for name in names)
 
     def merged_only(self) -> str | None:
         """Return why the adapter can only be merged into the base model; None if it can be applied to requests."""
@@ -111,6 +123,7 @@ def read_adapter(folder: Path) -> Adapter:
     low_rank: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
     magnitudes: dict[str, torch.Tensor] = {}
     whole: dict[str, torch.Tensor] = {}
+    bases: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix(PREFIX)
         if (match := _LOW_RANK.fullmatch(name)) is not None:
@@ -118,10 +131,14 @@ def read_adapter(folder: Path) -> Adapter:
             low_rank.setdefault(key, {})[match["matrix"]] = tensor
         elif (match := _MAGNITUDE.fullmatch(name)) is not None:
             magnitudes[match["module"]] = tensor
+        elif name.endswith(_BASE):
+            bases[name.removesuffix(_BASE)] = tensor
+        elif name.endswith(_BASE_BIAS):
+            continue
         elif ".lora_" in name or name.endswith(".bias"):
             raise ValueError(f"{folder}: {full_name} is not supported; allowed: matrices lora_A and lora_B, bias none")
         else:
-            whole[name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")] = tensor
+            whole[name.replace(".modules_to_save.", ".")] = tensor
     found: tuple[dict[str, LowRank], dict[str, LowRank]] = {}, {}
     for (module, is_embedding), matrices in low_rank.items():
         made = _low_rank(folder, fields, module, matrices, magnitudes.pop(module, None))
@@ -131,8 +148,10 @@ def read_adapter(folder: Path) -> Adapter:
     if not low_rank and not whole:
         raise ValueError(f"{folder / WEIGHTS_FILE} holds no tensors of an adapter")
     linears, embeddings = found
+    for module, base in bases.items():
+        _check_base(f"{folder}: {module}", base, linears.get(module), embeddings.get(module))
     transposed = fields.boolean("fan_in_fan_out", False)
-    return Adapter(folder, digest_of(folder), linears, embeddings, whole, transposed)
+    return Adapter(folder, digest_of(folder), linears, embeddings, whole, bases, transposed)
 
 
 def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
@@ -203,6 +222,15 @@ def _low_rank(
     alpha = fields.number("lora_alpha", 8) if alpha is None else alpha
     scale = alpha / (math.sqrt(rank) if fields.boolean("use_rslora", False) else rank)
     return LowRank(a_RK, b_NR, scale, None if magnitude_N is None else magnitude_N.reshape(-1))
+
+
+def _check_base(place: str, base: torch.Tensor, linear: LowRank | None, embedding: LowRank | None) -> None:
+    changed = linear or embedding
+    if changed is None:
+        raise ValueError(f"{place} has a base layer, but no lora_A and lora_B")
+    shape = [changed.b_NR.shape[0], changed.a_RK.shape[1]]
+    if list(base.shape) != (shape if linear else shape[::-1]):
+        raise ValueError(f"{place} was trained on a weight {list(base.shape)}, but its matrices are of {shape}")
 
 
 def _by_pattern(patterns: JsonFields, module: str) -> float | None:

@@ -10,23 +10,27 @@ from collections.abc import Mapping
 
 import torch
 
-from compiled_engine.models.checkpoint.adapter_folder import Adapter, LowRank, match_modules
+from compiled_engine.models.checkpoint.adapter_folder import EMBEDDING, OUTPUT, Adapter, LowRank, match_modules
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
 
 
 def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors, by name, with the adapter merged. dtype: of the model.
 
-    Raises ValueError for modules that the checkpoint does not have, of other shapes or with quantised weights.
+    An output projection that is tied to the embedding has a tensor of its own in the result if the adapter changes
+    either. Raises ValueError for modules that the checkpoint does not have, of other shapes or with quantised weights.
     """
     merged = dict(tensors)
-    for name, tensor in adapter.whole.items():
-        place = name if name in tensors else name.replace("language_model.", "")
-        if place in tensors and tensors[place].shape != tensor.shape:
-            raise _misfit(adapter, name, tensor, tensors[place])
-        if place not in tensors and not name.startswith("lm_head."):
+    if f"{OUTPUT}.weight" not in tensors and adapter.parts_tied_weights:
+        merged |= {f"{OUTPUT}.weight": t for name, t in tensors.items() if name.endswith(f"{EMBEDDING}.weight")}
+    replaced = {**adapter.whole, **{f"{module}.weight": tensor for module, tensor in adapter.bases.items()}}
+    for name, tensor in replaced.items():
+        place = name if name in merged else name.replace("language_model.", "")
+        if place not in merged:
             raise ValueError(f"{adapter.path}: the base model has no tensor {name}")
-        merged[place] = tensor  # an output projection may be tied to the embedding in the base alone
+        if merged[place].shape != tensor.shape:
+            raise _misfit(adapter, name, tensor, merged[place])
+        merged[place] = tensor
     known = {name.removesuffix(".weight") for name in merged if name.endswith(".weight")}
     names = match_modules(adapter, known)
     for module, low_rank in (*adapter.linears.items(), *adapter.embeddings.items()):

@@ -139,11 +139,19 @@ def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, mo
 def test_what_is_no_adapter_for_the_engine_is_refused_in_one_line(adapted: Adapted, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=2, hidden_size=64)
     deeper = make_checkpoint(tmp_path / "deeper", "qwen3", num_hidden_layers=3)
+    longer = make_checkpoint(tmp_path / "longer", "qwen3", num_hidden_layers=2, vocab_size=140)
+    trained = make_checkpoint(tmp_path / "trained", "qwen3", num_hidden_layers=2, seed=1)
     refused = {
         r"rank 65; allowed: up to max_lora_rank, 64": make_adapter(tmp_path / "a", adapted.model, 65),
         r"it uses DoRA .*allowed: merge_adapter": make_adapter(tmp_path / "b", adapted.model, use_dora=True),
         r"has no linear model.layers.2.mlp.up_proj": make_adapter(tmp_path / "c", deeper, targets=("2.mlp.up_proj",)),
         r"would change \[\d+, 64\], but the base model's is": make_adapter(tmp_path / "d", other, targets=("q_proj",)),
+        r"lm_head was trained on another weight than the base model's; allowed: merge_adapter": make_adapter(
+            tmp_path / "e", trained, targets=("lm_head",)
+        ),
+        r"lm_head would change \[140, \d+\], but the base model's is": make_adapter(
+            tmp_path / "f", longer, targets=("lm_head",)
+        ),
         r"is no folder": tmp_path / "missing",
     }
     for message, folder in refused.items():

@@ -15,6 +15,7 @@ from checkpoints import load_checkpoint, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.models.checkpoint.adapter_folder import digest_of, read_adapter, stamp
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
@@ -42,7 +43,8 @@ def merged_logits(base: Path, adapter: Path, tmp_path: Path) -> torch.Tensor:
     folder.mkdir()
     merged = merge(read_adapter(adapter), map_tensors(base), torch.float32)
     save_file({name: tensor.contiguous() for name, tensor in merged.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text((base / "config.json").read_text())
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": "lm_head.weight" not in merged}
+    (folder / "config.json").write_text(json.dumps(config))
     logits: torch.Tensor = load_checkpoint(folder, torch.float32)(torch.tensor([IDS])).logits[0]
     return logits.detach()
 
@@ -111,23 +113,64 @@ def test_a_pattern_is_a_regular_expression_for_the_end_of_a_module(
     assert {name for name, scale in scales.items() if scale == 4.0} == named
 
 
-def test_whole_tensors_and_embeddings_are_merged(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tied")
+    make_checkpoint(path, "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    return path
+
+
+def saved_by_peft(base: Path, folder: Path, seed: int = 0, **config: Any) -> torch.Tensor:
+    """Write an adapter with random values; its logits by PEFT."""
     peft = pytest.importorskip("peft")
-    path, _ = base
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
-    adapted = peft.get_peft_model(load_checkpoint(path, torch.float32), config).eval()
-    generator = torch.Generator().manual_seed(0)
+    config = {"r": 4, "target_modules": ["q_proj"]} | config
+    adapted = peft.get_peft_model(load_checkpoint(base, torch.float32), peft.LoraConfig(**config)).eval()
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
                 parameter.normal_(0, 0.3, generator=generator)
-    adapted.save_pretrained(tmp_path / "adapter")
-    read = read_adapter(tmp_path / "adapter")
-    assert list(read.embeddings) == ["model.embed_tokens"]
-    assert "lm_head.weight" in read.whole
-    expected = adapted(torch.tensor([IDS])).logits[0].detach()
+    adapted.save_pretrained(folder)
+    logits: torch.Tensor = adapted(torch.tensor([IDS])).logits[0]
+    return logits.detach()
+
+
+OUTPUT_AND_EMBEDDING: dict[str, dict[str, Any]] = {
+    "matrices of the output projection": {"target_modules": ["q_proj", "lm_head"]},
+    "matrices of the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "a whole output projection": {"modules_to_save": ["lm_head"]},
+    "a whole embedding": {"modules_to_save": ["embed_tokens"]},
+    "an embedding and a whole output projection": {
+        "target_modules": ["q_proj", "embed_tokens"],
+        "modules_to_save": ["lm_head"],
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("what", OUTPUT_AND_EMBEDDING)
+def test_output_projection_and_embedding_are_merged_each_for_itself(
+    what: str, is_tied: bool, base: tuple[Path, torch.nn.Module], tied: Path, tmp_path: Path
+) -> None:
+    """Where they are tied in the base model, too: PEFT's matrices and tensors belong to one of them."""
+    path = tied if is_tied else base[0]
+    expected = saved_by_peft(path, tmp_path / "adapter", **OUTPUT_AND_EMBEDDING[what])
+    assert ("lm_head.weight" in map_tensors(path)) != is_tied
+    assert (load_checkpoint(path, torch.float32)(torch.tensor([IDS])).logits[0] - expected).abs().max() > 0.1
     found = merged_logits(path, tmp_path / "adapter", tmp_path)
     torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+
+
+def test_engine_unties_what_a_merged_adapter_parts(tied: Path, tmp_path: Path) -> None:
+    logits = saved_by_peft(tied, tmp_path / "adapter", modules_to_save=["embed_tokens", "lm_head"])
+    options: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 64}
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    with LLM(tied, merge_adapter=tmp_path / "adapter", mode="eager", **options) as llm:
+        (output,) = llm.generate({"prompt_token_ids": IDS}, params)
+    assert_prompt_has(output, logits.log_softmax(-1))
+    with pytest.raises(ValueError, match=r"are tied, in a model of transformers; allowed: enable_lora, or model_impl"):
+        LLM(tied, merge_adapter=tmp_path / "adapter", model_impl="transformers", **options)
 
 
 def test_engine_merges_while_it_loads(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
@@ -137,12 +180,17 @@ def test_engine_merges_while_it_loads(base: tuple[Path, torch.nn.Module], tmp_pa
     options: dict[str, Any] = {"mode": "eager", "device": "cpu", "progress": False, "max_model_len": 64}
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(path, merge_adapter=adapter, **options) as llm:
-        logprobs = llm.generate({"prompt_token_ids": IDS}, params)[0].prompt_logprobs
-    assert logprobs is not None
+        (output,) = llm.generate({"prompt_token_ids": IDS}, params)
+    assert_prompt_has(output, expected)
+
+
+def assert_prompt_has(output: RequestOutput, expected_TV: torch.Tensor) -> None:
+    """Log-probabilities of the prompt."""
+    assert output.prompt_logprobs is not None
     for position, token_id in enumerate(IDS[1:], 1):
-        found = logprobs[position]
+        found = output.prompt_logprobs[position]
         assert found is not None
-        assert abs(found[token_id].logprob - float(expected[position - 1, token_id])) < 3e-4
+        assert abs(found[token_id].logprob - float(expected_TV[position - 1, token_id])) < 3e-4
 
 
 def _without_b(folder: Path) -> None:
@@ -153,6 +201,14 @@ def _without_b(folder: Path) -> None:
 
 def _pickled(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+def _base_of(module: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        base = {f"base_model.model.{module}.base_layer.weight": torch.ones(4, 4)}
+        save_file(load_file(folder / WEIGHTS) | base, folder / WEIGHTS)
+
+    return change
 
 
 def _set(**fields: Any) -> Callable[[Path], None]:
@@ -184,6 +240,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "shape": (_wider, r"allowed: \[r, K\] and \[N, r\]"),
     "bias": (_set(bias="all"), r"bias must be 'none', got 'all'"),
     "pissa": (_set(init_lora_weights="pissa_niter_4"), r"init_lora_weights must be one that keeps the base weights"),
+    "another base": (_base_of(Q), r"q_proj was trained on a weight \[4, 4\], but its matrices are of \[112, 56\]"),
+    "a base alone": (_base_of("model.norm"), r"model.norm has a base layer, but no lora_A and lora_B"),
     "another method": (_set(peft_type="IA3"), r"peft_type must be LORA; IA3 is not supported"),
     "alpha": (_set(lora_alpha=-1), r"lora_alpha must be a number above 0"),
     "magnitude alone": (_with_magnitude("lm_head", 4), r"lm_head has a magnitude, but no lora_A and lora_B"),

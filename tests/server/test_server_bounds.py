@@ -61,8 +61,8 @@ def nested(depth: int) -> list[Any]:
 # Path and body, then the status, and the field that an error names.
 TRIED: dict[str, tuple[tuple[str, Any], int, str | None]] = {
     "a prompt as long as a body": (completion(prompt=text(LIMITS.max_body_bytes * 9 // 10)), 400, "prompt"),
-    "a long prompt of which the end is taken": (completion(prompt=text(2 << 20), truncate_prompt_tokens=9), 200, None),
-    "a long text to tokenise": (("/tokenize", {"prompt": text(4 << 20)}), 200, None),
+    "a long prompt of which the end is taken": (completion(prompt=text(1 << 20), truncate_prompt_tokens=9), 200, None),
+    "a long text to tokenise": (("/tokenize", {"prompt": text(1 << 20)}), 200, None),
     "as many token ids as values": (completion(prompt=[5] * (LIMITS.max_json_values - 3)), 400, "prompt"),
     "as many prompts as arrays": (completion(prompt=[[5]] * (MOST_CONTAINERS - 2)), 400, "prompt"),
     "more arrays": (completion(prompt=[[5]] * (LIMITS.max_json_values // 2)), 400, None),

@@ -49,7 +49,8 @@ def make_adapter(
 ) -> Path:
     """Write an adapter of the linears of `model` whose names end in `targets`; return its folder.
 
-    ranks: of linears with these endings. size: of its changes, relative to the weights'. config: further fields.
+    ranks: of linears with these endings. size: of its changes, relative to the weights'. config: further fields. The
+    weight of an output projection that is adapted is there too, as PEFT saves it.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -63,6 +64,8 @@ def make_adapter(
         b_NR = torch.randn(rows, r, generator=generator) * scale
         prefix = f"base_model.model.{name}"
         tensors |= {f"{prefix}.lora_A.weight": a_RK.to(dtype), f"{prefix}.lora_B.weight": b_NR.to(dtype)}
+        if name == "lm_head":
+            tensors[f"{prefix}.base_layer.weight"] = module.weight.detach().to(dtype, copy=True)
         if config.get("use_dora"):
             tensors[f"{prefix}.lora_magnitude_vector"] = 0.5 + torch.rand(rows, generator=generator).to(dtype)
     path.mkdir(parents=True, exist_ok=True)
