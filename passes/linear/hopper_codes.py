@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
-from compiled_engine.passes.linear.hopper_linear import multiprocessors, rows_for_boxes
+from compiled_engine.passes.linear.hopper_linear import layout_of_boxes, multiprocessors, rows_for_boxes
 from compiled_engine.passes.linear.quantised_product import Scaling
 from compiled_engine.quantisation import LinearScheme
 
@@ -92,12 +92,12 @@ def hopper_codes(
     num_rows, rows = codes_NK.shape[0], tiles.rows
     outputs = num_rows // 2 if gated else num_rows
     written = rows // 2 if gated else rows
-    block, shared = ring.BLOCK.value, ring.shared_layout(8, 2)
+    block, shared = ring.BLOCK.value, layout_of_boxes(8, 2)
     out_TM = torch.empty((num_tokens, outputs), dtype=dtype, device=x_TK.device)
     if gated:
         shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
         box = [written // block, 2, block, COLUMNS]
-        weight = TensorDescriptor(codes_NK, shape, strides, box, ring.shared_layout(8, 4))
+        weight = TensorDescriptor(codes_NK, shape, strides, box, layout_of_boxes(8, 4))
     else:
         weight = TensorDescriptor(codes_NK, [num_rows, k], [k, 1], [rows, COLUMNS], shared)
     tokens = TensorDescriptor(x_TK, [num_tokens, k], [x_TK.stride(0), 1], [tiles.tokens, COLUMNS], shared)

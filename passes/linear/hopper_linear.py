@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -31,6 +32,23 @@ def rows_for_boxes(x_TK: torch.Tensor) -> torch.Tensor:
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def layout_of_boxes(bits: int, rank: int) -> Any:
+    """Return the layout in shared memory of boxes of elements of so many bits: the kernels' own, kept here, since
+    making one takes the host as long as a launch."""
+    from compiled_engine.kernels.hopper_linear_kernel import shared_layout
+
+    return shared_layout(bits, rank)
+
+
+@cache
+def columns_of_boxes(bits: int) -> int:
+    """Return the columns of a box."""
+    from compiled_engine.kernels.hopper_linear_kernel import step_of
+
+    return int(step_of(bits))
 
 
 # A launch takes the tiles measured for the smallest of these not below its number of tokens. Beyond, the library is
@@ -106,16 +124,16 @@ def hopper_linear(
     outputs = num_rows // 2 if gated else num_rows
     out_TM = torch.empty((num_tokens, outputs), dtype=dtype or x_TK.dtype, device=x_TK.device)
     bits = 8 * x_TK.element_size()
-    rows, step, block = ring.ROWS.value, ring.step_of(bits), ring.BLOCK.value
+    rows, step, block = ring.ROWS.value, columns_of_boxes(bits), ring.BLOCK.value
     parts, boxes = tiles.parts, tiles.parts * tiles.products
-    parts_shared = ring.shared_layout(bits, 3)
+    parts_shared = layout_of_boxes(bits, 3)
     if gated:
         weight = TensorDescriptor(
             weight_NK,
             [boxes, outputs // block, 2, block, k],
             [step, block * k, outputs * k, k, 1],
             [boxes, ring.BLOCKS.value // parts, 2, block, step],
-            ring.shared_layout(bits, 5),
+            layout_of_boxes(bits, 5),
         )
     else:
         weight = TensorDescriptor(

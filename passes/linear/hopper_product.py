@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
-from compiled_engine.passes.linear.hopper_linear import hopper_profile, multiprocessors, rows_for_boxes
+from compiled_engine.passes.linear.hopper_linear import (
+    columns_of_boxes,
+    hopper_profile,
+    layout_of_boxes,
+    multiprocessors,
+    rows_for_boxes,
+)
 from compiled_engine.passes.linear.quantised_product import Scaling
 
 # Tiles are measured for the fewest and for the most tokens of a bucket. Buckets end at these numbers and at MANY; the
@@ -113,13 +119,11 @@ def hopper_product(
     num_rows = weight_NK.shape[0]
     outputs, rows = (num_rows // 2, tiles.rows // 2) if gated else (num_rows, tiles.rows)
     bits = 8 * x_TK.element_size()
-    block, step, shared = ring.BLOCK.value, ring.step_of(bits), ring.shared_layout(bits, 2)
+    block, step, shared = ring.BLOCK.value, columns_of_boxes(bits), layout_of_boxes(bits, 2)
     out_TM = torch.empty((num_tokens, outputs), dtype=dtype or x_TK.dtype, device=x_TK.device)
     if gated:
         shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
-        weight = TensorDescriptor(
-            weight_NK, shape, strides, [rows // block, 2, block, step], ring.shared_layout(bits, 4)
-        )
+        weight = TensorDescriptor(weight_NK, shape, strides, [rows // block, 2, block, step], layout_of_boxes(bits, 4))
     else:
         weight = TensorDescriptor(weight_NK, [num_rows, k], [k, 1], [rows, step], shared)
     parts = (*tiles.parts, 0, 0)[:3]
