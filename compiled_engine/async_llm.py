@@ -366,8 +366,10 @@ class AsyncLLM:
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        reads = lora_request is not None and not self._parts.inputs.adapters.has_read(lora_request)
-        prepared = await self._prepared(size, prepare, apart=structured or reads)
+        adapters = self._parts.inputs.adapters
+        if lora_request is not None and not adapters.has_read(lora_request):
+            await asyncio.to_thread(adapters.find, lora_request)  # may take long: a thread of its own
+        prepared = await self._prepared(size, prepare, apart=structured)
         if (adapter := prepared.engine_requests[0].adapter) is not None:
             await self._load_adapter(adapter)
         if structured:
