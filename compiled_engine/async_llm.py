@@ -111,7 +111,7 @@ class AsyncLLM:
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
         self._draining = False
         self._has_vocabulary = False  # the core, of the tokenizer
-        self._loaded_adapters: set[str] = set()  # that the core has taken, by digest
+        self._loaded_adapters: set[str] = set()  # that the core has, as far as is known, by digest
 
     def generate(
         self,
@@ -254,9 +254,10 @@ class AsyncLLM:
             await self._client.call("begin_load_adapter", path=adapter.path, digest=adapter.digest)
             while not await self._client.call("has_read_adapter", digest=adapter.digest):
                 await asyncio.sleep(_ADAPTER_POLL_S)
-            await self._client.call("load_adapter", path=adapter.path, digest=adapter.digest)
+            dropped = await self._client.call("load_adapter", path=adapter.path, digest=adapter.digest)
         except ControlError as error:
             raise ValueError(f"lora_request {adapter.name!r}: {error}") from error
+        self._loaded_adapters.difference_update(dropped)
         self._loaded_adapters.add(adapter.digest)
 
     async def abort(self, request_id: str) -> None:

@@ -175,6 +175,38 @@ def test_adapters_that_are_read_delay_no_other_request(
     assert sorted(ended[3:]) == [*["reading"] * 3, *(request.lora_name for request in slow)]
 
 
+def test_an_adapter_that_was_dropped_is_read_again_beside_steps(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, ended = threading.Event(), list[str]()
+
+    def read_slowly(path: Path) -> Adapter:
+        may_read.wait(5)
+        ended.append("reading")
+        return read_adapter(path)
+
+    async def complete(engine: AsyncLLM, name: str | None) -> None:
+        request = adapted.request(name)
+        async for _ in engine.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=request):
+            pass
+        ended.append(name or "no adapter")
+
+    async def serve() -> None:
+        engine = AsyncLLM(adapted.base, core="in_process", **OPTIONS)
+        for name in WAYS:  # more than there are copies of in host memory
+            await complete(engine, name)
+        monkeypatch.setattr(adapter_slots, "read_adapter", read_slowly)
+        first = asyncio.create_task(complete(engine, "rank 1"))
+        await asyncio.sleep(0.2)
+        await complete(engine, None)
+        may_read.set()
+        await first
+        await engine.shutdown()
+
+    asyncio.run(serve())
+    assert ended == [*WAYS, "no adapter", "reading", "rank 1"]
+
+
 def test_what_is_no_adapter_for_the_engine_is_refused_in_one_line(adapted: Adapted, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=2, hidden_size=64)
     deeper = make_checkpoint(tmp_path / "deeper", "qwen3", num_hidden_layers=3)
