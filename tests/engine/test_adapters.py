@@ -139,6 +139,21 @@ def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, mo
     assert_is_of(merged(adapted.base, folder), output[0])
 
 
+def test_few_adapters_are_kept_that_were_read_and_never_loaded(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when requests are cancelled while their adapters are read."""
+    core, read = adapted.llm.core, list[Path]()
+    monkeypatch.setattr(adapter_slots, "read_adapter", lambda path: (read.append(path), read_adapter(path))[1])
+    folders = [make_adapter(tmp_path / str(seed), adapted.model, 2, seed=20 + seed) for seed in range(5)]
+    for folder in folders:
+        core.begin_load_adapter(str(folder), digest_of(folder))
+        wait_until(lambda folder=folder: core.has_read_adapter(digest_of(folder)))
+    for folder in (folders[-1], folders[0]):
+        core.load_adapter(str(folder), digest_of(folder))
+    assert read == [*folders, folders[0]]
+
+
 def test_adapters_that_are_read_delay_no_other_request(
     adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
