@@ -111,7 +111,7 @@ class AsyncLLM:
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
         self._draining = False
         self._has_vocabulary = False  # the core, of the tokenizer
-        self._loaded_adapters: set[str] = set()  # that the core has taken, by digest
+        self._loaded_adapters: set[str] = set()  # that the core has, as far as is known, by digest
 
     def generate(
         self,
@@ -254,9 +254,10 @@ class AsyncLLM:
             await self._client.call("begin_load_adapter", path=adapter.path, digest=adapter.digest)
             while not await self._client.call("has_read_adapter", digest=adapter.digest):
                 await asyncio.sleep(_ADAPTER_POLL_S)
-            await self._client.call("load_adapter", path=adapter.path, digest=adapter.digest)
+            dropped = await self._client.call("load_adapter", path=adapter.path, digest=adapter.digest)
         except ControlError as error:
             raise ValueError(f"lora_request {adapter.name!r}: {error}") from error
+        self._loaded_adapters.difference_update(dropped)
         self._loaded_adapters.add(adapter.digest)
 
     async def abort(self, request_id: str) -> None:
@@ -366,8 +367,10 @@ class AsyncLLM:
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        reads = lora_request is not None and not self._parts.inputs.adapters.has_read(lora_request)
-        prepared = await self._prepared(size, prepare, apart=structured or reads)
+        adapters = self._parts.inputs.adapters
+        if lora_request is not None and not adapters.has_read(lora_request):
+            await asyncio.to_thread(adapters.find, lora_request)  # may take long: a thread of its own
+        prepared = await self._prepared(size, prepare, apart=structured)
         if (adapter := prepared.engine_requests[0].adapter) is not None:
             await self._load_adapter(adapter)
         if structured:

@@ -227,18 +227,22 @@ class EngineCore:
             return True
         return all(self.executor.call(ControlCall("has_read_adapter", {"digest": digest})))
 
-    def load_adapter(self, path: str, digest: str) -> None:
-        """Have the ranks read an adapter into host memory, unless they have it. Raises ControlError if it does not fit.
+    def load_adapter(self, path: str, digest: str) -> list[str]:
+        """Have the ranks read an adapter into host memory, unless they have it; return those that were dropped for it.
+        Raises ControlError if it does not fit.
 
         digest: of its files, which must be those in the folder.
         """
         if self.config.adapters is None:
             raise ControlError("enable_lora is False, so there are no adapters; allowed: True")
         adapters = self._scheduler.adapters
-        if not adapters.is_loaded(digest):
-            self.executor.call(ControlCall("load_adapter", {"path": path, "digest": digest}))
-            for dropped in adapters.loaded(digest):
-                self.executor.call(ControlCall("drop_adapter", {"digest": dropped}))
+        if adapters.is_loaded(digest):
+            return []
+        self.executor.call(ControlCall("load_adapter", {"path": path, "digest": digest}))
+        dropped = adapters.loaded(digest)
+        for each in dropped:
+            self.executor.call(ControlCall("drop_adapter", {"digest": each}))
+        return dropped
 
     def unload_adapter(self, digest: str) -> None:
         """Drop an adapter now if no request uses it, otherwise once others need its place."""

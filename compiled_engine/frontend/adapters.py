@@ -39,6 +39,8 @@ class LoRARequest:
             raise TypeError(f"lora_name and lora_path must be text, got {self.lora_name!r} and {self.lora_path!r}")
         if not self.lora_name:
             raise ValueError("lora_name must not be empty")
+        if "\0" in str(self.lora_path):
+            raise ValueError(f"lora_path must have no null character, got {str(self.lora_path)!r}")
         if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
             raise ValueError(f"lora_int_id must be an integer of at least 1, got {self.lora_int_id!r}")
 
@@ -51,7 +53,7 @@ class AdapterFinder:
 
     def __init__(self, config: AdapterConfig | None) -> None:
         self._config = config
-        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}  # by path: who reads one adapter delays no request with another
         self._folders: dict[str, Path] = {}
         self._digests: dict[Path, tuple[object, str]] = {}
 
@@ -67,8 +69,8 @@ class AdapterFinder:
 
         if self._config is None:
             raise ValueError(f"lora_request is {request.lora_name!r}, but enable_lora is False; allowed: None")
-        with self._lock:
-            named = str(request.lora_path)
+        named = str(request.lora_path)
+        with self._locks.setdefault(named, threading.Lock()):
             folder = self._folders.get(named)
             if folder is None:
                 found = resolve_adapter_folder("lora_path", request.lora_path, None, SilentProgress())

@@ -130,8 +130,9 @@ class Replicas:
         """Have all replicas apply a call, and wait; return the first one's result. Raises ControlError if one of them
         does, or does not answer in time.
 
-        metrics: totals, and under "replicas" some figures of each. Figures that do not add up, such as stages of the
-        start, are the first replica's. A replica that does not answer in time contributes its last figures.
+        has_read_adapter: whether all have. load_adapter: the adapters that any has dropped. metrics: totals, and under
+        "replicas" some figures of each. Figures that do not add up, such as stages of the start, are the first
+        replica's. A replica that does not answer in time contributes its last figures.
         """
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
@@ -144,6 +145,11 @@ class Replicas:
             return self._metrics(answers)
         if call.name == "reset_prefix_cache":
             self._router.forget_prefixes()
+        values = [answer.value for answer in answers.values()]
+        if call.name == "has_read_adapter":
+            return all(values)
+        if call.name == "load_adapter":
+            return sorted(set().union(*values))
         return answers[min(answers)].value
 
     def _metrics(self, answers: Mapping[int, Answered]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class AdapterSlots:
     def begin_load(self, path: str, digest: str) -> None:
         """Have a thread read an adapter that `load` will be called for; nothing if it is there or being read."""
         if digest not in self._copies and digest not in self._reading:
+            self._forget_unclaimed()
             reading = self._reading[digest] = Future()
             threading.Thread(target=self._read_for, args=(reading, path, digest), daemon=True).start()
 
@@ -106,6 +107,13 @@ class AdapterSlots:
             copy.site.a_SRK[slot, :rank].copy_(copy.a_RK, non_blocking=True)
             copy.site.b_SNR[slot, :, :rank].copy_(copy.b_NR, non_blocking=True)
             copy.site.ranks_S[slot] = rank
+
+    def _forget_unclaimed(self) -> None:
+        """Forget what was read first of more than max_cpu_loras adapters that no `load` has taken: whoever named them
+        may have gone."""
+        read = [digest for digest, reading in self._reading.items() if reading.done()]
+        for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
+            del self._reading[digest]
 
     def _read_for(self, reading: Future[list[_Copy]], path: str, digest: str) -> None:
         try:

@@ -117,7 +117,10 @@ async def unload_adapter(request: Request) -> Response:
 
 def _is_allowed(path: Path, options: ServerOptions) -> bool:
     """Links are followed first, so none leads out of the allowed folders."""
-    resolved = path.resolve()
+    try:
+        resolved = path.resolve()
+    except (ValueError, OSError, RuntimeError):  # a null character, or links in a circle
+        return False
     return any(resolved.is_relative_to(Path(folder).resolve()) for folder in options.allowed_lora_folder)
 
 

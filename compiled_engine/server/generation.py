@@ -33,20 +33,21 @@ async def generate(
     priority: int = 0,
     field: str = "prompt",
     salt: str | None = None,
-    model: str = "",
+    model: str | None = None,
 ) -> Outputs:
     """Each output with the index of its prompt. Closing it ends what has not ended. field: where the prompts are from.
     salt: only requests that have the same one share what the prefix cache holds. model: the name of the model, or of an
     adapter.
 
-    Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do, 500 if the engine fails.
+    Raises ApiError: 400 for what the engine refuses, 404 if the adapter was unloaded while the request was prepared,
+    503 if there is too much to do, 500 if the engine fails.
     """
     completions, most = len(prompts) * params.n, serving.options.limits.max_completions
     if completions > most:
         raise bad_request("n", f"n times the number of prompts must be at most {most}, got {completions}")
     _check_logprobs(serving, prompts, params)
+    adapter = serving.adapter(model)
     with serving.admission.admit(completions):
-        adapter = serving.adapters.get(model)
         streams = [
             _of_prompt(serving, salted(prompt, salt), params, output, priority, field, adapter) for prompt in prompts
         ]

@@ -148,6 +148,11 @@ class Serving:
             param="model", code="model_not_found",
         )  # fmt: skip
 
+    def adapter(self, requested: str | None) -> LoRARequest | None:
+        """Return the adapter that a request names; None for the model. Raises ApiError 404 as `model` does, so also for
+        an adapter that was unloaded after `model` had found it."""
+        return self.adapters.get(self.model(requested))
+
     def check_text(self, text: str, params: SamplingParams, field: str) -> None:
         """Raise ApiError 400 for a text of the field that is found to be too long without tokenising it."""
         try:

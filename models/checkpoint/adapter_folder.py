@@ -236,7 +236,12 @@ def _check_base(place: str, base: torch.Tensor, linear: LowRank | None, embeddin
 def _by_pattern(patterns: JsonFields, module: str) -> float | None:
     """The value of the first pattern that matches the end of a module's name, as PEFT finds it."""
     for pattern in patterns.values:
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            matched = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            why = f"must have regular expressions as its names, got {pattern!r}: {error.msg}"
+            raise ValueError(f"{patterns.source} {why}") from error
+        if matched:
             return patterns.number(pattern)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ from checkpoints import make_checkpoint
 from left_over import wait_until
 from torch import nn
 
-from compiled_engine import LLM, LoRARequest, SamplingParams
+from compiled_engine import LLM, LoRARequest, SamplingParams, async_llm
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.models.checkpoint.adapter_folder import digest_of, read_adapter
+from compiled_engine.models.checkpoint import adapter_folder
+from compiled_engine.models.checkpoint.adapter_folder import Adapter, digest_of, read_adapter
 from compiled_engine.runner import adapter_slots
 
 PROMPTS = [[3, 99, 5, 27, 64, 8, 120, 41], [7] * 20, list(range(1, 34)), [11, 12], [90, 2, 90, 2, 90], [55]]
@@ -134,6 +137,89 @@ def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, mo
     assert adapted.llm.metrics()["adapter_loads"] == loads + 1
     output = adapted.llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=LoRARequest("read", 5, folder))
     assert_is_of(merged(adapted.base, folder), output[0])
+
+
+def test_few_adapters_are_kept_that_were_read_and_never_loaded(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when requests are cancelled while their adapters are read."""
+    core, read = adapted.llm.core, list[Path]()
+    monkeypatch.setattr(adapter_slots, "read_adapter", lambda path: (read.append(path), read_adapter(path))[1])
+    folders = [make_adapter(tmp_path / str(seed), adapted.model, 2, seed=20 + seed) for seed in range(5)]
+    for folder in folders:
+        core.begin_load_adapter(str(folder), digest_of(folder))
+        wait_until(lambda folder=folder: core.has_read_adapter(digest_of(folder)))
+    for folder in (folders[-1], folders[0]):
+        core.load_adapter(str(folder), digest_of(folder))
+    assert read == [*folders, folders[0]]
+
+
+def test_adapters_that_are_read_delay_no_other_request(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt that is prepared in a thread, as long ones are, or with an adapter that has been read."""
+    may_read, ended = threading.Event(), list[str]()
+    slow = [LoRARequest(f"slow {i}", 6 + i, make_adapter(tmp_path / f"{i}", adapted.model, 2)) for i in range(3)]
+
+    def read_slowly(path: Path) -> Adapter:
+        if path.parent == tmp_path:
+            may_read.wait(5)
+            ended.append("reading")
+        return read_adapter(path)
+
+    async def complete(engine: AsyncLLM, request: LoRARequest | None) -> None:
+        async for _ in engine.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=request):
+            pass
+        ended.append("no adapter" if request is None else request.lora_name)
+
+    async def serve() -> None:
+        engine = AsyncLLM(adapted.base, core="in_process", **OPTIONS)
+        await complete(engine, adapted.request("rank 1"))
+        monkeypatch.setattr(adapter_folder, "read_adapter", read_slowly)
+        monkeypatch.setattr(async_llm, "LONG_TEXT", 0)
+        waiting = [asyncio.create_task(complete(engine, request)) for request in slow]
+        await asyncio.sleep(0.2)
+        await complete(engine, None)
+        await complete(engine, adapted.request("rank 1"))
+        may_read.set()
+        await asyncio.gather(*waiting)
+        await engine.shutdown()
+
+    asyncio.run(serve())
+    assert ended[:3] == ["rank 1", "no adapter", "rank 1"]
+    assert sorted(ended[3:]) == [*["reading"] * 3, *(request.lora_name for request in slow)]
+
+
+def test_an_adapter_that_was_dropped_is_read_again_beside_steps(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, ended = threading.Event(), list[str]()
+
+    def read_slowly(path: Path) -> Adapter:
+        may_read.wait(5)
+        ended.append("reading")
+        return read_adapter(path)
+
+    async def complete(engine: AsyncLLM, name: str | None) -> None:
+        request = adapted.request(name)
+        async for _ in engine.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=request):
+            pass
+        ended.append(name or "no adapter")
+
+    async def serve() -> None:
+        engine = AsyncLLM(adapted.base, core="in_process", **OPTIONS)
+        for name in WAYS:  # more than there are copies of in host memory
+            await complete(engine, name)
+        monkeypatch.setattr(adapter_slots, "read_adapter", read_slowly)
+        first = asyncio.create_task(complete(engine, "rank 1"))
+        await asyncio.sleep(0.2)
+        await complete(engine, None)
+        may_read.set()
+        await first
+        await engine.shutdown()
+
+    asyncio.run(serve())
+    assert ended == [*WAYS, "no adapter", "reading", "rank 1"]
 
 
 def test_what_is_no_adapter_for_the_engine_is_refused_in_one_line(adapted: Adapted, tmp_path: Path) -> None:

@@ -222,6 +222,21 @@ def test_an_adapter_is_awaited_while_it_is_read(made_async: Any) -> None:
     assert client.sent == [begin, *[has_read] * 3, load, ("unload_adapter", x), begin, has_read, load]
 
 
+def test_an_adapter_that_the_core_has_dropped_for_another_is_loaded_again(made_async: Any) -> None:
+    found = iter([X, Y, Y, X])
+    adapters = SimpleNamespace(find=lambda lora_request: next(found))
+    engine, client = made_async(inputs=SimpleNamespace(adapters=adapters))
+    client.unread = 0
+
+    async def run() -> None:
+        for client.drops in ([], ["x"], [], ["y"]):
+            await engine.load_adapter(LORA)
+
+    asyncio.run(run())
+    loads = [arguments["digest"] for name, arguments in client.sent if name == "load_adapter"]
+    assert loads == ["x", "y", "x"]
+
+
 def test_structured_outputs_need_the_vocabulary(made: Callable[..., LLM], made_async: Any) -> None:
     """A core is given it once."""
     given: list[Any] = []

@@ -120,3 +120,8 @@ def test_requests_of_a_prompt_have_its_adapter_and_share_no_prefix_with_others(f
         assert [child.adapter for child in request.engine_requests] == [ref, ref]
         assert {child.prefix_root for child in request.engine_requests} == {prefix_root(salt=salt, adapter=ref)}
     assert len({request.engine_requests[0].prefix_root for request in requests}) == 3
+
+
+def test_a_path_with_a_null_character_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora_path must have no null character, got 'a\\x00b'"):
+        LoRARequest("name", 1, "a\0b")

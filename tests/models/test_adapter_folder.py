@@ -244,6 +244,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a base alone": (_base_of("model.norm"), r"model.norm has a base layer, but no lora_A and lora_B"),
     "another method": (_set(peft_type="IA3"), r"peft_type must be LORA; IA3 is not supported"),
     "alpha": (_set(lora_alpha=-1), r"lora_alpha must be a number above 0"),
+    "pattern": (_set(alpha_pattern={"(": 2}), r"alpha_pattern must have regular expressions as its names, got '\('"),
     "magnitude alone": (_with_magnitude("lm_head", 4), r"lm_head has a magnitude, but no lora_A and lora_B"),
     "short magnitude": (_with_magnitude(Q, 3), r"q_proj has a magnitude \[3\]; allowed: \[\d+\]"),
     "lora_bias": (_set(lora_bias=True), r"lora_bias must be false"),

@@ -340,6 +340,31 @@ def test_a_call_that_fails_in_one_replica_is_an_error() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "found"),
+    [
+        ("load_adapter", (["a"], ["b", "a"]), ["a", "b"]),
+        ("has_read_adapter", (True, False), False),
+        ("has_read_adapter", (True, True), True),
+    ],
+)
+def test_answers_about_adapters_are_those_of_all_replicas(name: str, said: tuple[Any, Any], found: Any) -> None:
+    """Each may have dropped others, and the slowest one says when all have read."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+
+    def answer(core: FakeCore, value: Any) -> None:
+        assert core.connection.wait_readable(20)
+        (message,) = core.connection.receive()
+        assert isinstance(message, Control)
+        core.say(Answered(message.number, value))
+
+    for core, value in zip(cores, said, strict=True):
+        threading.Thread(target=answer, args=(core, value), daemon=True).start()
+    assert engine.call(ControlCall(name, {"digest": "x"})) == found
+    engine.close()
+
+
 def test_prompt_logprobs_go_on_where_they_ended() -> None:
     """A prompt of which a dead replica has given a part: each row comes once."""
     cores = [FakeCore(), FakeCore()]

@@ -117,11 +117,14 @@ def test_what_is_no_adapter_is_refused_and_the_server_stays(
     served.folder.mkdir(exist_ok=True)
     monkeypatch.chdir(served.folder)
     (served.folder / "link").symlink_to(outside)
+    (served.folder / "circle").symlink_to(served.folder / "circle")
     wide = make_adapter(served.folder / "wide", served.model, 65)
     for path, message in (
         (str(outside), "lora_path must be a folder within"),
         (str(served.folder / "link"), "lora_path must be a folder within"),
         (str(served.folder / ".." / "first"), "lora_path must be a folder within"),
+        (f"{served.folder}/first\0", "lora_path must be a folder within"),
+        (str(served.folder / "circle"), "circle"),
         (str(served.folder / "missing"), "is no folder"),
         ("missing/one", f"{served.folder / 'missing' / 'one'} is no folder"),  # nor a name on the hub
         (str(wide), "rank 65; allowed: up to max_lora_rank, 64"),

@@ -19,7 +19,7 @@ from compiled_engine.server.errors import ApiError
 from compiled_engine.server.generation import begun, generate
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.options import Limits
-from compiled_engine.server.serving import Admission
+from compiled_engine.server.serving import Admission, Serving
 from compiled_engine.server.shared_figures import SharedFigures
 
 
@@ -31,7 +31,7 @@ def output(text: str, finish_reason: str | None = None, stop_reason: Any = None,
 class Engine:
     """Says what a script has for each prompt. calls: what it was asked; closed: the prompts whose stream was closed."""
 
-    limits = SimpleNamespace(vocab_size=100)
+    limits = SimpleNamespace(vocab_size=100, max_model_len=50)
 
     def __init__(self, script: dict[Any, list[Any]]) -> None:
         self.script = script
@@ -57,13 +57,15 @@ class Engine:
 def serving_of(engine: Engine, **limits: int) -> Any:
     figures = SharedFigures()
     bounds = Limits(**limits)
-    return SimpleNamespace(
-        engine=engine,
-        options=SimpleNamespace(limits=bounds),
+    given: dict[str, Any] = {"engine": engine, "options": SimpleNamespace(limits=bounds)}
+    given |= dict.fromkeys(("chat", "forms", "texts", "max_new_tokens"))
+    return Serving(
+        names=("small",),
         metrics=ServerMetrics(figures, ["/"]),
         admission=Admission(bounds.max_in_flight, figures),
-        adapters={"small": None, "adapter": "the adapter"},
-        max_answer_tokens=50,
+        created=0,
+        adapters={"adapter": "the adapter"},  # type: ignore[arg-type]
+        **given,
     )
 
 
@@ -77,6 +79,17 @@ def asked(serving: Any, prompts: list[Any], params: SamplingParams | None = None
     found = asyncio.run(run())
     assert serving.admission.in_flight == 0
     return found
+
+
+def test_an_adapter_that_is_unloaded_while_its_request_is_prepared_is_not_found() -> None:
+    """The model does not answer in its place."""
+    engine = Engine({})
+    serving = serving_of(engine)
+    name = serving.model("adapter")
+    del serving.adapters["adapter"]
+    with pytest.raises(ApiError, match="the model 'adapter' does not exist; this server has small") as error:
+        asked(serving, ["x"], model=name)
+    assert (error.value.status, engine.calls) == (404, [])
 
 
 def test_the_engine_gets_what_a_request_gives() -> None:

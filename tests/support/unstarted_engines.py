@@ -76,6 +76,7 @@ class Client:
         self.added: list[EngineRequest] = []
         self.unread = 2  # how often an adapter is said to be read still
         self.refuses = False
+        self.drops: list[str] = []  # adapters, for the next one
 
     def attach(self, loop: Any) -> None:
         self.loop = loop
@@ -93,7 +94,7 @@ class Client:
             return self.unread < 0
         if name == "load_adapter" and self.refuses:
             raise ControlError("rank 9; allowed: 4")
-        return {"steps": 5}
+        return self.drops if name == "load_adapter" else {"steps": 5}
 
 
 @pytest.fixture
