@@ -52,17 +52,29 @@ class AdapterNames:
     def get(self, name: str) -> LoRARequest | None:
         return self._requests.get(name)
 
-    async def load(self, engine: AsyncLLM, name: str, path: str | Path) -> None:
-        """Have the engine read an adapter, then give it the name. Raises TypeError, ValueError or OSError."""
+    async def load(self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False) -> None:
+        """Have the engine read an adapter, then give it the name, which with `in_place` another may have. Raises
+        TypeError, ValueError or OSError."""
         request = LoRARequest(name, self._next_id, path)
         self._next_id += 1
-        self._digests[name] = await engine.load_adapter(request)
-        self._requests[name] = request
+        self._require_free(name, in_place)
+        digest = await engine.load_adapter(request)
+        self._require_free(name, in_place)  # another request may have loaded it meanwhile
+        before = self._digests.get(name)
+        self._digests[name], self._requests[name] = digest, request
+        await self._drop(engine, before)
 
     async def unload(self, engine: AsyncLLM, name: str) -> None:
         """Take the name away; requests under way go on."""
         del self._requests[name]
-        digest = self._digests.pop(name, None)
+        await self._drop(engine, self._digests.pop(name, None))
+
+    def _require_free(self, name: str, in_place: bool) -> None:
+        if name in self._requests and not in_place:
+            raise ValueError(f"lora_name {shown(name)} is loaded already; load_inplace replaces it")
+
+    async def _drop(self, engine: AsyncLLM, digest: str | None) -> None:
+        """Drop an adapter that has lost its name, unless it has another one."""
         if digest is not None and digest not in self._digests.values():
             await engine.unload_adapter(digest)
 
@@ -91,15 +103,14 @@ async def load_adapter(request: Request) -> Response:
     name, path = fields.lora_name, Path(fields.lora_path)
     if not name or name in serving.names:
         raise bad_request("lora_name", f"lora_name must be a name that the model does not have, got {shown(name)}")
-    if serving.adapters.get(name) is not None and not fields.load_inplace:
-        raise bad_request("lora_name", f"lora_name {shown(name)} is loaded already; load_inplace replaces it")
     if not _is_allowed(path, serving.options):
         allowed = ", ".join(serving.options.allowed_lora_folder)
         raise bad_request("lora_path", f"lora_path must be a folder within {allowed}, got {shown(fields.lora_path)}")
     try:
-        await serving.adapters.load(serving.engine, name, path.resolve())  # absolute, so never a name on the hub
+        # The path is absolute, so never a name on the hub.
+        await serving.adapters.load(serving.engine, name, path.resolve(), in_place=bool(fields.load_inplace))
     except (TypeError, ValueError, OSError) as error:
-        raise bad_request("lora_path", str(error)) from error
+        raise bad_request("lora_name" if str(error).startswith("lora_name") else "lora_path", str(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

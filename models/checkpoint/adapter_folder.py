@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +157,8 @@ def read_adapter(folder: Path) -> Adapter:
 
 def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
     """Return the base model's name of each adapted module: the adapter's own, or for checkpoints of multimodal models
-    the one without `language_model`. Raises ValueError for a module that is not among the known ones."""
+    the one without `language_model`. Raises ValueError for a module that is not among the known ones, and for several
+    names of one."""
     found, unknown = {}, []
     for module in (*adapter.linears, *adapter.embeddings):
         short = module.replace("language_model.", "")
@@ -167,6 +169,9 @@ def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
             unknown.append(module)
     if unknown:
         raise ValueError(f"{adapter.path}: the base model has no linear {name_some(unknown, 3)}")
+    linears = [found[module] for module in adapter.linears]
+    if twice := [name for name, count in Counter(linears).items() if count > 1]:
+        raise ValueError(f"{adapter.path}: its names of {twice[0]} are several; allowed: one for each linear")
     return found
 
 

@@ -274,6 +274,17 @@ def test_adapter_of_another_model_is_refused(base: tuple[Path, torch.nn.Module],
         merge(adapter, map_tensors(path), torch.float32)
 
 
+def test_a_linear_with_two_names_is_refused(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    """One of them would be lost."""
+    path, model = base
+    folder = make_adapter(tmp_path / "adapter", model, targets=("q_proj",))
+    tensors = load_file(folder / WEIGHTS)
+    tensors |= {name.replace("model.model.", "model."): tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=r"its names of model\.layers\.0\.self_attn\.q_proj are several; allowed: one"):
+        merge(read_adapter(folder), map_tensors(path), torch.float32)
+
+
 def test_replaced_files_have_another_digest(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "adapter", base[1])
     digest, before = digest_of(folder), stamp(folder)

@@ -87,18 +87,57 @@ def test_adapters_are_loaded_and_unloaded_while_it_serves(served: Served) -> Non
     assert served.post("/v1/unload_lora_adapter", lora_name="second").status_code == 404
 
 
-def test_an_adapter_with_two_names_is_dropped_with_the_second() -> None:
-    dropped: list[str] = []
+class Engine:
+    """Says what it is to drop. Its adapters are their paths."""
 
-    class Engine:
-        async def load_adapter(self, request: LoRARequest) -> str:
-            return f"content of {request.lora_path}"
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
 
-        async def unload_adapter(self, digest: str) -> None:
-            dropped.append(digest)
+    async def load_adapter(self, request: LoRARequest) -> str:
+        await asyncio.sleep(0)
+        return f"content of {request.lora_path}"
 
+    async def unload_adapter(self, digest: str) -> None:
+        self.dropped.append(digest)
+
+
+def test_an_adapter_that_is_replaced_is_dropped_with_its_last_name() -> None:
     async def serve() -> None:
         engine: Any = Engine()
+        names = AdapterNames()
+        for name, path in (("one", "a"), ("same", "a")):
+            await names.load(engine, name, path)
+        for name in ("one", "same"):
+            assert engine.dropped == []
+            with pytest.raises(ValueError, match=rf"^lora_name '{name}' is loaded already; load_inplace replaces it$"):
+                await names.load(engine, name, "b")
+            await names.load(engine, name, "b", in_place=True)
+        assert engine.dropped == ["content of a"]
+        await names.load(engine, "one", "b", in_place=True)  # the same content
+        assert engine.dropped == ["content of a"]
+
+    asyncio.run(serve())
+
+
+def test_of_two_that_load_a_name_at_once_one_is_refused() -> None:
+    async def serve() -> None:
+        engine: Any = Engine()
+        names = AdapterNames()
+        loads = (names.load(engine, "one", path) for path in "ab")
+        first, second = await asyncio.gather(*loads, return_exceptions=True)
+        assert first is None
+        assert str(second) == "lora_name 'one' is loaded already; load_inplace replaces it"
+        request = names.get("one")
+        assert request is not None
+        assert request.lora_path == "a"
+
+    asyncio.run(serve())
+
+
+def test_an_adapter_with_two_names_is_dropped_with_the_second() -> None:
+    async def serve() -> None:
+        engine: Any = Engine()
+        dropped = engine.dropped
         names = AdapterNames()
         for name, path in (("one", "a"), ("same", "a"), ("other", "b")):
             await names.load(engine, name, path)
