@@ -103,8 +103,12 @@ class PoolingProcessor:
     ) -> Scoring:
         """Requests that score pairs: one query with each document, or as many of both.
 
-        instruction: of a reranker with a template. Raises as `process`; ValueError for a classifier of several labels.
+        instruction: of a reranker with a template. Raises as `process`; ValueError for a classifier of several labels,
+        and for a task with a result for each token.
         """
+        wanted = self._task(params, None)
+        if wanted.by_token:
+            raise ValueError(f"task is {wanted.name!r}, but a score is of a whole text; allowed: {self.pooling.task}")
         firsts = _texts("queries", queries)
         seconds = _texts("documents", documents)
         if len(firsts) not in (1, len(seconds)):
@@ -118,7 +122,6 @@ class PoolingProcessor:
             return Scoring(requests, [(i, len(firsts) + j) for i, j in zip(first, range(len(seconds)), strict=False)])
         if self.pooling.num_labels != 1:
             raise ValueError(f"score needs a classifier with one label, and the model has {self.pooling.num_labels}")
-        wanted = self._task(params, None)
         (priority,) = checked_priorities(priority, 1, self._limits)
         pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
         for i, (first_text, second_text) in enumerate(pairs):
