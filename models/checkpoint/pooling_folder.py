@@ -56,7 +56,7 @@ _OTHER_HEADS = (_OUTPUT, "score.weight", "score.bias")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 WITHOUT_EFFECT = ("Dropout",)
-_CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID}  # their activations
+_CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}  # their activations
 RERANKERS = ("Qwen3ForCausalLM",)
 NO_YES = ("no", "yes")
 # Qwen3-Reranker's: what is before a pair, the pair, and what is behind it, each tokenised by itself.
@@ -142,7 +142,7 @@ def read_pooling(
     if convert == EMBED:
         pooling = _embedding(stated, path, reasons, causal)
     elif architecture.endswith(CLASSIFIER):
-        pooling = _classifier(fields, hidden_size, reasons, causal)
+        pooling = _classifier(fields, path, hidden_size, reasons, causal)
     else:
         pooling = _reranker(fields, path, stated, hidden_size, reasons)
     return _overridden(pooling, asked.override, hidden_size, reasons)
@@ -169,7 +169,7 @@ def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str], caus
     )
 
 
-def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], causal: bool) -> Pooling:
+def _classifier(fields: JsonFields, path: Path, hidden_size: int, reasons: dict[str, str], causal: bool) -> Pooling:
     named = fields.section("id2label").values
     count = len(named) or fields.integer("num_labels", 2)
     labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(count))
@@ -180,11 +180,8 @@ def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], c
         activation, why = SIGMOID, f"problem_type is {problem}" if problem else "one label"
     else:
         activation, why = SOFTMAX, "labels exclude each other"
-    stated = fields.section("sentence_transformers").values.get("activation_fn")
-    stated = stated or fields.text("sbert_ce_default_activation_function", "")
-    if known := _CROSS_ENCODERS.get(str(stated).rpartition(".")[2]):
-        activation, why = known, f"activation_fn of the cross encoder is {stated}"
     reasons["model.pooling.activation"] = why
+    activation = _of_cross_encoder(fields, path, reasons) or activation
     if causal:
         reasons["model.pooling.kinds"] = "classifiers of decoders read the last token"
         return Pooling(CLASSIFY, LAST, (Dense("score", hidden_size, count),), activation, labels)
@@ -194,6 +191,22 @@ def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], c
     reasons["model.pooling.kinds"] = "classifiers of encoders read the first token, unless classifier_pooling is stated"
     head = (Dense("classifier", hidden_size, count),)
     return Pooling(CLASSIFY, (kind,), head, activation, labels, own_head=True)
+
+
+def _of_cross_encoder(fields: JsonFields, path: Path, reasons: dict[str, str]) -> str | None:
+    """The activation that a cross encoder states, None without one, or if it is no module of torch.
+
+    fields: of config.json, where earlier versions of sentence-transformers put it.
+    """
+    name, old_name = "activation_fn", "sbert_ce_default_activation_function"
+    stating = ((_json(path / PROMPTS), name), (fields.section("sentence_transformers"), name), (fields, old_name))
+    for place, key in stating:
+        if key in place and (stated := place.text(key)).startswith("torch."):
+            if (known := _CROSS_ENCODERS.get(stated.rpartition(".")[2])) is None:
+                raise place.error(key, f"one of {', '.join(_CROSS_ENCODERS)}")
+            reasons["model.pooling.activation"] = f"{key} of the cross encoder is {stated}"
+            return known
+    return None
 
 
 def _reranker(
@@ -217,7 +230,9 @@ def _reranker(
     against = "alone, by its sigmoid" if alone else f"against {words[0]!r}"
     reasons["model.pooling.activation"] = f"the probability of {words[-1]!r} {against}"
     head = Dense("", hidden_size, len(tokens), tokens=tokens)
-    activation = SIGMOID if alone else SOFTMAX
+    activation = _of_cross_encoder(fields, path, reasons) or SIGMOID
+    if activation == SIGMOID and not alone:
+        activation = SOFTMAX  # the sigmoid of the difference of their logits
     return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=RERANKER_TEMPLATE)
 
 

@@ -70,6 +70,18 @@ def test_a_cross_encoder_states_its_activation_in_one_of_two_fields(stated: dict
     assert read(tmp_path, "Qwen3ForSequenceClassification", num_labels=1, **stated).activation == NONE
 
 
+def test_a_cross_encoder_may_state_its_activation_beside_the_configuration(tmp_path: Path) -> None:
+    """A file of sentence-transformers counts more than config.json; what is no module of torch counts nowhere."""
+    file = tmp_path / "config_sentence_transformers.json"
+    for activation, expected in ((IDENTITY, NONE), ("torch.nn.modules.activation.Sigmoid", SIGMOID), ("own.F", NONE)):
+        file.write_text(json.dumps({"model_type": "CrossEncoder", "activation_fn": activation}))
+        older = {"sentence_transformers": {"activation_fn": IDENTITY}}
+        assert read(tmp_path, "Qwen3ForSequenceClassification", num_labels=1, **older).activation == expected
+    file.write_text(json.dumps({"activation_fn": "torch.nn.modules.activation.Tanh"}))
+    with pytest.raises(ValueError, match="activation_fn must be one of Identity, Sigmoid, Softmax, got 'torch"):
+        read(tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
+
+
 @pytest.mark.parametrize("softmax", [True, False])
 def test_softmax_is_for_classifiers(softmax: bool, tmp_path: Path) -> None:
     assert read(tmp_path, override={"softmax": softmax}).activation == NORMALISE
@@ -99,6 +111,31 @@ def test_a_linear_has_the_defaults_of_sentence_transformers(tmp_path: Path) -> N
     write_dense(tmp_path, in_features=9)
     with pytest.raises(ValueError, match="in_features must be 8, as many as come before"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("false", "stated", "activation"),
+    [
+        (None, None, SIGMOID),
+        (None, "activation.Sigmoid", SIGMOID),
+        (None, "linear.Identity", NONE),
+        (3, None, SOFTMAX),
+        (3, "activation.Sigmoid", SOFTMAX),
+        (3, "linear.Identity", NONE),
+    ],
+)
+def test_the_logits_of_tokens_that_judge_are_activated_as_stated(
+    false: int | None, stated: str | None, activation: str, tmp_path: Path
+) -> None:
+    """The sigmoid of a difference of two logits is their softmax."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1", "type": "LogitScore"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "config.json").write_text(json.dumps({"true_token_id": 1, "false_token_id": false}))
+    if stated is not None:
+        values = {"activation_fn": f"torch.nn.modules.{stated}"}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(values))
+    assert read(tmp_path, "Qwen3ForCausalLM").activation == activation
 
 
 @pytest.mark.parametrize("tied", [True, False])
