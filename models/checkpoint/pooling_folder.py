@@ -56,6 +56,9 @@ _OTHER_HEADS = (_OUTPUT, "score.weight", "score.bias")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 WITHOUT_EFFECT = ("Dropout",)
+# Modules by kind, with those that must not come before them: a vector is pooled, then goes through linears, and is
+# normalised in the end.
+_NOT_AFTER = {"Pooling": ("Dense", "Normalize"), "Dense": ("Normalize",)}
 _CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}  # their activations
 RERANKERS = ("Qwen3ForCausalLM",)
 NO_YES = ("no", "yes")
@@ -273,9 +276,12 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
     include_prompt, normalises = True, False
     head: list[Dense] = []
     score_tokens: tuple[int, ...] | None = None
+    done: list[str] = []  # kinds of modules that the vector has gone through
     for module in _list(path / MODULES):
         kind = module.text("type").rpartition(".")[2]
         folder = path / str(module.values.get("path") or "")
+        if before := [each for each in _NOT_AFTER.get(kind, ()) if each in done]:
+            raise module.error("type", f"before {before[0]}")
         if kind == "Pooling":
             kinds, include_prompt = _pooling_kinds(JsonFields.from_file(folder / "config.json"))
         elif kind == "Dense":
@@ -291,7 +297,19 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
             score_tokens = (true,) if false is None else (false, true)
         elif kind != "Transformer" and kind not in WITHOUT_EFFECT:
             raise module.error("type", "a Transformer, Pooling, Dense, Normalize, LogitScore or Dropout")
+        if kind in ("Dense", "Normalize"):
+            _require_of_vector(_json(folder / "config.json"), pooled="Pooling" in done)
+        done.append(kind)
     return _Stated(kinds, include_prompt, tuple(head), normalises, score_tokens)
+
+
+def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
+    """Raise ValueError for a module that reads or writes another value than the pooled vector, or than those of tokens
+    where nothing pools them."""
+    allowed = ["sentence_embedding"] if pooled else ["sentence_embedding", "token_embeddings"]
+    for name in ("module_input_name", "module_output_name"):
+        if fields.text(name, allowed[0]) not in allowed:
+            raise fields.error(name, f"one of {', '.join(allowed)}")
 
 
 def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
@@ -309,6 +327,8 @@ def _dense(fields: JsonFields, folder: str, width: int) -> Dense:
     in_size, out_size = fields.integer("in_features"), fields.integer("out_features")
     if in_size != width:
         raise fields.error("in_features", f"{width}, as many as come before")
+    if fields.boolean("use_residual", False):
+        raise fields.error("use_residual", "false")
     activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise fields.error("activation_function", f"one of {', '.join(ACTIVATIONS)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,41 @@ def test_a_linear_has_the_defaults_of_sentence_transformers(tmp_path: Path) -> N
     assert hasattr(torch.nn, dense.activation)
     write_dense(tmp_path, in_features=9)
     with pytest.raises(ValueError, match="in_features must be 8, as many as come before"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (("Normalize", "Dense"), "type must be before Normalize, got 'sentence_transformers.models.Dense'"),
+        (("Pooling", "Normalize", "Dense"), "type must be before Normalize"),
+        (("Dense", "Pooling"), "type must be before Dense, got 'sentence_transformers.models.Pooling'"),
+        (("Normalize", "Pooling"), "type must be before Normalize"),
+    ],
+    ids=" ".join,
+)
+def test_modules_in_another_order_are_refused(kinds: Sequence[str], message: str, tmp_path: Path) -> None:
+    write_dense(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    modules = [{"path": f"1_{kind}", "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "", "type": "Transformer"}, *modules]))
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_residual": True}, "use_residual must be false, got True"),
+        ({"module_output_name": "scores"}, "module_output_name must be one of sentence_embedding, token_embeddings"),
+    ],
+)
+def test_linears_of_another_kind_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_dense(tmp_path, module_input_name="token_embeddings", use_residual=False)  # nothing pools
+    assert len(read(tmp_path).head) == 1
+    write_dense(tmp_path, **config)
+    with pytest.raises(ValueError, match=message):
         read(tmp_path)
 
 
