@@ -85,6 +85,8 @@ class PoolingProcessor:
         parsed = parse_prompts(prompts)
         before, most = self._before(prompt_name), self._most(wanted.params)
         texts = [before + (each.text or "") for each in parsed if each.token_ids is None]
+        if self.pooling.lower_case:
+            texts = [text.lower() for text in texts]
         names = (each.name for each in parsed if each.token_ids is None)
         for name, text in zip(names, texts, strict=True):
             self._check_text(name, text, wanted.params)

@@ -33,8 +33,11 @@ from compiled_engine.pooling import (
 )
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
-POOLING_FILES = (MODULES, PROMPTS, *LENGTHS)
+# Older configurations of the module Transformer are named after its model.
+_NAMED = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TRANSFORMERS = tuple(f"sentence_{name}_config.json" for name in _NAMED)
+LENGTH = "max_seq_length"
+POOLING_FILES = (MODULES, PROMPTS, *TRANSFORMERS)
 CAUSAL = "ForCausalLM"
 LM_HEAD = "LMHeadModel"
 CLASSIFIER = "ForSequenceClassification"
@@ -169,6 +172,7 @@ def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str], caus
         NORMALISE if stated.normalises else NONE,
         prompts=tuple(prompts.items()),
         include_prompt=stated.include_prompt,
+        lower_case=_transformer(path).boolean("do_lower_case", False),
     )
 
 
@@ -263,11 +267,13 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
 
 def stated_length(path: Path) -> tuple[int, str] | None:
     """Most tokens of a text, and the file that states it."""
-    for name in LENGTHS:
-        fields = _json(path / name)
-        if "max_seq_length" in fields:
-            return fields.integer("max_seq_length"), name
-    return None
+    fields = _transformer(path)
+    return (fields.integer(LENGTH), Path(fields.source).name) if LENGTH in fields else None
+
+
+def _transformer(path: Path) -> JsonFields:
+    """The configuration of the module Transformer; no fields without one."""
+    return next((fields for name in TRANSFORMERS if (fields := _json(path / name)).values), JsonFields(str(path), {}))
 
 
 def _modules(path: Path, hidden_size: int) -> _Stated:

@@ -155,6 +155,14 @@ def test_a_text_becomes_a_request() -> None:
     assert list(named.prompt_token_ids) == TOKENIZER.encode("find: hello")
 
 
+def test_a_model_of_lower_case_gets_no_other() -> None:
+    pooling = Pooling(EMBED, LAST, (), NORMALISE, prompts=(("query", "Find: "),), lower_case=True)
+    (plain,) = processor(pooling).process("Hello")
+    (named,) = processor(pooling).process("Hello", prompt_name="query")
+    assert list(plain.prompt_token_ids) == TOKENIZER.encode("hello")
+    assert list(named.prompt_token_ids) == TOKENIZER.encode("find: hello")
+
+
 @pytest.mark.parametrize(
     ("in_params", "asked", "task"),
     [(None, None, "embed"), ("token_embed", None, "token_embed"), ("embed", "token_embed", "token_embed")],

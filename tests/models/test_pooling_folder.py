@@ -18,6 +18,7 @@ from compiled_engine.models.checkpoint.pooling_folder import (
     headless_name,
     pooling_tensors,
     read_pooling,
+    stated_length,
 )
 from compiled_engine.pooling import CLASSIFY, LAST, NONE, NORMALISE, SIGMOID, SOFTMAX, Dense, PoolerConfig, Pooling
 
@@ -112,6 +113,15 @@ def test_a_linear_has_the_defaults_of_sentence_transformers(tmp_path: Path) -> N
     write_dense(tmp_path, in_features=9)
     with pytest.raises(ValueError, match="in_features must be 8, as many as come before"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "xlnet"])
+def test_a_transformer_states_its_length_and_lower_case(name: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "", "type": "Transformer"}]))
+    assert (stated_length(tmp_path), read(tmp_path).lower_case) == (None, False)
+    file = tmp_path / f"sentence_{name}_config.json"
+    file.write_text(json.dumps({"max_seq_length": 20, "do_lower_case": True}))
+    assert (stated_length(tmp_path), read(tmp_path).lower_case) == ((20, file.name), True)
 
 
 @pytest.mark.parametrize(
