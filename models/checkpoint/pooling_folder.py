@@ -240,7 +240,14 @@ def _reranker(
     activation = _of_cross_encoder(fields, path, reasons) or SIGMOID
     if activation == SIGMOID and not alone:
         activation = SOFTMAX  # the sigmoid of the difference of their logits
-    return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=RERANKER_TEMPLATE)
+    template: tuple[str, ...] = RERANKER_TEMPLATE
+    if architecture not in RERANKERS:
+        template, transformer = (), _transformer(path)
+        if "message" in (modalities := transformer.section("modality_config")).values:
+            raise modalities.error(
+                "message", f"absent, as chat templates write no pairs, unless the architecture is {RERANKERS[0]}"
+            )
+    return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=template)
 
 
 def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reasons: dict[str, str]) -> Pooling:
@@ -249,12 +256,12 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
         if pooling.head and len(pooling.kinds) > 1:
             raise ValueError(f"pooler_config: pooling_type is {override.kinds[0]!r}, but the head reads several kinds")
         pooling, reasons["model.pooling.kinds"] = replace(pooling, kinds=override.kinds), why
+    if override.softmax is not None and pooling.task == CLASSIFY:
+        pooling = replace(pooling, activation=SOFTMAX if override.softmax else SIGMOID)
+        reasons["model.pooling.activation"] = why
     if (activates := override.activates) is not None:
         usual = NORMALISE if pooling.task == EMBED else pooling.activation
         pooling = replace(pooling, activation=usual if activates else NONE)
-        reasons["model.pooling.activation"] = why
-    if override.softmax is not None and pooling.task == CLASSIFY:
-        pooling = replace(pooling, activation=SOFTMAX if override.softmax else SIGMOID)
         reasons["model.pooling.activation"] = why
     if override.dimensions is not None:
         most = pooling.width(hidden_size)

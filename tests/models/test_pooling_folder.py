@@ -89,6 +89,8 @@ def test_softmax_is_for_classifiers(softmax: bool, tmp_path: Path) -> None:
     assert read(tmp_path, override={"softmax": softmax}).activation == NORMALISE
     classifier = read(tmp_path, "Qwen3ForSequenceClassification", {"softmax": softmax}, num_labels=3)
     assert classifier.activation == (SOFTMAX if softmax else SIGMOID)
+    raw = {"softmax": softmax, "use_activation": False}
+    assert read(tmp_path, "Qwen3ForSequenceClassification", raw, num_labels=3).activation == NONE
 
 
 def write_dense(path: Path, **config: Any) -> None:
@@ -182,6 +184,21 @@ def test_the_logits_of_tokens_that_judge_are_activated_as_stated(
         values = {"activation_fn": f"torch.nn.modules.{stated}"}
         (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(values))
     assert read(tmp_path, "Qwen3ForCausalLM").activation == activation
+
+
+def test_the_template_of_a_pair_is_that_of_its_architecture_alone(tmp_path: Path) -> None:
+    """Others get both texts as the tokenizer joins them; those whose chat template writes pairs are refused."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1", "type": "LogitScore"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "config.json").write_text(json.dumps({"true_token_id": 1, "false_token_id": 3}))
+    architectures = ("Qwen3ForCausalLM", "Qwen2ForCausalLM")
+    assert [bool(read(tmp_path, each).template) for each in architectures] == [True, False]
+    modalities = {"message": {"method": "forward", "method_output_name": "logits", "format": "flat"}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": modalities}))
+    assert read(tmp_path, "Qwen3ForCausalLM").template
+    with pytest.raises(ValueError, match="message must be absent, as chat templates write no pairs, unless the archit"):
+        read(tmp_path, "Qwen2ForCausalLM")
 
 
 @pytest.mark.parametrize("tied", [True, False])
