@@ -37,6 +37,7 @@ MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 _NAMED = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TRANSFORMERS = tuple(f"sentence_{name}_config.json" for name in _NAMED)
 LENGTH = "max_seq_length"
+TOKENIZER, TOKENIZER_LENGTH = "tokenizer_config.json", "model_max_length"
 POOLING_FILES = (MODULES, PROMPTS, *TRANSFORMERS)
 CAUSAL = "ForCausalLM"
 LM_HEAD = "LMHeadModel"
@@ -273,9 +274,15 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
 
 
 def stated_length(path: Path) -> tuple[int, str] | None:
-    """Most tokens of a text, and the file that states it."""
+    """Most tokens of a text, and the field that states it: the transformer's, else the tokenizer's, to which later
+    versions of sentence-transformers move it."""
     fields = _transformer(path)
-    return (fields.integer(LENGTH), Path(fields.source).name) if LENGTH in fields else None
+    if LENGTH in fields:
+        return fields.integer(LENGTH), f"{LENGTH} of {Path(fields.source).name}"
+    length = _json(path / TOKENIZER).values.get(TOKENIZER_LENGTH) if (path / MODULES).is_file() else None
+    if isinstance(length, int | float) and length >= 1:
+        return int(length), f"{TOKENIZER_LENGTH} of {TOKENIZER}"
+    return None
 
 
 def _transformer(path: Path) -> JsonFields:

@@ -123,7 +123,18 @@ def test_a_transformer_states_its_length_and_lower_case(name: str, tmp_path: Pat
     assert (stated_length(tmp_path), read(tmp_path).lower_case) == (None, False)
     file = tmp_path / f"sentence_{name}_config.json"
     file.write_text(json.dumps({"max_seq_length": 20, "do_lower_case": True}))
-    assert (stated_length(tmp_path), read(tmp_path).lower_case) == ((20, file.name), True)
+    assert (stated_length(tmp_path), read(tmp_path).lower_case) == ((20, f"max_seq_length of {file.name}"), True)
+
+
+@pytest.mark.parametrize(("length", "found"), [(20, 20), (1e30, int(1e30)), (None, None), ("long", None)])
+def test_the_length_may_be_the_tokenizers(length: Any, found: int | None, tmp_path: Path) -> None:
+    """As sentence-transformers reads it, unless the transformer states its own; other folders do not mean it so."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
+    assert stated_length(tmp_path) is None
+    (tmp_path / "modules.json").write_text("[]")
+    assert stated_length(tmp_path) == (found and (found, "model_max_length of tokenizer_config.json"))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 30}))
+    assert stated_length(tmp_path) == (30, "max_seq_length of sentence_bert_config.json")
 
 
 @pytest.mark.parametrize(
