@@ -39,8 +39,9 @@ class Pooling:
     task: embed or classify. kinds: of KINDS; several are concatenated. head: linears, one after the other. activation:
     of the result, unless a request wants none. labels: names of a classifier's results. template: the form of a pair of
     texts to be judged, in three parts; empty for the tokenizer's. prompts: texts before a text, by name.
-    include_prompt: whether they are pooled. dimensions: the number that vectors are cut to; None for all. own_head: the
-    head is the model's own code, and `head` has its sizes alone.
+    include_prompt: whether they are pooled. lower_case: whether texts are made lower case before they are tokenised.
+    dimensions: the number that vectors are cut to; None for all. own_head: the head is the model's own code, and `head`
+    has its sizes alone.
     """
 
     task: str
@@ -51,6 +52,7 @@ class Pooling:
     template: tuple[str, ...] = ()
     prompts: tuple[tuple[str, str], ...] = ()
     include_prompt: bool = True
+    lower_case: bool = False
     dimensions: int | None = None
     own_head: bool = False
 

@@ -17,7 +17,7 @@ from compiled_engine.frontend.input_processor import (
     require_unicode,
 )
 from compiled_engine.frontend.pooling import PoolingParams, PoolingTask, ScoringOutput, ScoringRequestOutput
-from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
+from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, parse_prompts
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT, Pair
@@ -82,9 +82,15 @@ class PoolingProcessor:
         """
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
-        parsed = parse_prompts(prompts)
+        return self._process(parse_prompts(prompts), wanted, prompt_name, priority)
+
+    def _process(
+        self, parsed: Sequence[Prompt], wanted: PoolingTask, prompt_name: str | None, priority: int
+    ) -> list[PreparedRequest]:
         before, most = self._before(prompt_name), self._most(wanted.params)
         texts = [before + (each.text or "") for each in parsed if each.token_ids is None]
+        if self.pooling.lower_case:
+            texts = [text.lower() for text in texts]
         names = (each.name for each in parsed if each.token_ids is None)
         for name, text in zip(names, texts, strict=True):
             self._check_text(name, text, wanted.params)
@@ -103,23 +109,31 @@ class PoolingProcessor:
     ) -> Scoring:
         """Requests that score pairs: one query with each document, or as many of both.
 
-        instruction: of a reranker with a template. Raises as `process`; ValueError for a classifier of several labels.
+        instruction: of a reranker with a template. Raises as `process`; ValueError for a classifier of several labels,
+        and for a task with a result for each token.
         """
+        wanted = self._task(params, None)
+        if wanted.by_token:
+            raise ValueError(f"task is {wanted.name!r}, but a score is of a whole text; allowed: {self.pooling.task}")
         firsts = _texts("queries", queries)
         seconds = _texts("documents", documents)
         if len(firsts) not in (1, len(seconds)):
             raise ValueError(f"queries must be one, or one for each of the {len(seconds)} documents, got {len(firsts)}")
         if instruction is not None and not self.pooling.template:
             raise ValueError(f"instruction must be None, as the model has no template, got {instruction!r}")
+        (priority,) = checked_priorities(priority, 1, self._limits)
+        if cache_salt is not None:
+            check_salt("cache_salt", cache_salt)
         if self.pooling.task == EMBED:
-            salted = [{"prompt": text, "cache_salt": cache_salt} for text in (*firsts, *seconds)]
-            requests = self.process(salted, params, priority=priority)
+            named = [("queries", firsts), ("documents", seconds)]
+            prompts = [
+                Prompt(f"{name}[{i}]", text, None, cache_salt) for name, texts in named for i, text in enumerate(texts)
+            ]
+            requests = self._process(prompts, wanted, None, priority)
             first = itertools.repeat(0) if len(firsts) == 1 else itertools.count()
             return Scoring(requests, [(i, len(firsts) + j) for i, j in zip(first, range(len(seconds)), strict=False)])
         if self.pooling.num_labels != 1:
             raise ValueError(f"score needs a classifier with one label, and the model has {self.pooling.num_labels}")
-        wanted = self._task(params, None)
-        (priority,) = checked_priorities(priority, 1, self._limits)
         pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
         for i, (first_text, second_text) in enumerate(pairs):
             self._check_text(f"documents[{i}]", first_text + second_text, wanted.params)

@@ -58,7 +58,7 @@ def _parse(name: str, prompt: Any) -> Prompt:
         raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}{advice}")
     text, token_ids, salt = map(prompt.get, KEYS)
     if salt is not None:
-        _check_salt(f"{name}['cache_salt']", salt)
+        check_salt(f"{name}['cache_salt']", salt)
     if text is None and token_ids is None:
         raise ValueError(f"{name} must have 'prompt' or 'prompt_token_ids', got {prompt!r}")
     if not isinstance(text, str | None):
@@ -78,7 +78,8 @@ def _as_list(value: Any) -> str:
     return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, bytes) else ""
 
 
-def _check_salt(name: str, salt: Any) -> None:
+def check_salt(name: str, salt: Any) -> None:
+    """Raise TypeError or ValueError for what is no salt."""
     if not isinstance(salt, str):
         raise TypeError(f"{name} must be a string, got {salt!r}")
     if not 1 <= len(salt) <= LONGEST_SALT:

@@ -75,13 +75,14 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
     return ApiError(400, message, param=param, code=code)
 
 
-def blamed_on_request(error: Exception, prompt_field: str = "prompt") -> ApiError:
+def blamed_on_request(error: Exception, **fields: str) -> ApiError:
     """Make the 400 for a TypeError or ValueError of the engine's checks, with a text that begins with the field's name.
 
-    prompt_field: the request's name for `prompts`.
+    fields: the request's names for parameters of the engine; `prompts` are its prompt unless it says otherwise.
     """
     text = str(error).removeprefix("sampling_params: ").removeprefix("sampling_params[0]: ")
-    text = re.sub(r"^prompts(\['\w+'\]|\[0\])*", prompt_field, text)
+    for name, field in {"prompts": "prompt", **fields}.items():
+        text = re.sub(rf"^{name}(\['\w+'\]|\[0\])*", field, text)
     text = re.sub(r"\w+Params\(truncate_prompt_tokens=\.\.\.\)", "truncate_prompt_tokens", text)
     found = re.match(r"\w+", text)
     code = "context_length_exceeded" if "max_model_len" in text and "must have at most" in text else None

@@ -111,7 +111,7 @@ async def _of_prompt(
         if accepted:
             raise
         observed.refused()
-        raise blamed_on_request(error, field) from error
+        raise blamed_on_request(error, prompts=field) from error
     finally:
         observed.end()
 

@@ -196,7 +196,7 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
         )
 
     given = "input" if messages is None else "messages"
-    outputs = await unless_gone(request.receive, pooled(serving, len(texts), encode(), given))
+    outputs = await unless_gone(request.receive, pooled(serving, len(texts), encode(), prompts=given))
     return fields, outputs, answer_of(serving, model, outputs, "embd"), ignored
 
 
@@ -229,9 +229,9 @@ def pooling_params(fields: PoolingFields) -> PoolingParams:
         raise blamed_on_request(error) from error
 
 
-async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result], field: str) -> Result:
+async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result], **fields: str) -> Result:
     """The results of so many texts. Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do,
-    500 if the engine fails. field: where the texts are from."""
+    500 if the engine fails. fields: see blamed_on_request."""
     begin = time.perf_counter()
     try:
         with serving.admission.admit(count):
@@ -239,7 +239,7 @@ async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result]
     except EngineDeadError as error:
         raise engine_failure(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise blamed_on_request(error, field) from error
+        raise blamed_on_request(error, **fields) from error
     except RuntimeError as error:
         if serving.stopping.is_set():
             raise ApiError(503, "the server is shutting down", code="shutting_down") from error

@@ -148,7 +148,8 @@ async def _scores(
         priority=fields.priority or 0,
         cache_salt=cache_salt(request, fields),
     )
-    return await unless_gone(request.receive, pooled(serving, len(documents), work, names[1]))
+    fields = dict(zip(("queries", "documents"), names, strict=True))
+    return await unless_gone(request.receive, pooled(serving, len(documents), work, **fields))
 
 
 def _texts(request: Request, name: str, given: Any) -> list[str]:

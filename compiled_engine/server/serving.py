@@ -158,7 +158,7 @@ class Serving:
         try:
             check_text(field, text, params, self.tokenizer(), self.engine.limits)
         except ValueError as error:
-            raise blamed_on_request(error, field) from error
+            raise blamed_on_request(error, prompts=field) from error
 
     def tokenizer(self) -> Tokenizer:
         """Raises ApiError 400 without one."""

@@ -58,7 +58,7 @@ POOLING_FIELDS = ("model.pooling.head",)
 OTHER_POOLING_FIELDS = tuple(
     f"model.pooling.{name}"
     for name in (
-        *("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "dimensions"),
+        *("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "lower_case", "dimensions"),
         "own_head",  # follows from model.architecture
     )
 )

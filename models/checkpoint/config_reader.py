@@ -117,7 +117,7 @@ def read_model_config(
         found = read_pooling(stated, path, pooling, model.hidden_size, reasons, causal=model.causal)
         model = replace(model, pooling=found, token_types=model.token_types if found.own_head else 0)
         if (shorter := stated_length(path)) is not None and shorter[0] < supported_length:
-            supported_length, origin = shorter[0], f"max_seq_length of {shorter[1]}"
+            supported_length, origin = shorter
     if max_model_len is None:
         max_model_len, reasons["model.max_model_len"] = supported_length, origin
     if max_model_len > supported_length:

@@ -33,8 +33,12 @@ from compiled_engine.pooling import (
 )
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
-POOLING_FILES = (MODULES, PROMPTS, *LENGTHS)
+# Older configurations of the module Transformer are named after its model.
+_NAMED = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TRANSFORMERS = tuple(f"sentence_{name}_config.json" for name in _NAMED)
+LENGTH = "max_seq_length"
+TOKENIZER, TOKENIZER_LENGTH = "tokenizer_config.json", "model_max_length"
+POOLING_FILES = (MODULES, PROMPTS, *TRANSFORMERS)
 CAUSAL = "ForCausalLM"
 LM_HEAD = "LMHeadModel"
 CLASSIFIER = "ForSequenceClassification"
@@ -56,7 +60,10 @@ _OTHER_HEADS = (_OUTPUT, "score.weight", "score.bias")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 WITHOUT_EFFECT = ("Dropout",)
-_CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID}  # their activations
+# Modules by kind, with those that must not come before them: a vector is pooled, then goes through linears, and is
+# normalised in the end.
+_NOT_AFTER = {"Pooling": ("Dense", "Normalize"), "Dense": ("Normalize",)}
+_CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}  # their activations
 RERANKERS = ("Qwen3ForCausalLM",)
 NO_YES = ("no", "yes")
 # Qwen3-Reranker's: what is before a pair, the pair, and what is behind it, each tokenised by itself.
@@ -142,7 +149,7 @@ def read_pooling(
     if convert == EMBED:
         pooling = _embedding(stated, path, reasons, causal)
     elif architecture.endswith(CLASSIFIER):
-        pooling = _classifier(fields, hidden_size, reasons, causal)
+        pooling = _classifier(fields, path, hidden_size, reasons, causal)
     else:
         pooling = _reranker(fields, path, stated, hidden_size, reasons)
     return _overridden(pooling, asked.override, hidden_size, reasons)
@@ -166,10 +173,11 @@ def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str], caus
         NORMALISE if stated.normalises else NONE,
         prompts=tuple(prompts.items()),
         include_prompt=stated.include_prompt,
+        lower_case=_transformer(path).boolean("do_lower_case", False),
     )
 
 
-def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], causal: bool) -> Pooling:
+def _classifier(fields: JsonFields, path: Path, hidden_size: int, reasons: dict[str, str], causal: bool) -> Pooling:
     named = fields.section("id2label").values
     count = len(named) or fields.integer("num_labels", 2)
     labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(count))
@@ -180,11 +188,8 @@ def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], c
         activation, why = SIGMOID, f"problem_type is {problem}" if problem else "one label"
     else:
         activation, why = SOFTMAX, "labels exclude each other"
-    stated = fields.section("sentence_transformers").values.get("activation_fn")
-    stated = stated or fields.text("sbert_ce_default_activation_function", "")
-    if known := _CROSS_ENCODERS.get(str(stated).rpartition(".")[2]):
-        activation, why = known, f"activation_fn of the cross encoder is {stated}"
     reasons["model.pooling.activation"] = why
+    activation = _of_cross_encoder(fields, path, reasons) or activation
     if causal:
         reasons["model.pooling.kinds"] = "classifiers of decoders read the last token"
         return Pooling(CLASSIFY, LAST, (Dense("score", hidden_size, count),), activation, labels)
@@ -194,6 +199,22 @@ def _classifier(fields: JsonFields, hidden_size: int, reasons: dict[str, str], c
     reasons["model.pooling.kinds"] = "classifiers of encoders read the first token, unless classifier_pooling is stated"
     head = (Dense("classifier", hidden_size, count),)
     return Pooling(CLASSIFY, (kind,), head, activation, labels, own_head=True)
+
+
+def _of_cross_encoder(fields: JsonFields, path: Path, reasons: dict[str, str]) -> str | None:
+    """The activation that a cross encoder states, None without one, or if it is no module of torch.
+
+    fields: of config.json, where earlier versions of sentence-transformers put it.
+    """
+    name, old_name = "activation_fn", "sbert_ce_default_activation_function"
+    stating = ((_json(path / PROMPTS), name), (fields.section("sentence_transformers"), name), (fields, old_name))
+    for place, key in stating:
+        if key in place and (stated := place.text(key)).startswith("torch."):
+            if (known := _CROSS_ENCODERS.get(stated.rpartition(".")[2])) is None:
+                raise place.error(key, f"one of {', '.join(_CROSS_ENCODERS)}")
+            reasons["model.pooling.activation"] = f"{key} of the cross encoder is {stated}"
+            return known
+    return None
 
 
 def _reranker(
@@ -217,8 +238,17 @@ def _reranker(
     against = "alone, by its sigmoid" if alone else f"against {words[0]!r}"
     reasons["model.pooling.activation"] = f"the probability of {words[-1]!r} {against}"
     head = Dense("", hidden_size, len(tokens), tokens=tokens)
-    activation = SIGMOID if alone else SOFTMAX
-    return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=RERANKER_TEMPLATE)
+    activation = _of_cross_encoder(fields, path, reasons) or SIGMOID
+    if activation == SIGMOID and not alone:
+        activation = SOFTMAX  # the sigmoid of the difference of their logits
+    template: tuple[str, ...] = RERANKER_TEMPLATE
+    if architecture not in RERANKERS:
+        template, transformer = (), _transformer(path)
+        if "message" in (modalities := transformer.section("modality_config")).values:
+            raise modalities.error(
+                "message", f"absent, as chat templates write no pairs, unless the architecture is {RERANKERS[0]}"
+            )
+    return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=template)
 
 
 def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reasons: dict[str, str]) -> Pooling:
@@ -227,12 +257,12 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
         if pooling.head and len(pooling.kinds) > 1:
             raise ValueError(f"pooler_config: pooling_type is {override.kinds[0]!r}, but the head reads several kinds")
         pooling, reasons["model.pooling.kinds"] = replace(pooling, kinds=override.kinds), why
+    if override.softmax is not None and pooling.task == CLASSIFY:
+        pooling = replace(pooling, activation=SOFTMAX if override.softmax else SIGMOID)
+        reasons["model.pooling.activation"] = why
     if (activates := override.activates) is not None:
         usual = NORMALISE if pooling.task == EMBED else pooling.activation
         pooling = replace(pooling, activation=usual if activates else NONE)
-        reasons["model.pooling.activation"] = why
-    if override.softmax is not None and pooling.task == CLASSIFY:
-        pooling = replace(pooling, activation=SOFTMAX if override.softmax else SIGMOID)
         reasons["model.pooling.activation"] = why
     if override.dimensions is not None:
         most = pooling.width(hidden_size)
@@ -244,12 +274,20 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
 
 
 def stated_length(path: Path) -> tuple[int, str] | None:
-    """Most tokens of a text, and the file that states it."""
-    for name in LENGTHS:
-        fields = _json(path / name)
-        if "max_seq_length" in fields:
-            return fields.integer("max_seq_length"), name
+    """Most tokens of a text, and the field that states it: the transformer's, else the tokenizer's, to which later
+    versions of sentence-transformers move it."""
+    fields = _transformer(path)
+    if LENGTH in fields:
+        return fields.integer(LENGTH), f"{LENGTH} of {Path(fields.source).name}"
+    length = _json(path / TOKENIZER).values.get(TOKENIZER_LENGTH) if (path / MODULES).is_file() else None
+    if isinstance(length, int | float) and length >= 1:
+        return int(length), f"{TOKENIZER_LENGTH} of {TOKENIZER}"
     return None
+
+
+def _transformer(path: Path) -> JsonFields:
+    """The configuration of the module Transformer; no fields without one."""
+    return next((fields for name in TRANSFORMERS if (fields := _json(path / name)).values), JsonFields(str(path), {}))
 
 
 def _modules(path: Path, hidden_size: int) -> _Stated:
@@ -258,9 +296,12 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
     include_prompt, normalises = True, False
     head: list[Dense] = []
     score_tokens: tuple[int, ...] | None = None
+    done: list[str] = []  # kinds of modules that the vector has gone through
     for module in _list(path / MODULES):
         kind = module.text("type").rpartition(".")[2]
         folder = path / str(module.values.get("path") or "")
+        if before := [each for each in _NOT_AFTER.get(kind, ()) if each in done]:
+            raise module.error("type", f"before {before[0]}")
         if kind == "Pooling":
             kinds, include_prompt = _pooling_kinds(JsonFields.from_file(folder / "config.json"))
         elif kind == "Dense":
@@ -276,7 +317,19 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
             score_tokens = (true,) if false is None else (false, true)
         elif kind != "Transformer" and kind not in WITHOUT_EFFECT:
             raise module.error("type", "a Transformer, Pooling, Dense, Normalize, LogitScore or Dropout")
+        if kind in ("Dense", "Normalize"):
+            _require_of_vector(_json(folder / "config.json"), pooled="Pooling" in done)
+        done.append(kind)
     return _Stated(kinds, include_prompt, tuple(head), normalises, score_tokens)
+
+
+def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
+    """Raise ValueError for a module that reads or writes another value than the pooled vector, or than those of tokens
+    where nothing pools them."""
+    allowed = ["sentence_embedding"] if pooled else ["sentence_embedding", "token_embeddings"]
+    for name in ("module_input_name", "module_output_name"):
+        if fields.text(name, allowed[0]) not in allowed:
+            raise fields.error(name, f"one of {', '.join(allowed)}")
 
 
 def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
@@ -294,6 +347,8 @@ def _dense(fields: JsonFields, folder: str, width: int) -> Dense:
     in_size, out_size = fields.integer("in_features"), fields.integer("out_features")
     if in_size != width:
         raise fields.error("in_features", f"{width}, as many as come before")
+    if fields.boolean("use_residual", False):
+        raise fields.error("use_residual", "false")
     activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise fields.error("activation_function", f"one of {', '.join(ACTIVATIONS)}")

@@ -181,7 +181,8 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
     columns = 0 if rounding.static else rounding.columns
     room = (num_tokens + tile - 1) // tile * tile
     rows = cdiv(k, columns) if columns else 1
-    return torch.empty((rows, room), dtype=torch.float32, device=codes_TK.device)[:, :num_tokens]
+    whole = torch.empty((rows, room), dtype=torch.float32, device=codes_TK.device)
+    return whole.as_strided((rows, num_tokens), (room, 1))  # torch 2.11 does not know the size of a slice in a trace
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:

@@ -34,7 +34,12 @@ OF_TOKENS = Dense("", 64, 1, tokens=(5, 6))  # a reranker's yes and no
 )
 def test_results(pooling: Pooling, width: int, every_token: bool, labels: int) -> None:
     assert (pooling.width(64), pooling.every_token, pooling.num_labels) == (width, every_token, labels)
-    assert (pooling.include_prompt, pooling.dimensions, pooling.own_head) == (True, None, False)
+    assert (pooling.include_prompt, pooling.lower_case, pooling.dimensions, pooling.own_head) == (
+        True,
+        False,
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,14 @@ def test_a_text_becomes_a_request() -> None:
     assert list(named.prompt_token_ids) == TOKENIZER.encode("find: hello")
 
 
+def test_a_model_of_lower_case_gets_no_other() -> None:
+    pooling = Pooling(EMBED, LAST, (), NORMALISE, prompts=(("query", "Find: "),), lower_case=True)
+    (plain,) = processor(pooling).process("Hello")
+    (named,) = processor(pooling).process("Hello", prompt_name="query")
+    assert list(plain.prompt_token_ids) == TOKENIZER.encode("hello")
+    assert list(named.prompt_token_ids) == TOKENIZER.encode("find: hello")
+
+
 @pytest.mark.parametrize(
     ("in_params", "asked", "task"),
     [(None, None, "embed"), ("token_embed", None, "token_embed"), ("embed", "token_embed", "token_embed")],
@@ -277,6 +285,24 @@ def test_a_pair_is_judged_in_one_request(pooling: Pooling) -> None:
         (EMBEDS, ("a", ["b", 7]), {}, TypeError, r"documents must be a string or a list of strings, got \['b', 7\]"),
         (ONE_LABEL, ("a", "b"), {"instruction": "x"}, ValueError, "instruction must be None, as the model has no temp"),
         (LABELS, ("a", "b"), {}, ValueError, "score needs a classifier with one label, and the model has 3"),
+        (
+            EMBEDS,
+            ("a", "b"),
+            {"params": PoolingParams(task="token_embed")},
+            ValueError,
+            "task is 'token_embed', but a score is of a whole text; allowed: embed",
+        ),
+        (
+            ONE_LABEL,
+            ("a", "b"),
+            {"params": PoolingParams(task="token_classify")},
+            ValueError,
+            "task is 'token_classify', but a score is of a whole text; allowed: classify",
+        ),
+        (EMBEDS, (["a", ""], ["b", "c"]), {}, ValueError, r"queries\[1\] must have at least one token, got ''"),
+        (EMBEDS, ("a", "b"), {"cache_salt": 7}, TypeError, "cache_salt must be"),
+        (ONE_LABEL, ("a", "b"), {"cache_salt": ""}, ValueError, "cache_salt must "),
+        (EMBEDS, ("a", ["b", ""]), {}, ValueError, r"documents\[1\] must have at least one token, got ''"),
         (ONE_LABEL, ("a", LONG), {}, ValueError, r"documents\[0\] must have at most 20 tokens .*, got at least"),
         (ONE_LABEL, ("a", ["b", "\ud800"]), {}, ValueError, r"documents\[1\] must be valid Unicode"),
         (ONE_LABEL, ("a", ["b", "fox" * 40]), {}, ValueError, r"documents\[1\] must have at most 20 tokens"),

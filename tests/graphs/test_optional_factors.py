@@ -40,6 +40,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "template": ("a", "b", "c"),
             "prompts": (("query", "find: "),),
             "include_prompt": False,
+            "lower_case": True,
             "dimensions": 8,
             "own_head": True,
         },

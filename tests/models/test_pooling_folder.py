@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from compiled_engine.models.checkpoint.pooling_folder import (
     headless_name,
     pooling_tensors,
     read_pooling,
+    stated_length,
 )
 from compiled_engine.pooling import CLASSIFY, LAST, NONE, NORMALISE, SIGMOID, SOFTMAX, Dense, PoolerConfig, Pooling
 
@@ -70,11 +72,25 @@ def test_a_cross_encoder_states_its_activation_in_one_of_two_fields(stated: dict
     assert read(tmp_path, "Qwen3ForSequenceClassification", num_labels=1, **stated).activation == NONE
 
 
+def test_a_cross_encoder_may_state_its_activation_beside_the_configuration(tmp_path: Path) -> None:
+    """A file of sentence-transformers counts more than config.json; what is no module of torch counts nowhere."""
+    file = tmp_path / "config_sentence_transformers.json"
+    for activation, expected in ((IDENTITY, NONE), ("torch.nn.modules.activation.Sigmoid", SIGMOID), ("own.F", NONE)):
+        file.write_text(json.dumps({"model_type": "CrossEncoder", "activation_fn": activation}))
+        older = {"sentence_transformers": {"activation_fn": IDENTITY}}
+        assert read(tmp_path, "Qwen3ForSequenceClassification", num_labels=1, **older).activation == expected
+    file.write_text(json.dumps({"activation_fn": "torch.nn.modules.activation.Tanh"}))
+    with pytest.raises(ValueError, match="activation_fn must be one of Identity, Sigmoid, Softmax, got 'torch"):
+        read(tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
+
+
 @pytest.mark.parametrize("softmax", [True, False])
 def test_softmax_is_for_classifiers(softmax: bool, tmp_path: Path) -> None:
     assert read(tmp_path, override={"softmax": softmax}).activation == NORMALISE
     classifier = read(tmp_path, "Qwen3ForSequenceClassification", {"softmax": softmax}, num_labels=3)
     assert classifier.activation == (SOFTMAX if softmax else SIGMOID)
+    raw = {"softmax": softmax, "use_activation": False}
+    assert read(tmp_path, "Qwen3ForSequenceClassification", raw, num_labels=3).activation == NONE
 
 
 def write_dense(path: Path, **config: Any) -> None:
@@ -99,6 +115,101 @@ def test_a_linear_has_the_defaults_of_sentence_transformers(tmp_path: Path) -> N
     write_dense(tmp_path, in_features=9)
     with pytest.raises(ValueError, match="in_features must be 8, as many as come before"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "xlnet"])
+def test_a_transformer_states_its_length_and_lower_case(name: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "", "type": "Transformer"}]))
+    assert (stated_length(tmp_path), read(tmp_path).lower_case) == (None, False)
+    file = tmp_path / f"sentence_{name}_config.json"
+    file.write_text(json.dumps({"max_seq_length": 20, "do_lower_case": True}))
+    assert (stated_length(tmp_path), read(tmp_path).lower_case) == ((20, f"max_seq_length of {file.name}"), True)
+
+
+@pytest.mark.parametrize(("length", "found"), [(20, 20), (1e30, int(1e30)), (None, None), ("long", None)])
+def test_the_length_may_be_the_tokenizers(length: Any, found: int | None, tmp_path: Path) -> None:
+    """As sentence-transformers reads it, unless the transformer states its own; other folders do not mean it so."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
+    assert stated_length(tmp_path) is None
+    (tmp_path / "modules.json").write_text("[]")
+    assert stated_length(tmp_path) == (found and (found, "model_max_length of tokenizer_config.json"))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 30}))
+    assert stated_length(tmp_path) == (30, "max_seq_length of sentence_bert_config.json")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (("Normalize", "Dense"), "type must be before Normalize, got 'sentence_transformers.models.Dense'"),
+        (("Pooling", "Normalize", "Dense"), "type must be before Normalize"),
+        (("Dense", "Pooling"), "type must be before Dense, got 'sentence_transformers.models.Pooling'"),
+        (("Normalize", "Pooling"), "type must be before Normalize"),
+    ],
+    ids=" ".join,
+)
+def test_modules_in_another_order_are_refused(kinds: Sequence[str], message: str, tmp_path: Path) -> None:
+    write_dense(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    modules = [{"path": f"1_{kind}", "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "", "type": "Transformer"}, *modules]))
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_residual": True}, "use_residual must be false, got True"),
+        ({"module_output_name": "scores"}, "module_output_name must be one of sentence_embedding, token_embeddings"),
+    ],
+)
+def test_linears_of_another_kind_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_dense(tmp_path, module_input_name="token_embeddings", use_residual=False)  # nothing pools
+    assert len(read(tmp_path).head) == 1
+    write_dense(tmp_path, **config)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("false", "stated", "activation"),
+    [
+        (None, None, SIGMOID),
+        (None, "activation.Sigmoid", SIGMOID),
+        (None, "linear.Identity", NONE),
+        (3, None, SOFTMAX),
+        (3, "activation.Sigmoid", SOFTMAX),
+        (3, "linear.Identity", NONE),
+    ],
+)
+def test_the_logits_of_tokens_that_judge_are_activated_as_stated(
+    false: int | None, stated: str | None, activation: str, tmp_path: Path
+) -> None:
+    """The sigmoid of a difference of two logits is their softmax."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1", "type": "LogitScore"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "config.json").write_text(json.dumps({"true_token_id": 1, "false_token_id": false}))
+    if stated is not None:
+        values = {"activation_fn": f"torch.nn.modules.{stated}"}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(values))
+    assert read(tmp_path, "Qwen3ForCausalLM").activation == activation
+
+
+def test_the_template_of_a_pair_is_that_of_its_architecture_alone(tmp_path: Path) -> None:
+    """Others get both texts as the tokenizer joins them; those whose chat template writes pairs are refused."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1", "type": "LogitScore"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "config.json").write_text(json.dumps({"true_token_id": 1, "false_token_id": 3}))
+    architectures = ("Qwen3ForCausalLM", "Qwen2ForCausalLM")
+    assert [bool(read(tmp_path, each).template) for each in architectures] == [True, False]
+    modalities = {"message": {"method": "forward", "method_output_name": "logits", "format": "flat"}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": modalities}))
+    assert read(tmp_path, "Qwen3ForCausalLM").template
+    with pytest.raises(ValueError, match="message must be absent, as chat templates write no pairs, unless the archit"):
+        read(tmp_path, "Qwen2ForCausalLM")
 
 
 @pytest.mark.parametrize("tied", [True, False])

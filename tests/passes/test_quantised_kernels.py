@@ -17,6 +17,8 @@ import torch
 from interpreting_process import interpret
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of
 from small_batch_linear_cases import nan_in_new_tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_engine.passes.framework.rounding import decode, spread
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
@@ -151,6 +153,18 @@ def test_every_row_of_scales_has_room_for_whole_tiles(scheme: str, num_tokens: i
     whole_tiles = -(-num_tokens // round_inputs.MOST_TILE) * round_inputs.MOST_TILE
     assert scales_CT.stride(0) == whole_tiles
     assert scales_CT.untyped_storage().nbytes() == scales_CT.shape[0] * whole_tiles * scales_CT.itemsize
+
+
+@pytest.mark.parametrize("rounding", ["e4m3 1x*", "e4m3 1x128"])
+def test_scales_of_a_trace_have_the_tokens_of_their_inputs(rounding: str) -> None:
+    """Their number is a symbol, and no op makes another one of it, which later passes could not place."""
+    symbols = ShapeEnv()
+    with FakeTensorMode(shape_env=symbols):
+        with symbols.ignore_fresh_unbacked_symbols():
+            x_TK = torch.empty(symbols.create_unbacked_symint(), 256)
+        codes_TK, scales_CT = round_inputs.fake_codes(x_TK, rounding)
+        assert str(codes_TK.shape[0]) == str(scales_CT.shape[1]) == str(x_TK.shape[0])
+    assert not symbols.pending_fresh_unbacked_symbols
 
 
 def test_triton_in_the_interpreter() -> None:

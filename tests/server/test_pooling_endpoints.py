@@ -175,6 +175,24 @@ def test_bad_texts_to_score_are_one_line(
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/score", {"text_1": ["a", ""], "text_2": ["b", "c"]}, "text_1", "text_1[1] must have at least one token"),
+        ("/score", {"text_1": "a", "text_2": ["b", "b " * 60]}, "text_2", "text_2[1] must have at most 40 tokens"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query", "query must have at least one token, got ''"),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents", "documents[1] must have at least one token"),
+    ],
+)
+def test_errors_of_texts_to_compare_name_them(
+    embedder: RunningServer, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    response = post(embedder, path, **body)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+    assert error_of(response)["message"].startswith(message)
+
+
 def test_scores_of_pairs(reranker: RunningServer, embedder: RunningServer) -> None:
     for server in (reranker, embedder):
         pairs = post(server, "/v1/score", queries=TEXTS, documents=DOCUMENTS)
