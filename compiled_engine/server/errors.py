@@ -84,7 +84,7 @@ def blamed_on_request(error: Exception, **fields: str) -> ApiError:
     for name, field in {"prompts": "prompt", **fields}.items():
         text = re.sub(rf"^{name}(\['\w+'\]|\[0\])*", field, text)
     text = re.sub(r"\w+Params\(truncate_prompt_tokens=\.\.\.\)", "truncate_prompt_tokens", text)
-    found = re.match(r"\w+", text)
+    found = re.match(r"(?!the\b)\w+", text)  # no field where it tells of the model
     code = "context_length_exceeded" if "max_model_len" in text and "must have at most" in text else None
     return ApiError(400, text, param=found[0] if found else None, code=code)
 

@@ -233,6 +233,7 @@ def test_models_of_the_other_kind_say_so(server: RunningServer, embedder: Runnin
     response = post(embedder, "/v1/completions", prompt="a")
     assert response.status_code == 400
     assert "pools, and generates no text" in error_of(response)["message"]
+    assert error_of(response)["param"] is None
 
 
 def test_a_chat_is_embedded_as_its_template_writes_it(tmp_path: Path) -> None:
