@@ -305,7 +305,8 @@ class Scheduler:
         samples = end >= request.num_tokens
         draft.add(request, start, num_tokens, samples)
         if num_tokens > 1 and start + 1 < request.num_tokens:
-            draft.add_prompt(num_tokens)
+            draft.num_prompts += 1
+            draft.num_prefill_tokens += num_tokens
         if end >= request.next_block_end:
             if num_tokens <= self._most_new_tokens:
                 draft.completed.append(request)

@@ -122,11 +122,6 @@ class StepDraft:
         longer.counts.append(count)
         longer.samples.append(samples)
 
-    def add_prompt(self, count: int) -> None:
-        """Count a share that was added, of `count` tokens, as a prompt's."""
-        self.num_prompts += 1
-        self.num_prefill_tokens += count
-
     @property
     def has_decodes(self) -> bool:
         """Return whether a share is no prompt's."""

@@ -107,7 +107,8 @@ class PaddedStep:
         """Wrap what `run` returned, or a replay left, for a key."""
         adapted = len(key.extra) > 0
         is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, adapted=adapted)
-        return ForwardOutput(result, is_logits, slots_T=self.buffers.adapter_slots_T if adapted else None)
+        slots_T = self.buffers.adapter_slots_T if adapted else None
+        return ForwardOutput(result, is_logits, slots_T=None if slots_T is None else slots_T[: key.num_tokens])
 
     def tensor_ids(self) -> tuple[int, ...]:
         """See GraphStep. All caches are replaced together."""

@@ -109,8 +109,8 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 @dataclass(frozen=True)
 class ForwardOutput:
     """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. taps: the inputs of the
-    tapped layers, [T, D] each, valid until the next call. slots_T: int32 [T] or longer, the slot of each token's
-    adapter, -1 without one; None for a step without adapters."""
+    tapped layers, [T, D] each, valid until the next call. slots_T: int32 [T], the slot of each token's adapter, -1
+    without one; None for a step without adapters."""
 
     tensor: torch.Tensor
     is_logits: bool

@@ -89,9 +89,10 @@ class StepSampling:
         if not batch.samples.any():
             self.without_tokens(batch, count)
             return None
-        every = batch.num_tokens == count  # a token each: nothing has to be picked out, and copied
-        wanted = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.every_row(wanted, batch, count)
+        if len(output.tensor) != count:  # else each token is a row's: nothing has to be picked out, and copied
+            every = batch.num_tokens == count
+            output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
+        return self.every_row(output, batch, count)
 
     def every_row(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Choose a token for each of num_rows rows by temperature and seed, and advance; may be captured.

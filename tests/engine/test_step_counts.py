@@ -42,7 +42,7 @@ NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48
 # Of these packages' functions, in a steady step of one request; and for each request more, whose blocks fill up.
-MOST_CALLS = 88
+MOST_CALLS = 89
 MOST_CALLS_MORE = 2
 # More than without a head, for any number of requests; eight of them tap a model that is not compiled.
 MOST_CALLS_AT_REST = 19

@@ -39,8 +39,8 @@ def test_rows_keep_their_own_slots(tokens: Any) -> None:
 
 def step() -> PaddedStep:
     """One whose buffers have slots of more tokens than a graph has."""
-    buffers = SimpleNamespace(adapter_slots_T=SLOTS_T)
-    of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, adapted: num_tokens <= SMALL + adapted)
+    buffers = SimpleNamespace(adapter_slots_T=torch.cat((SLOTS_T, torch.full((9,), 7, dtype=torch.int32))))
+    of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, adapted: num_tokens <= SMALL)
     forward: Any = SimpleNamespace(model=of_model, buffers=buffers, kv_caches=[])
     nothing: Any = None
     return PaddedStep(forward, nothing, nothing, 64)
@@ -48,20 +48,15 @@ def step() -> PaddedStep:
 
 @pytest.mark.parametrize(
     ("key", "is_logits"),
-    [(decode_key(8, 64), True), (mixed_key(SMALL, 2, 64), True), (mixed_key(8, 2, 64), False)],
+    [(decode_key(5, 64), True), (mixed_key(SMALL, 2, 64), True), (mixed_key(5, 2, 64), False)],
     ids=["decodes", "few tokens", "many tokens"],
 )
 def test_what_a_graph_leaves_has_the_slots_of_its_batch(key: GraphKey, is_logits: bool) -> None:
-    plain = step().output(key, HIDDEN_TD)
+    padded_TD, slots_T = HIDDEN_TD[: key.num_tokens], SLOTS_T[: key.num_tokens]
+    plain = step().output(key, padded_TD)
     assert (plain.is_logits, plain.slots_T) == (is_logits, None)
-    adapted = step().output(replace(key, extra=((ADAPTERS.name, 1),)), HIDDEN_TD)
-    assert adapted.is_logits == is_logits
-    assert adapted.slots_T is SLOTS_T
+    adapted = step().output(replace(key, extra=((ADAPTERS.name, 1),)), padded_TD)
+    assert adapted.slots_T is not None
+    assert (adapted.is_logits, adapted.slots_T.tolist()) == (is_logits, slots_T.tolist())
     logits = model().logits_of(adapted)
-    assert torch.equal(logits, HIDDEN_TD if is_logits else HIDDEN_TD + 100 * SLOTS_T.view(-1, 1))
-
-
-def test_forwards_with_adapters_may_end_at_logits_for_other_sizes() -> None:
-    key = mixed_key(SMALL + 1, 2, 64)
-    assert not step().output(key, HIDDEN_TD).is_logits
-    assert step().output(replace(key, extra=((ADAPTERS.name, 1),)), HIDDEN_TD).is_logits
+    assert torch.equal(logits, padded_TD if is_logits else padded_TD + 100 * slots_T.view(-1, 1))
