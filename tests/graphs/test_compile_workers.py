@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import fx
 
 from compiled_engine.graphs.compiler import build, compile_pool, compile_worker
 from compiled_engine.graphs.compiler.build import compile_pieces, emit_entry
+from compiled_engine.graphs.compiler.compat import forget_compilations
 from compiled_engine.graphs.compiler.compile_pool import CompileError
 from compiled_engine.graphs.compiler.direct_piece import direct_source
 from compiled_engine.graphs.compiler.piece import UnknownTarget, piece_to_json
@@ -226,3 +229,14 @@ def test_torchs_trace_has_each_stage_as_an_artifact(monkeypatch: pytest.MonkeyPa
     assert emitted == {
         "compiled_engine." + name.rpartition(".")[0].replace("/", "_"): f"text of {name}" for name in files
     }
+
+
+def test_kernels_that_were_loaded_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 would find them in the folder of an entry that is complete, and not compile them into another."""
+    for name, file in (("cabc.kernel", "/gone/cabc.main.so"), ("of_someone.kernel", "/there/kernel.py")):
+        module = ModuleType(name)
+        module.__file__ = file
+        monkeypatch.setitem(sys.modules, name, module)
+    forget_compilations()
+    assert "cabc.kernel" not in sys.modules
+    assert "of_someone.kernel" in sys.modules
