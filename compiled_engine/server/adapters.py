@@ -54,7 +54,7 @@ class AdapterNames:
 
     async def load(self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False) -> None:
         """Have the engine read an adapter, then give it the name, which with `in_place` another may have. Raises
-        TypeError, ValueError or OSError."""
+        ApiError 400 for a name that is taken, TypeError, ValueError or OSError for what is no adapter."""
         request = LoRARequest(name, self._next_id, path)
         self._next_id += 1
         self._require_free(name, in_place)
@@ -71,7 +71,7 @@ class AdapterNames:
 
     def _require_free(self, name: str, in_place: bool) -> None:
         if name in self._requests and not in_place:
-            raise ValueError(f"lora_name {shown(name)} is loaded already; load_inplace replaces it")
+            raise bad_request("lora_name", f"lora_name {shown(name)} is loaded already; load_inplace replaces it")
 
     async def _drop(self, engine: AsyncLLM, digest: str | None) -> None:
         """Drop an adapter that has lost its name, unless it has another one."""
@@ -110,7 +110,7 @@ async def load_adapter(request: Request) -> Response:
         # The path is absolute, so never a name on the hub.
         await serving.adapters.load(serving.engine, name, path.resolve(), in_place=bool(fields.load_inplace))
     except (TypeError, ValueError, OSError) as error:
-        raise bad_request("lora_name" if str(error).startswith("lora_name") else "lora_path", str(error)) from error
+        raise bad_request("lora_path", str(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

@@ -148,8 +148,8 @@ async def _scores(
         priority=fields.priority or 0,
         cache_salt=cache_salt(request, fields),
     )
-    fields = dict(zip(("queries", "documents"), names, strict=True))
-    return await unless_gone(request.receive, pooled(serving, len(documents), work, **fields))
+    scored = pooled(serving, len(documents), work, queries=names[0], documents=names[1])
+    return await unless_gone(request.receive, scored)
 
 
 def _texts(request: Request, name: str, given: Any) -> list[str]:

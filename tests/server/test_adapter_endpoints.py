@@ -17,6 +17,7 @@ from torch import nn
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.server.adapters import AdapterNames, adapters_of
+from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import ServerOptions
 
 
@@ -109,7 +110,7 @@ def test_an_adapter_that_is_replaced_is_dropped_with_its_last_name() -> None:
             await names.load(engine, name, path)
         for name in ("one", "same"):
             assert engine.dropped == []
-            with pytest.raises(ValueError, match=rf"^lora_name '{name}' is loaded already; load_inplace replaces it$"):
+            with pytest.raises(ApiError, match=rf"^lora_name '{name}' is loaded already; load_inplace replaces it$"):
                 await names.load(engine, name, "b")
             await names.load(engine, name, "b", in_place=True)
         assert engine.dropped == ["content of a"]
