@@ -37,11 +37,11 @@ class Pooling:
     """A model's way from hidden states to the result of a request.
 
     task: embed or classify. kinds: of KINDS; several are concatenated. head: linears, one after the other. activation:
-    of the result, unless a request wants none. labels: names of a classifier's results. template: the form of a pair of
-    texts to be judged, in three parts; empty for the tokenizer's. prompts: texts before a text, by name.
-    include_prompt: whether they are pooled. lower_case: whether texts are made lower case before they are tokenised.
-    dimensions: the number that vectors are cut to; None for all. own_head: the head is the model's own code, and `head`
-    has its sizes alone.
+    of the result. activates: whether it is applied where a request does not say. labels: names of a classifier's
+    results. template: the form of a pair of texts to be judged, in three parts; empty for the tokenizer's. prompts:
+    texts before a text, by name. include_prompt: whether they are pooled. lower_case: whether texts are made lower case
+    before they are tokenised. dimensions: the number that vectors are cut to; None for all. own_head: the head is the
+    model's own code, and `head` has its sizes alone.
     """
 
     task: str
@@ -54,6 +54,7 @@ class Pooling:
     include_prompt: bool = True
     lower_case: bool = False
     dimensions: int | None = None
+    activates: bool = True
     own_head: bool = False
 
     def width(self, hidden_size: int) -> int:

@@ -80,11 +80,11 @@ class PoolingTask:
 
     def finish(self, rows_ML: np.ndarray) -> np.ndarray:
         """Cut, and normalise or activate."""
-        pooling, activation = self.pooling, self.pooling.activation
+        pooling, asked = self.pooling, self.params.activates
         rows_ML = rows_ML[:, : self.params.dimensions or pooling.dimensions]
-        if (activates := self.params.activates) is not None:
-            usual = NORMALISE if pooling.task == EMBED else activation
-            activation = usual if activates else NONE
+        activation = pooling.activation if (pooling.activates if asked is None else asked) else NONE
+        if asked and pooling.task == EMBED:
+            activation = NORMALISE
         if pooling.head and len(pooling.head[-1].tokens) > 1:  # of two tokens that judge, the first denies
             if activation == NONE:
                 return rows_ML[:, 1:] - rows_ML[:, :1]

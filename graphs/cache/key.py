@@ -59,6 +59,7 @@ OTHER_POOLING_FIELDS = tuple(
     f"model.pooling.{name}"
     for name in (
         *("task", "kinds", "activation", "labels", "template", "prompts", "include_prompt", "lower_case", "dimensions"),
+        "activates",
         "own_head",  # follows from model.architecture
     )
 )

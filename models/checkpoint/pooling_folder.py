@@ -262,8 +262,8 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
         reasons["model.pooling.activation"] = why
     if (activates := override.activates) is not None:
         usual = NORMALISE if pooling.task == EMBED else pooling.activation
-        pooling = replace(pooling, activation=usual if activates else NONE)
-        reasons["model.pooling.activation"] = why
+        pooling = replace(pooling, activation=usual, activates=activates)
+        reasons["model.pooling.activation"] = reasons["model.pooling.activates"] = why
     if override.dimensions is not None:
         most = pooling.width(hidden_size)
         if pooling.task != EMBED or override.dimensions > most:

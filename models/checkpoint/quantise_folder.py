@@ -47,6 +47,7 @@ _WEIGHT, _SCALES = ".weight", ".weight_scale"
 _MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers
 _NOT_COPIED = ("*.safetensors", INDEX, "config.json", *PICKLE_PATTERNS, "*.gguf", "*.h5", "*.msgpack")
 _CHUNK_ROWS = 1024
+_IN_PARTS = "the checkpoint holds it in parts, or together with others"
 
 
 @dataclass(frozen=True)
@@ -94,28 +95,29 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
     read = match_tensors(tensors, model, config, cache_dir).read
     file_names = {id(tensor): name for name, tensor in files.items()}
 
-    held = {
-        name: [_is_whole(each, layer.weight) for each in read.get(f"{name}{_WEIGHT}", ())] == [True]
+    reasons = {
+        name: _why_not(read.get(f"{name}{_WEIGHT}", ()), layer.weight)
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     }
-    held |= _experts(tensors, dict(model.named_parameters(remove_duplicate=False)), read)
-    if unused := [target for target in asked if not any(matches(target, module) for module in held)]:
-        raise ValueError(f"ignore has {unused[0]!r}, which matches no linear of the model; it has {name_some([*held])}")
+    reasons |= _experts(tensors, dict(model.named_parameters(remove_duplicate=False)), read)
+    if unused := [target for target in asked if not any(matches(target, module) for module in reasons)]:
+        known = name_some([*reasons])
+        raise ValueError(f"ignore has {unused[0]!r}, which matches no linear of the model; it has {known}")
 
     schemes: dict[str, LinearScheme] = {}
     kept: dict[str, str] = {}
-    for module, is_held in held.items():
+    for module, reason in reasons.items():
         scheme = rules.scheme_of(module)
         if scheme is None:
             kept[module] = rules.why_not(module)
-        elif not is_held:
-            kept[module] = "the checkpoint holds it in parts, together with others, or under another name"
+        elif reason is not None:
+            kept[module] = reason
         else:
             schemes[file_names[id(tensors[f"{module}{_WEIGHT}"])]] = scheme
     if not schemes:
-        reasons = name_some([f"{module} ({reason})" for module, reason in kept.items()])
-        raise ValueError(f"{config.path}: there is no linear to quantise: {reasons or 'the model has none'}")
+        found = name_some([f"{module} ({reason})" for module, reason in kept.items()], most=3)
+        raise ValueError(f"{config.path}: there is no linear to quantise: {found or 'the model has none'}")
     own_names = {id(tensor): name for name, tensor in tensors.items()}
     embeddings = {f"{name}{_WEIGHT}" for name, layer in model.named_modules() if isinstance(layer, nn.Embedding)}
     plain = [
@@ -171,28 +173,34 @@ def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torc
     return codes_NK, scales_RC
 
 
-def _is_whole(placement: Placement, weight: torch.Tensor) -> bool:
-    """Return whether a tensor of the checkpoint is the weight as it is, under the same name."""
+def _why_not(placements: Sequence[Placement], weight: torch.Tensor) -> str | None:
+    """Return why a linear cannot be written in codes; None if a tensor of the checkpoint is its weight as it is, under
+    the same name."""
     all_of_it = tuple((0, size) for size in weight.shape)
-    same = placement.target == placement.source and not placement.transposed
-    return same and placement.taken == placement.placed == all_of_it
+    if [(each.taken, each.placed, each.transposed) for each in placements] != [(all_of_it, all_of_it, False)]:
+        return _IN_PARTS
+    (placement,) = placements
+    same = placement.target == placement.source
+    return None if same else f"the checkpoint has it under another name, {placement.source}"
 
 
 def _experts(
     tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], read: Mapping[str, Sequence[Placement]]
-) -> dict[str, bool]:
-    """Return the checkpoint's names for matrices of experts, each with whether its tensor is one matrix as it is.
+) -> dict[str, str | None]:
+    """Return the checkpoint's names for matrices of experts, each with why its tensor cannot be written in codes, None
+    if it is one matrix as it is.
 
     own: the model's parameters by name, of which those of experts have three dimensions.
     """
-    found: dict[str, bool] = {}
+    found: dict[str, str | None] = {}
     for name, placements in read.items():
         for placement in placements if name in own and own[name].dim() == 3 else ():
             if matches(EXPERTS, placement.source):
                 shape = tuple(tensors[placement.source].shape)
                 sizes = tuple(end - start for start, end in placement.placed)
                 is_one = len(shape) == 2 and sizes == (1, *shape) and not placement.transposed
-                found[placement.source.removesuffix(_WEIGHT)] = is_one and placement.source.endswith(_WEIGHT)
+                is_one = is_one and placement.source.endswith(_WEIGHT)
+                found[placement.source.removesuffix(_WEIGHT)] = None if is_one else _IN_PARTS
     return found
 
 

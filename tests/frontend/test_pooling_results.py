@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,8 @@ def sigmoid(rows: np.ndarray) -> np.ndarray:
         (LABELS, {}, softmax(ROWS)),
         (LABELS, {"use_activation": True}, softmax(ROWS)),
         (LABELS, {"use_activation": False}, ROWS),
+        (replace(LABELS, activates=False), {}, ROWS),
+        (replace(LABELS, activates=False), {"use_activation": True}, softmax(ROWS)),
         (ONE_LABEL, {}, sigmoid(ROWS)),
         (JUDGES, {}, softmax(ROWS[:, :2])[:, 1:]),
         (JUDGES, {"use_activation": False}, ROWS[:, 1:2] - ROWS[:, :1]),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from encoder_folders import make_encoder
 from pooling_folders import make_embedder
 from quantised_checkpoints import LAYOUTS, load_all, write_quantised
 from safetensors.torch import load_file, save_file
@@ -228,6 +229,11 @@ def make_infinite(tensors: dict[str, torch.Tensor]) -> None:
         (["plain", "out", "--scheme", "fp8", "--revision", "main"], "revision is 'main', but model is "),
         (["lacking", "out", "--scheme", "fp8"], "1 missing: model.norm.weight"),
         (["infinite", "out", "--scheme", "fp8"], "layers.0.mlp.up_proj.weight has values that are not finite"),
+        (
+            ["encoder", "out", "--scheme", "fp8"],
+            "no linear to quantise: model.encoder.layer.0.attention.self.query (the checkpoint has it under another "
+            "name, encoder.layer.0.attention.self.query.weight), ",
+        ),
     ],
     ids=lambda value: " ".join(value[3:] or value[:2]) if isinstance(value, list) else "",
 )
@@ -254,6 +260,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors = load_file(folder / name / "model.safetensors")
         edit(tensors)
         save_file(tensors, folder / name / "model.safetensors")
+    make_encoder(folder / "encoder")
     (folder / "empty").write_text(" \n")
     (folder / "binary").write_bytes(b"\xff\xfe\xfd")
     return folder
