@@ -41,6 +41,7 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     return {"DEPENDENT_LAUNCH": False}
 
 
+@cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
     """Return the registers of a thread in `groups` groups of warps that compute.
 

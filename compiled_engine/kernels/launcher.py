@@ -16,6 +16,7 @@ from compiled_engine.kernels.kernel_digest import digest_helpers_first
 # Versions for which tests/kernels/test_launcher.py has verified that launches reach the driver as Triton's own do.
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 POINTER_SUFFIX = "_ptr"
+DESCRIPTOR_SUFFIX = "_desc"
 # Options that a launch may have; one with others is Triton's.
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
@@ -40,8 +41,9 @@ class Launcher:
     launches are hooked they are Triton's.
 
     grid: a tuple of one to three numbers. Parameters named ..._ptr take tensors that the GPU can read, or None: where
-    they are is checked at the first launch alone. Triton's knobs, and globals that the kernel reads, are those of the
-    first launch. Nothing is launched for a thread whose launches KernelCollector leaves out.
+    they are is checked at the first launch alone. Those named ..._desc take what Box.of makes, or None. Triton's knobs,
+    and globals that the kernel reads, are those of the first launch. Nothing is launched for a thread whose launches
+    KernelCollector leaves out.
     """
 
     def __init__(self, jit_function: Any):
@@ -132,6 +134,8 @@ def _key_item(parameter: Any) -> str:
         return name
     if _is_pointer(parameter):
         return f"None if {name} is None else {name}.dtype"
+    if name.endswith(DESCRIPTOR_SUFFIX):
+        return f"None if {name} is None else ({name}.box, {name}.base.dtype)"
     specialized, align = not parameter.do_not_specialize, _specialized_on_alignment(parameter)
     asked = f"_specialize(_backend, {name}, {parameter.is_const}, {specialized}, {align})"
     return asked if specialized else f"{name}.__class__ is int and -0x80000000 <= {name} <= 0x7fffffff or {asked}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
+from compiled_engine.kernels.boxes import Box
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
-from compiled_engine.passes.linear.hopper_linear import layout_of_boxes, multiprocessors, rows_for_boxes
+from compiled_engine.passes.linear.hopper_linear import box_of_results, layout_of_boxes, multiprocessors, rows_for_boxes
 from compiled_engine.passes.linear.quantised_product import Scaling
 from compiled_engine.quantisation import LinearScheme
 
@@ -81,29 +81,25 @@ def hopper_codes(
     if tiles is None:
         many = multiprocessors(x_TK.device)
         tiles = codes_tiles(x_TK.shape[0], codes_NK.shape[0], scaling.columns > 0, many)
-    # Gluon takes a while to import, and only a Hopper needs it.
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from compiled_engine.kernels import hopper_linear_kernel as ring
-    from compiled_engine.kernels.hopper_codes_kernel import hopper_codes_kernel
+    from compiled_engine.kernels import hopper_codes_kernel as kernels  # Gluon takes a while to import
 
     num_tokens, k = x_TK.shape
     x_TK = rows_for_boxes(x_TK)
     num_rows, rows = codes_NK.shape[0], tiles.rows
     outputs = num_rows // 2 if gated else num_rows
     written = rows // 2 if gated else rows
-    block, shared = ring.BLOCK.value, layout_of_boxes(8, 2)
+    block = kernels.BLOCK.value
     out_TM = torch.empty((num_tokens, outputs), dtype=dtype, device=x_TK.device)
+    of_weight, of_tokens, of_results = _boxes(tiles, gated)
     if gated:
         shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
-        box = [written // block, 2, block, COLUMNS]
-        weight = TensorDescriptor(codes_NK, shape, strides, box, layout_of_boxes(8, 4))
     else:
-        weight = TensorDescriptor(codes_NK, [num_rows, k], [k, 1], [rows, COLUMNS], shared)
-    tokens = TensorDescriptor(x_TK, [num_tokens, k], [x_TK.stride(0), 1], [tiles.tokens, COLUMNS], shared)
-    results = TensorDescriptor(out_TM, [num_tokens, outputs], [outputs, 1], [64, written], _out_shared(written))
+        shape, strides = [num_rows, k], [k, 1]
+    weight = of_weight.of(codes_NK, shape, strides)
+    tokens = of_tokens.of(x_TK, [num_tokens, k], [x_TK.stride(0), 1])
+    results = of_results.of(out_TM, [num_tokens, outputs], [outputs, 1])
     token_tiles, row_tiles = cdiv(num_tokens, GROUPS * tiles.tokens), cdiv(outputs, written)
-    hopper_codes_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
+    kernels.hopper_codes_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
         weight,
         tokens,
         results,
@@ -131,8 +127,14 @@ def hopper_codes(
 
 
 @cache
-def _out_shared(outputs: int) -> Any:
-    """Layout of results in shared memory, with this many side by side."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
+def _boxes(tiles: CodesTiles, gated: bool) -> tuple[Box, Box, Box]:
+    """Boxes of the weight, of tokens and of results."""
+    from compiled_engine.kernels import hopper_codes_kernel as kernels
 
-    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
+    rows, block = tiles.rows, kernels.BLOCK.value
+    if gated:
+        weight = Box((rows // 2 // block, 2, block, COLUMNS), layout_of_boxes(8, 4))
+    else:
+        weight = Box((rows, COLUMNS), layout_of_boxes(8, 2))
+    tokens = Box((tiles.tokens, COLUMNS), layout_of_boxes(8, 2))
+    return weight, tokens, box_of_results(64, rows // 2 if gated else rows)

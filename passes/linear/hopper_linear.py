@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from compiled_engine.kernels.boxes import Box
 from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS, cdiv, computing_registers
 from compiled_engine.passes.framework.profile import DeviceProfile, load_profile
 from compiled_engine.passes.linear.quantised_product import Scaling
@@ -41,6 +42,15 @@ def layout_of_boxes(bits: int, rank: int) -> Any:
     from compiled_engine.kernels.hopper_linear_kernel import shared_layout
 
     return shared_layout(bits, rank)
+
+
+@cache
+def box_of_results(tokens: int, outputs: int) -> Box:
+    """Return a box of results of 16 bits, with this many side by side."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
+    return Box((tokens, outputs), layout)
 
 
 @cache
@@ -112,11 +122,7 @@ def hopper_linear(
     """
     if gated and tiles.parts > 2:
         raise ValueError(f"parts is {tiles.parts}; allowed for gate and up: 1 or 2")
-    # Gluon takes a while to import, and only a Hopper needs it.
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from compiled_engine.kernels import hopper_linear_kernel as ring
-    from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
+    from compiled_engine.kernels import hopper_linear_kernel as ring  # Gluon takes a while to import
 
     num_tokens, k = x_TK.shape
     x_TK = rows_for_boxes(x_TK)
@@ -126,27 +132,14 @@ def hopper_linear(
     bits = 8 * x_TK.element_size()
     rows, step, block = ring.ROWS.value, columns_of_boxes(bits), ring.BLOCK.value
     parts, boxes = tiles.parts, tiles.parts * tiles.products
-    parts_shared = layout_of_boxes(bits, 3)
+    of_weight, of_tokens = _boxes(tiles, bits, gated)
     if gated:
-        weight = TensorDescriptor(
-            weight_NK,
-            [boxes, outputs // block, 2, block, k],
-            [step, block * k, outputs * k, k, 1],
-            [boxes, ring.BLOCKS.value // parts, 2, block, step],
-            layout_of_boxes(bits, 5),
-        )
+        shape, strides = [boxes, outputs // block, 2, block, k], [step, block * k, outputs * k, k, 1]
     else:
-        weight = TensorDescriptor(
-            weight_NK, [boxes, num_rows, k], [step, k, 1], [boxes, rows // parts, step], parts_shared
-        )
-    x = TensorDescriptor(
-        x_TK,
-        [boxes, num_tokens, k],
-        [step, x_TK.stride(0), 1],
-        [boxes, tiles.tokens, step],
-        parts_shared,
-    )
-    hopper_linear_kernel[(cdiv(num_rows, tiles.groups * (rows // parts)),)](
+        shape, strides = [boxes, num_rows, k], [step, k, 1]
+    weight = of_weight.of(weight_NK, shape, strides)
+    x = of_tokens.of(x_TK, [boxes, num_tokens, k], [step, x_TK.stride(0), 1])
+    ring.hopper_linear_kernel[(cdiv(num_rows, tiles.groups * (rows // parts)),)](
         weight,
         x,
         out_TM,
@@ -169,3 +162,16 @@ def hopper_linear(
         launch_pdl=True,
     )
     return out_TM
+
+
+@cache
+def _boxes(tiles: HopperTiles, bits: int, gated: bool) -> tuple[Box, Box]:
+    """Boxes of the weight and of tokens."""
+    from compiled_engine.kernels import hopper_linear_kernel as ring
+
+    parts, boxes, step = tiles.parts, tiles.parts * tiles.products, columns_of_boxes(bits)
+    if gated:
+        weight = Box((boxes, ring.BLOCKS.value // parts, 2, ring.BLOCK.value, step), layout_of_boxes(bits, 5))
+    else:
+        weight = Box((boxes, ring.ROWS.value // parts, step), layout_of_boxes(bits, 3))
+    return weight, Box((boxes, tiles.tokens, step), layout_of_boxes(bits, 3))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
+from compiled_engine.kernels.boxes import Box
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
 from compiled_engine.passes.linear.hopper_linear import (
+    box_of_results,
     columns_of_boxes,
     hopper_profile,
     layout_of_boxes,
@@ -108,37 +109,26 @@ def hopper_product(
     blocks of 128 columns or whole rows, for results of `dtype`; then K is a multiple of 16, and tiles have two groups
     and one part of up to 128 tokens.
     """
-    # Gluon takes a while to import, and only a Hopper needs it.
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from compiled_engine.kernels import hopper_linear_kernel as ring
-    from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
+    from compiled_engine.kernels import hopper_product_kernel as kernels  # Gluon takes a while to import
 
     num_tokens, k = x_TK.shape
     x_TK = rows_for_boxes(x_TK)
     num_rows = weight_NK.shape[0]
-    outputs, rows = (num_rows // 2, tiles.rows // 2) if gated else (num_rows, tiles.rows)
-    bits = 8 * x_TK.element_size()
-    block, step, shared = ring.BLOCK.value, columns_of_boxes(bits), layout_of_boxes(bits, 2)
+    outputs, block = (num_rows // 2 if gated else num_rows), kernels.BLOCK.value
+    of_weight, of_tokens, of_results = _boxes(tiles, 8 * x_TK.element_size(), gated, scaling is not None)
     out_TM = torch.empty((num_tokens, outputs), dtype=dtype or x_TK.dtype, device=x_TK.device)
     if gated:
         shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
-        weight = TensorDescriptor(weight_NK, shape, strides, [rows // block, 2, block, step], layout_of_boxes(bits, 4))
     else:
-        weight = TensorDescriptor(weight_NK, [num_rows, k], [k, 1], [rows, step], shared)
+        shape, strides = [num_rows, k], [k, 1]
+    weight = of_weight.of(weight_NK, shape, strides)
     parts = (*tiles.parts, 0, 0)[:3]
     shape, strides = [num_tokens, k], [x_TK.stride(0), 1]
-    tokens = [TensorDescriptor(x_TK, shape, strides, [part, step], shared) if part else None for part in parts]
-    chunk = chunk_of(tiles.rows, gated)
-    if scaling is not None:  # the results of 64 rows at a time
-        chunk, rows = tiles.parts[0], 32 if gated else 64
-    shape, strides, out_shared = [num_tokens, outputs], [outputs, 1], _out_shared(rows)
-    results = [
-        TensorDescriptor(out_TM, shape, strides, [min(part, chunk), rows], out_shared) if part else None
-        for part in parts
-    ]
+    tokens = [box and box.of(x_TK, shape, strides) for box in of_tokens]
+    shape, strides = [num_tokens, outputs], [outputs, 1]
+    results = [box and box.of(out_TM, shape, strides) for box in of_results]
     token_tiles, row_tiles = cdiv(num_tokens, tiles.tokens), cdiv(num_rows, tiles.groups * tiles.rows)
-    hopper_product_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
+    kernels.hopper_product_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
         weight,
         *tokens,
         *results,
@@ -163,8 +153,18 @@ def hopper_product(
 
 
 @cache
-def _out_shared(outputs: int) -> Any:
-    """Layout of results in shared memory, with this many side by side."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
+def _boxes(tiles: ProductTiles, bits: int, gated: bool, scaled: bool) -> tuple[Box, list[Box | None], list[Box | None]]:
+    """Boxes of the weight, and of tokens and results for each of three parts."""
+    from compiled_engine.kernels import hopper_product_kernel as kernels
 
-    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
+    rows, block, step = tiles.rows // 2 if gated else tiles.rows, kernels.BLOCK.value, columns_of_boxes(bits)
+    if gated:
+        weight = Box((rows // block, 2, block, step), layout_of_boxes(bits, 4))
+    else:
+        weight = Box((rows, step), layout_of_boxes(bits, 2))
+    chunk = kernels.chunk_of(tiles.rows, gated)
+    if scaled:  # the results of 64 rows at a time
+        chunk, rows = tiles.parts[0], 32 if gated else 64
+    parts = (*tiles.parts, 0, 0)[:3]
+    tokens = [Box((part, step), layout_of_boxes(bits, 2)) if part else None for part in parts]
+    return weight, tokens, [box_of_results(min(part, chunk), rows) if part else None for part in parts]

@@ -155,9 +155,15 @@ class Results(NamedTuple):
 
 def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device, tile: int = MOST_TILE) -> Results:
     """Memory for the codes of T rows of K columns and their scales; tile: see empty_scales."""
+    codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
+    return Results(codes_TK, empty_scales(codes_TK, rounding, tile), dict(_constants(k, rounding)))
+
+
+@cache
+def _constants(k: int, rounding: Rounding) -> dict[str, Any]:
     block = next_power_of_2(k)
     columns = block if rounding.static else min(rounding.columns or block, block)
-    constants = {
+    return {
         "K": k,
         "COLUMNS": columns,
         "GROUPS": block // columns,
@@ -165,8 +171,6 @@ def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.devic
         "SMALLEST": SMALLEST_MAXIMUM,
         "num_warps": max(1, min(16, block // 256)),
     }
-    codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
-    return Results(codes_TK, empty_scales(codes_TK, rounding, tile), constants)
 
 
 def tile_of(num_tokens: int) -> int:
@@ -182,6 +186,8 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
     room = (num_tokens + tile - 1) // tile * tile
     rows = cdiv(k, columns) if columns else 1
     whole = torch.empty((rows, room), dtype=torch.float32, device=codes_TK.device)
+    if isinstance(num_tokens, int) and room == num_tokens:
+        return whole
     return whole.as_strided((rows, num_tokens), (room, 1))  # torch 2.11 does not know the size of a slice in a trace
 
 

@@ -19,6 +19,7 @@ tl = pytest.importorskip("triton.language")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from compiled_engine.kernels.boxes import Box  # noqa: E402
 from compiled_engine.kernels.launcher import TRITON_VERSIONS, Launcher, quick_launches  # noqa: E402
 
 if triton.knobs.runtime.interpret:
@@ -208,6 +209,65 @@ def test_options_that_it_does_not_know_are_tritons(recording: Recording) -> None
         kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32, num_ctas=1)
     assert len(recording.launches) == 2
     assert all(launch[7] is not None for launch in recording.launches)
+
+
+def make_box_kernel() -> Any:
+    gluon = pytest.importorskip("triton.experimental.gluon")
+    gl = pytest.importorskip("triton.experimental.gluon.language")
+
+    @quick_launches
+    @gluon.jit
+    def box_kernel(a_desc, b_desc, out_ptr, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
+        gl.store(out_ptr, BLOCK)
+
+    return box_kernel
+
+
+def boxes(count: int) -> list[Box]:
+    layouts = pytest.importorskip("triton.experimental.gluon.language")
+    layout = layouts.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return [Box((8 << number, 64), layout) for number in range(count)]
+
+
+def test_launches_with_boxes_take_what_was_compiled_for_them(recording: Recording) -> None:
+    """Each box and dtype is a specialization of its own; addresses and sizes of tensors are not."""
+    kernel, (small, large) = make_box_kernel(), boxes(2)
+    of_types = [torch.zeros(64, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    given = [box.of(tensor, [64, 128], [128, 1]) for box in (small, large) for tensor in of_types]
+    binder = kernel.jit_function.device_caches[0][-1]
+    kinds = [(a, b) for a in given for b in (given[-1], None)]
+    for a, b in kinds * 2:
+        kernel[(1,)](a, b, MEMORY, BLOCK=8)
+    launches, compiled = recording.launches, kernel.jit_function.device_caches[0][0]
+    expected = {str(binder(a, b, MEMORY, BLOCK=8)[1:]) for a, b in kinds}
+    assert len(compiled) == len(expected) == len(kinds)
+    for first, again in zip(launches[: len(kinds)], launches[len(kinds) :], strict=True):
+        assert first[4] is again[4]
+        assert all(before is now for before, now in zip(first[9:11], again[9:11], strict=True))
+    other = small.of(torch.zeros(32, 64, dtype=torch.bfloat16), [32, 64], [64, 1])
+    kernel[(1,)](other, None, MEMORY, BLOCK=8)
+    assert recording.launches[-1][9] is other
+    assert len(compiled) == len(kinds)
+
+
+def test_a_descriptor_of_a_box_is_that_of_triton() -> None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    (box,) = boxes(1)
+    for size in (64, 32, 16):
+        tensor = torch.zeros(size, 128, dtype=torch.bfloat16)
+        found = box.of(tensor, [size, 128], [128, 1])
+        expected = TensorDescriptor(tensor, [size, 128], [128, 1], found.block_shape, found.layout)
+        assert type(found) is TensorDescriptor
+        assert found.base is tensor
+        assert found == expected
+        assert found.box is box
+
+
+def test_a_box_is_checked_where_it_is_first_used() -> None:
+    (box,) = boxes(1)
+    with pytest.raises(AssertionError):
+        box.of(torch.zeros(64, 128, dtype=torch.bfloat16), [64, 128, 1], [128, 1])
 
 
 def test_another_triton_launches_itself(monkeypatch: pytest.MonkeyPatch) -> None:

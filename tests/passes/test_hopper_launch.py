@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from quantised_linear_cases import arguments_of as codes_arguments_of
 from scripted_hopper import MULTIPROCESSORS, scripted_hopper
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
 
+from compiled_engine.kernels import hopper_codes_kernel, hopper_linear_kernel, hopper_product_kernel
 from compiled_engine.passes.framework.profile import load_profile
 from compiled_engine.passes.linear import round_inputs
 from compiled_engine.passes.linear.hopper_codes import CodesTiles, codes_tiles, hopper_codes, why_not_on_the_left
@@ -47,6 +49,8 @@ PRODUCTS = [
     (ProductTiles(2, 64, (256,), 2), 300, 144, 64),
 ]
 DEVICE = "NVIDIA H200"
+# Python functions of a launch, without the kernel's own.
+MOST_CALLS = {"linear": 15, "codes": 16, "product": 22, "inputs": 13}
 KINDS = [
     {},
     {"bias": True, "residual": True},
@@ -249,3 +253,59 @@ def test_a_launch_of_codes_is_the_linear(tiles: CodesTiles | None, scheme: str, 
     assert [options[name] for name in names] == [tiles.tokens, tiles.rows, tiles.stages, tiles.together, 4, True]
     # Two groups that compute and one that copies, with 24 registers for each of its threads.
     assert 128 * (2 * options["REGISTERS"] + 24) <= 1 << 16 < 128 * (2 * (options["REGISTERS"] + 8) + 24)
+
+
+class NoKernel:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Python functions that it calls, itself included, once what it keeps is there."""
+    function()
+    count = 0
+
+    def profiled(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profiled)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_launch_costs_the_host_few_calls(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes and their layouts are made once, and no descriptor is checked again: a start launches many thousands."""
+    case = CodesCase(200, 256, 256, silu_mul=gated)
+    given, scheme = codes_arguments_of(case, BY_ROWS, torch.bfloat16), LinearScheme.parse(BY_ROWS)
+    assert scheme.inputs is not None
+    codes_TK, inputs_CT = round_inputs.by_formula(given["x_TK"], scheme.inputs, None)
+    scaling, weight_NK = scaling_of(given["scales_RC"], inputs_CT, scheme), given["codes_NK"]
+    tiles, products = CodesTiles(128, 64, 2), ProductTiles(2, 64, (64, 32), 2)
+    few = HopperTiles(1, 8, 2)
+    monkeypatch.setattr(round_inputs, "round_inputs_kernel", NoKernel())
+    with scripted_hopper():
+        for module, name in (
+            (hopper_linear_kernel, "hopper_linear_kernel"),
+            (hopper_product_kernel, "hopper_product_kernel"),
+            (hopper_codes_kernel, "hopper_codes_kernel"),
+        ):
+            monkeypatch.setattr(module, name, NoKernel())
+        by_rows = scaling, torch.bfloat16
+        x_TK, plain_NK = given["x_TK"], torch.zeros(256, 256, dtype=torch.bfloat16)
+        counts = {
+            "linear": calls_of(
+                lambda: hopper_linear(codes_TK[:8], weight_NK, None, gated, "silu", few, None, *by_rows)
+            ),
+            "codes": calls_of(lambda: hopper_codes(codes_TK, weight_NK, gated, "silu", *by_rows, tiles)),
+            "product": calls_of(lambda: hopper_product(x_TK, plain_NK, gated, "silu", products)),
+            "inputs": calls_of(lambda: round_inputs.launch(x_TK, scheme.inputs, None)),
+        }
+    assert {name: count <= MOST_CALLS[name] for name, count in counts.items()} == dict.fromkeys(MOST_CALLS, True), (
+        counts
+    )

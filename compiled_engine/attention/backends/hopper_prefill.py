@@ -10,6 +10,7 @@ Copies go by TMA into stages, a box for each block and each 64 columns, all of a
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, seen
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.kernels.boxes import Box
 from compiled_engine.kernels.launcher import quick_launches
 
 # Rows of a tile (queries times the heads that share a K/V head), half of them for each group of warps; its keys.
@@ -468,6 +469,11 @@ def box_rows(block_size: int) -> int:
     return min(block_size & -block_size, KEYS.value)
 
 
+@cache
+def _box_of(rows: int) -> Box:
+    return Box((rows, WIDTH.value), SHARED.value)
+
+
 def hopper_prefill(
     q_THd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
@@ -484,12 +490,10 @@ def hopper_prefill(
     num_tokens, num_heads, _ = q_THd.shape
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape
     box = box_rows(block_size)
-    cache = TensorDescriptor(
+    cache = _box_of(box).of(
         kv_cache_N2PKd,
         [num_blocks * 2 * block_size, num_kv_heads * head_dim],
         [num_kv_heads * head_dim, 1],
-        [box, WIDTH.value],
-        SHARED.value,
     )
     hopper_prefill_kernel[(min(num_sms, layout.most_tiles(num_tokens) * num_kv_heads),)](
         cache,
