@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,9 +112,11 @@ class CoreChild:
         return self._process.pid
 
     def start(self, frame: bytes) -> None:
-        """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch."""
+        """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch. Whoever
+        reads the answer finds out if the process has ended."""
         self._started = True
-        self.socket.sendall(frame)
+        with suppress(OSError):
+            self.socket.sendall(frame)
 
     def clock_ahead_s(self) -> float:
         """Zero, as the core is on this machine."""

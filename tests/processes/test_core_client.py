@@ -8,13 +8,17 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 from async_engines import run
+from small_engines import SMALL
 from tiny_models import tiny_config
 
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError, Failed
 from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
 from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
+from compiled_engine.processes.core_child import CoreChild
 from compiled_engine.processes.core_client import CoreClient, EngineDeadError, wait_started
 from compiled_engine.processes.wire import (
     Abort,
@@ -131,6 +135,15 @@ def test_a_core_that_ends_before_it_starts() -> None:
         wait_started(core)
     assert core.waited_s[0] > 0  # its process may need a moment to end
     core.close(0)
+
+
+def test_a_core_whose_process_ends_before_its_order() -> None:
+    """Sending the order is no error of its own: the reason is found as that of every end."""
+    core = CoreChild("cpu")
+    psutil.Process(core.pid).kill()
+    core.how_it_ended(20)
+    with pytest.raises(EngineDeadError, match="the engine core did not start: its process was killed by SIGKILL"):
+        AsyncLLM(**SMALL, core=core)
 
 
 def test_what_is_sent() -> None:
