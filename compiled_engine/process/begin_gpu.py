@@ -45,6 +45,18 @@ def index_of(device: str | None) -> int | None:
     return int(index or 0)
 
 
+def gpu_name(index: int) -> str | None:
+    """The name of a GPU in CUDA's numbering, as torch has it; None where there is none. No context is created."""
+    driver, device, name = _driver(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    if (
+        driver is None
+        or driver.cuDeviceGet(ctypes.byref(device), index) != 0
+        or driver.cuDeviceGetName(name, len(name), device) != 0
+    ):
+        return None
+    return name.value.decode()
+
+
 def _driver() -> ctypes.CDLL | None:
     """Calls of it leave Python's lock to others."""
     try:

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -105,7 +106,7 @@ class CoreChild:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> CoreChild:
         """The one for these keywords of `LLM`, which are not checked yet."""
-        return cls(given_device(options) if core_has_device(options) else "cpu")
+        return cls(given_device(options) if core_has_device(options) else "cpu", _cluster_of_this_process())
 
     @property
     def pid(self) -> int:
@@ -144,6 +145,15 @@ def _private_folder() -> Path:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="compiled-engine-", dir="/tmp")
     return Path(folder)
+
+
+def _cluster_of_this_process() -> dict[str, str]:
+    """The address of the Ray cluster that this process is in, for a process that it starts; nothing if it is in
+    none."""
+    ray = sys.modules.get("ray")
+    if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
+        return {}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 def device_of_core(config: EngineConfig) -> str:

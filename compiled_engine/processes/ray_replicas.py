@@ -25,11 +25,12 @@ from typing import Any
 import msgspec
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.process.begin_gpu import gpu_name
 from compiled_engine.processes.channel import FrameReader, frame
 from compiled_engine.processes.core_child import CoreChild, device_of_core
 from compiled_engine.processes.wire import Start, decode_to_core, encode
@@ -38,7 +39,7 @@ PACKAGES = ("compiled-engine", "torch", "triton", "ray", "msgspec")
 
 
 def own_environment(device_type: str) -> dict[str, str]:
-    """Versions, and which GPU there is: of this process."""
+    """Versions, and which GPU there is: of this process, which gets no context on it."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
@@ -47,7 +48,7 @@ def own_environment(device_type: str) -> dict[str, str]:
             found[name] = "not installed"
     if device_type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-        found["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        found["GPU"] = gpu_name(0) or "none"
     return found
 
 
@@ -74,7 +75,7 @@ class ReplicaActor:
 
     def __init__(self, device: str, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
-        self._child = CoreChild(device)
+        self._child = CoreChild(device, _own_gpus())
         self._has_started = False
 
     def node(self) -> tuple[str, str]:
@@ -124,6 +125,13 @@ class ReplicaActor:
         self._child.close(_EXIT_S if self._has_started else 0)
 
 
+def _own_gpus() -> dict[str, str]:
+    """The GPUs that Ray has given to this process. Ray does not name them in its environment where the user sets
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU") if ray.is_initialized() else None
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
 _KILLED_S = 1.0
 
 
@@ -151,7 +159,7 @@ class RayCore:
             self.node = f"{node_address} ({node_id[:8]})"
             wrong = ray.get(self._actor.start.remote(bytes(message), elapsed_s, environment))
         except RayError as error:
-            raise RuntimeError(f"{self._name} on Ray did not start: {_first_line(error)}") from error
+            raise RuntimeError(f"{self._name} on Ray did not start: {_reason(error)}") from error
         if wrong:
             raise ValueError(f"{self._name} cannot run on node {self.node} of the Ray cluster: {'; '.join(wrong)}")
         for pump in (self._pump_in, self._pump_out):
@@ -172,7 +180,7 @@ class RayCore:
                 how = ray.get(self._actor.how_it_ended.remote(timeout_s), timeout=timeout_s + _KILLED_S)
                 return f"{how}, on node {self.node} of the Ray cluster"
             except (RayError, TimeoutError) as error:
-                self._lost = _first_line(error)
+                self._lost = _reason(error)
         return f"node {self.node} of the Ray cluster, or its actor there, is lost: {self._lost}"
 
     def close(self, timeout_s: float) -> None:
@@ -189,7 +197,7 @@ class RayCore:
             while data := ray.get(self._actor.receive.remote()):
                 self._own.sendall(data)
         except RayError as error:
-            self._lost = _first_line(error)
+            self._lost = _reason(error)
         except OSError:
             pass
         with suppress(OSError):
@@ -202,11 +210,16 @@ class RayCore:
                 ray.get(self._actor.send.remote(data))
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _reason(error: BaseException) -> str:
+    """One line. Ray's text of an error in an actor begins with the place and ends with what was raised."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        return " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if "ray::" in lines[0] else lines[0]
 
 
 _PLACED_S = 60.0
+_ANSWER_S = 10.0
 # Concurrent calls of an actor: one receives, one sends, one queries or closes.
 _CALLS = 3
 
@@ -215,26 +228,30 @@ class RayCluster:
     """The cluster that this process is in or that RAY_ADDRESS names, else a new one here, in a folder of its own. A
     cluster that merely runs here may be another user's.
 
-    cores: one for each replica, on as many nodes as there are. Raises ValueError if the cluster is too small,
-    RuntimeError if what it has is in use.
+    cores: one for each replica, on as many nodes as there are. Raises ValueError if the cluster is too small or none
+    answers, RuntimeError if what it has is in use.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_ours = not ray.is_initialized()
         self._folder: str | None = None
-        if self._is_ours:
-            quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-            if os.environ.get("RAY_ADDRESS"):
-                ray.init(**quiet)
-            else:
-                self._folder = tempfile.mkdtemp(prefix="ray-")
-                ray.init("local", include_dashboard=False, _temp_dir=self._folder, **quiet)
         self._group: Any = None
         try:
+            if self._is_ours:
+                self._enter()
             self.cores = self._place(config)
         except BaseException:
             self.close()
             raise
+
+    def _enter(self) -> None:
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+        if os.environ.get("RAY_ADDRESS"):
+            _require_answer(os.environ["RAY_ADDRESS"])
+            ray.init(**quiet)
+        else:
+            self._folder = tempfile.mkdtemp(prefix="ray-")
+            ray.init("local", include_dashboard=False, _temp_dir=self._folder, **quiet)
 
     def _place(self, config: EngineConfig) -> list[RayCore]:
         parallel = config.parallel
@@ -269,6 +286,17 @@ class RayCluster:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _require_answer(address: str) -> None:
+    """Raise ValueError if nothing listens at this host and port: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not (host and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"RAY_ADDRESS is {address!r}, but no cluster answers there: {error}") from error
 
 
 def _require_room(count: int, bundle: dict[str, float]) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -14,16 +19,22 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from faulty_processor import NAME
+import torch
+from async_engines import run
+from faulty_processor import KILLED_AT_START, NAME
 from ray.cluster_utils import Cluster
 from small_engines import PROMPTS, SMALL
 from typer.testing import CliRunner
 
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.cli.app import app
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
-from compiled_engine.processes.ray_replicas import RayCluster, ReplicaActor, differences, own_environment
+from compiled_engine.process.child import as_this_one
+from compiled_engine.processes.channel import frame
+from compiled_engine.processes.core_client import EngineDeadError
+from compiled_engine.processes.ray_replicas import RayCluster, RayCore, ReplicaActor, differences, own_environment
 from compiled_engine.processes.wire import FrontendOptions, Start, encode
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
@@ -110,12 +121,99 @@ def test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed(cluster:
         time.sleep(0.1)
 
 
+@pytest.fixture
+def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is in it. It believes that it has GPUs, and names them to no process."""
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    folder = tempfile.mkdtemp(prefix="ray-")
+    ray.init("local", _temp_dir=folder, num_gpus=2, log_to_driver=False, **NODE)
+    yield
+    assert ray.is_initialized()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def unfit_actor(fails_early: bool) -> Any:
+    """Of a node without what a core needs: where the actor is made, or later."""
+
+    class Unfit(ReplicaActor):  # local, so that the nodes need not import this file
+        def __init__(self) -> None:
+            if fails_early:
+                raise OSError("injected: no space")
+
+        def node(self) -> tuple[str, str]:
+            raise OSError("injected: no descriptors\nare left")
+
+    return ray.remote(Unfit).options(num_cpus=0).remote()
+
+
+def gpus_of_two_replicas() -> list[str | None]:
+    class Placed(ReplicaActor):
+        def gpus_of_core(self) -> str | None:
+            return psutil.Process(self._child.pid).environ().get("CUDA_VISIBLE_DEVICES")
+
+    actors = [ray.remote(Placed).options(num_cpus=0, num_gpus=1).remote("cpu", []) for _ in range(2)]
+    found: list[str | None] = ray.get([actor.gpus_of_core.remote() for actor in actors])
+    ray.get([actor.close.remote() for actor in actors])
+    for actor in actors:
+        ray.kill(actor)
+    return found
+
+
+def groups() -> list[str]:
+    return [group["state"] for group in ray.util.placement_group_table().values()]
+
+
+def test_replicas_in_the_cluster_of_this_process(own_cluster: None) -> None:
+    """Each has a GPU of its own; whoever starts them, they are there; a start that fails says why, in a line, and
+    gives back what it had."""
+    assert sorted(map(str, gpus_of_two_replicas())) == ["0", "1"]
+    config = resolve(EngineOptions(device="cpu", mode="eager"))
+    frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
+    order = frame(encode(Start(config, frontend, (), 1, progress=False, origin_s=0.0, spans=())))
+    for fails_early, what in ((True, "no space"), (False, "no descriptors are left")):
+        core = RayCore(unfit_actor(fails_early), "replica 0 of 2")
+        with pytest.raises(RuntimeError, match=f"^replica 0 of 2 on Ray did not start: OSError: injected: {what}$"):
+            core.start(order)
+        core.close(0)
+    engine = ENGINE | {"data_parallel_size": 2, "distributed_executor": "ray"}
+    with pytest.raises(EngineDeadError, match=r"killed by SIGKILL.*, on node .* of the Ray cluster"):
+        LLM(**engine | {"logits_processors": [KILLED_AT_START]})
+    assert groups() == ["REMOVED"]
+    in_another_process = AsyncLLM(**engine)
+    try:
+        assert sorted(groups()) == ["CREATED", "REMOVED"]
+    finally:
+        run(in_another_process.shutdown())
+
+
 def test_a_node_that_differs_from_the_driver_is_told_apart() -> None:
     own = own_environment("cpu")
     assert differences(own, own) == []
     other = own | {"torch": "2.0"}
     assert differences(own, other) == [f"torch is 2.0, the driver's is {own['torch']}"]
     assert differences(own | {"GPU": "a"}, own) == ["GPU is not there, the driver's is a"]
+
+
+NAMED = """
+import ctypes
+from compiled_engine.processes.ray_replicas import own_environment
+print(own_environment("cuda")["GPU"])
+driver, device, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+assert driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+print(active.value)
+"""
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_named_without_a_context_on_it() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", NAMED], check=True, capture_output=True, text=True, env=os.environ | as_this_one()
+    )
+    assert said.stdout.splitlines() == [torch.cuda.get_device_name(), "0"]
 
 
 def test_a_node_that_cannot_run_it_says_why() -> None:
@@ -144,20 +242,27 @@ def test_what_a_cluster_has_to_give_is_shown() -> None:
 def test_a_cluster_that_nobody_named_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though one that runs here may be found: its address is in a file that any user can write."""
     asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    folders = []
 
     def init(*arguments: Any, **named: Any) -> None:
         asked.append((arguments, named))
+        folders.extend(Path(path).stat() for name, path in named.items() if name == "_temp_dir")
         raise ConnectionError("no cluster")
 
     monkeypatch.setattr(ray, "init", init)
     config = resolve(EngineOptions(device="cpu", mode="eager"))
-    for address in ("", "10.0.0.1:6379"):
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ConnectionError, match="no cluster"):
-            RayCluster(config)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        named = f"127.0.0.1:{server.getsockname()[1]}"
+        for address in ("", named):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(ConnectionError, match="no cluster"):
+                RayCluster(config)
+    with pytest.raises(ValueError, match=f"^RAY_ADDRESS is '{named}', but no cluster answers there: .*refused"):
+        RayCluster(config)  # Ray would try for minutes
     (own, its_own), (given, its_given) = asked
+    (folder,) = folders
     assert own == ("local",)
-    folder = Path(its_own["_temp_dir"]).stat()
+    assert not Path(its_own["_temp_dir"]).exists()
     assert (folder.st_uid, folder.st_mode & 0o077) == (os.geteuid(), 0)
     assert (given, "_temp_dir" in its_given) == ((), False)
 

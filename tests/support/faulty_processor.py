@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from compiled_engine.sampling.params import SamplingParams
 NAME = "faulty_processor:Faulty"
 FAILS_TO_START = "faulty_processor:FailsToStart"
 SLOW_TO_START = "faulty_processor:SlowToStart"
+KILLED_AT_START = "faulty_processor:KilledAtStart"
 
 
 class Faulty:
@@ -54,3 +56,10 @@ class SlowToStart(Faulty):
         with open("starting", "w") as file:
             file.write(str(os.getpid()))
         time.sleep(60)
+
+
+class KilledAtStart(Faulty):
+    """So is the process that makes it."""
+
+    def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
