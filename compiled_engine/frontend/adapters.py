@@ -39,6 +39,8 @@ class LoRARequest:
             raise TypeError(f"lora_name and lora_path must be text, got {self.lora_name!r} and {self.lora_path!r}")
         if not self.lora_name:
             raise ValueError("lora_name must not be empty")
+        if not str(self.lora_path):
+            raise ValueError("lora_path must not be empty")
         if "\0" in str(self.lora_path):
             raise ValueError(f"lora_path must have no null character, got {str(self.lora_path)!r}")
         if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:

@@ -244,7 +244,7 @@ NOT_SUPPORTED: Rows = {
     **only("calibrating scales of the KV cache", "give kv_cache_dtype='int8'", calculate_kv_scales=False),
     **only("a KV cache size in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
     **only(
-        "separate options for speculative decoding",
+        "speculative decoding by separate options",
         "give speculative_config",
         spec_method=(),
         spec_model=(),
@@ -352,7 +352,7 @@ WITHOUT_EFFECT: Rows = {
             disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache mm_hasher_algorithm
             video_pruning_method mm_processor_device mm_device_do_normalize ec_manager_config
         """,
-        "adapters have the model's dtype, change any linear of its layers, and are divided as these are": """
+        "adapters have the model's dtype, change any of its linears, and are divided as these are": """
             default_mm_loras fully_sharded_loras lora_dtype lora_target_modules enable_tower_connector_lora
             specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
         """,

@@ -39,6 +39,7 @@ from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, requir
 
 NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
 WITH_MODEL = (DRAFT_MODEL, EAGLE3)
+METHODS = (NGRAM, *WITH_MODEL)
 STANDARD, SYNTHETIC = "standard", "synthetic"
 LOOKUP = 5
 MOST_DRAFTS = 64
@@ -48,7 +49,7 @@ AUTO, GREEDY = "auto", "greedy"
 SHARPNESSES = (3.0, 1.0, 1.5, GREEDY_DRAFTS)
 _SHARE = number("from 0 to 1", lambda share: 0 <= share <= 1)
 KEYS = {
-    "method": one_of(NGRAM, *WITH_MODEL),
+    "method": one_of(*METHODS),
     "num_speculative_tokens": integer(1, MOST_DRAFTS),
     "prompt_lookup_max": _LENGTH,
     "prompt_lookup_min": _LENGTH,
@@ -97,7 +98,8 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
     method = given.get("method", "")
     for name in (*REQUIRED, *(("model",) if method in WITH_MODEL else ())):
         if name not in given:
-            raise ValueError(f"speculative_config has no {name!r}, which it must have; got {dict(given)!r}")
+            allowed = f"; allowed: {', '.join(METHODS)}" if name == "method" else ""
+            raise ValueError(f"speculative_config has no {name!r}, which it must have; got {dict(given)!r}{allowed}")
     for name, (other, values) in NEEDED.items():
         if name in given and given.get(other) not in values:
             raise ValueError(

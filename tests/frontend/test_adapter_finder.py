@@ -122,6 +122,9 @@ def test_requests_of_a_prompt_have_its_adapter_and_share_no_prefix_with_others(f
     assert len({request.engine_requests[0].prefix_root for request in requests}) == 3
 
 
-def test_a_path_with_a_null_character_is_refused() -> None:
+def test_a_path_that_names_nothing_is_refused() -> None:
+    """An empty one would be the working folder."""
+    with pytest.raises(ValueError, match=r"^lora_path must not be empty$"):
+        LoRARequest("name", 1, "")
     with pytest.raises(ValueError, match=r"lora_path must have no null character, got 'a\\x00b'"):
         LoRARequest("name", 1, "a\0b")

@@ -70,7 +70,10 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
         ("{", "speculative_config is '{'; allowed: a dict as JSON ("),
         (of(num_speculativ_tokens=3), "has no key 'num_speculativ_tokens'; did you mean 'num_speculative_tokens'?"),
         ({"method": "ngram"}, "speculative_config has no 'num_speculative_tokens', which it must have"),
-        ({"num_speculative_tokens": 2}, "speculative_config has no 'method', which it must have"),
+        (
+            {"num_speculative_tokens": 2},
+            "no 'method', which it must have; got {'num_speculative_tokens': 2}; allowed: ngram, draft_model, eagle3",
+        ),
         (of(method="eagle"), "speculative_config['method'] is 'eagle'; allowed: ngram, draft_model"),
         (of(method="draft_model"), "speculative_config has no 'model', which it must have"),
         (of(model="a"), "speculative_config['model'] is 'a', but 'method' is 'ngram'; allowed with it: 'draft_model'"),
