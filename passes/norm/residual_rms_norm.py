@@ -166,9 +166,11 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
         return "the addends differ in shape"
     if total.kwargs or any(a.meta["val"].dtype != total.meta["val"].dtype for a in (left, right)):
         return "the addends are scaled or differ in dtype"
-    right, left, inner_weight = _with_inner_norm(total, right, left, norm)
+    # What goes by a branch was there before its result, whichever addend the code names first.
+    residual, x = sorted((left, right))
+    x, residual, inner_weight = _with_inner_norm(total, x, residual, norm)
     with graph.inserting_after(total):
-        fused = emit(graph, residual_rms_norm, right, left, norm.weight, *norm.how, inner_weight)
+        fused = emit(graph, residual_rms_norm, x, residual, norm.weight, *norm.how, inner_weight)
     with graph.inserting_after(fused):
         new_total = emit_item(graph, fused, 1)
     with graph.inserting_after(fused):

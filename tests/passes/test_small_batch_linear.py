@@ -48,6 +48,14 @@ def chain(
     return linear(norm(total, norm_w), last), total
 
 
+def residual_named_last(
+    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, norm_w: torch.Tensor, last: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The same sum as LFM2's code writes it."""
+    total = linear(x, w) + residual
+    return linear(norm(total, norm_w), last), total
+
+
 def sum_of_no_linear(
     x: torch.Tensor, residual: torch.Tensor, norm_w: torch.Tensor, last: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -86,6 +94,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], int, 
     "silu mul": (swiglu, X, GATE_UP, 1, [{"silu"}]),
     "silu mul of biases": (swiglu, X, GATE_UP | {"gate_bias": (12,), "up_bias": (12,)}, 1, [{"silu", "bias"}]),
     "residual": (chain, X | RESIDUAL, W | NORM_W | LAST, 2, [{"residual"}, {"norm"}]),
+    "a residual named last": (residual_named_last, X | RESIDUAL, W | NORM_W | LAST, 2, [{"residual"}, {"norm"}]),
     "a sum of no linear": (sum_of_no_linear, {"x": (5, 12)} | RESIDUAL, NORM_W | LAST, 2, [{"norm"}]),
     "a tied head": (tied, X, W, 4, [set()]),
     "a norm that something else reads": (norm_read_twice, X | RESIDUAL, W | NORM_W | LAST, 5, [set(), set()]),
