@@ -24,6 +24,7 @@ from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.quantise import Quantise
 from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
+from compiled_engine.passes.recurrence.gated_convolution import GatedConvolution
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.passes.rope.rope_kv_write import RopeKVWrite
@@ -41,6 +42,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     RopeAngles(),
     RopeKVWrite(),
     RopeAttend(),
+    GatedConvolution(),
     SiluMul(),
     SmallBatchLinear(),
     GatedLinear(),

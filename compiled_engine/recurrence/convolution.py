@@ -12,11 +12,15 @@ def convolve_reference(
     weight_DW: torch.Tensor,
     bias_D: torch.Tensor | None,
     activation: str,
+    factor_TD: torch.Tensor | None,
+    gate_TD: torch.Tensor | None,
     state_SDL: torch.Tensor,
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
     """Compute `convolve` of op.py in plain torch, on any device."""
+    if factor_TD is not None:
+        x_TD = x_TD * factor_TD
     num_before = weight_DW.shape[1] - 1
     x, weight = x_TD.float(), weight_DW.float()
     request_T, place_T = sequences.places(len(x))
@@ -33,6 +37,8 @@ def convolve_reference(
     y_TD = y_TD.to(out_TD.dtype)
     if activation == "silu":
         y_TD = torch.nn.functional.silu(y_TD)
+    if gate_TD is not None:
+        y_TD = y_TD * gate_TD
     out_TD.copy_(torch.where(sequences.real(request_T).unsqueeze(1), y_TD, 0))
     sequences.store(state_SDL, _newest(x_TD, state_SDL, sequences))
 

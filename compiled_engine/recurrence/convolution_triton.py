@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -19,20 +20,45 @@ FEW_D = 256
 
 
 @triton.jit
-def _activated(y: tl.tensor, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def _inputs(
+    x_ptr: tl.tensor, factor_ptr: tl.tensor, x_offsets: tl.tensor, factor_offsets: tl.tensor, mask: tl.tensor
+) -> tl.tensor:
+    """Inputs of the convolution, as the state keeps them; zeros where the mask is not set."""
+    x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr + factor_offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _finished(
+    y: tl.tensor,
+    gate_ptr: tl.tensor,
+    gate_offsets: tl.tensor,
+    mask: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """activation(y) * gate, rounded where the model rounds."""
     y = y.to(dtype)
     if ACTIVATION == "silu":
         wide = y.to(tl.float32)
         y = (wide * tl.sigmoid(wide)).to(dtype)
+    if gate_ptr is not None:
+        gate = tl.load(gate_ptr + gate_offsets, mask=mask, other=0.0).to(tl.float32)
+        y = (y.to(tl.float32) * gate).to(dtype)
     return y
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "x_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "x_stride", "factor_stride", "gate_stride"])
 def convolve_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
     state_ptr: tl.tensor,
     out_ptr: tl.tensor,
     rows_ptr: tl.tensor,
@@ -41,14 +67,20 @@ def convolve_kernel(
     num_tokens: tl.tensor,
     num_rows: tl.tensor,
     x_stride: tl.tensor,
+    factor_stride: tl.tensor,
+    gate_stride: tl.tensor,
     D: tl.constexpr,
     W: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_R: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program (tile of tokens, tile of channels). States stay as they are."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
     token_T = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
     channel_D = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
     inside_T, inside_D = token_T < num_tokens, channel_D < D
@@ -73,8 +105,10 @@ def convolve_kernel(
         weight_D = tl.load(weight_ptr + channel_D * W + tap, mask=inside_D, other=0.0).to(tl.float32)
         distance = W - 1 - tap
         here_TD = (real_T & (place_T >= distance))[:, None] & inside_D[None, :]
-        x_ptrs_TD = x_ptr + (token_T - distance).to(tl.int64)[:, None] * x_stride + channel_D[None, :]
-        x_TD = tl.load(x_ptrs_TD, mask=here_TD, other=0.0).to(tl.float32)
+        source_T = (token_T - distance).to(tl.int64)
+        x_offsets_TD = source_T[:, None] * x_stride + channel_D[None, :]
+        factor_offsets_TD = source_T[:, None] * factor_stride + channel_D[None, :]
+        x_TD = _inputs(x_ptr, factor_ptr, x_offsets_TD, factor_offsets_TD, here_TD).to(tl.float32)
         if distance > 0:
             before_TD = (continues_T & (place_T < distance))[:, None] & inside_D[None, :]
             slot_T = W - 1 + place_T - distance
@@ -82,31 +116,41 @@ def convolve_kernel(
             x_TD += tl.load(state_ptrs_TD, mask=before_TD, other=0.0).to(tl.float32)
         y_TD += x_TD * weight_D[None, :]
     y_TD = tl.where(real_T[:, None], y_TD, 0.0)
-    out_TD = _activated(y_TD, ACTIVATION, out_ptr.dtype.element_ty)
+    gate_offsets_TD = token_T.to(tl.int64)[:, None] * gate_stride + channel_D[None, :]
+    gated_TD = real_T[:, None] & inside_D[None, :]
+    out_TD = _finished(y_TD, gate_ptr, gate_offsets_TD, gated_TD, ACTIVATION, out_ptr.dtype.element_ty)
     out_ptrs_TD = out_ptr + token_T.to(tl.int64)[:, None] * D + channel_D[None, :]
     tl.store(out_ptrs_TD, out_TD, mask=inside_T[:, None] & inside_D[None, :])
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit(do_not_specialize=["x_stride", "factor_stride", "gate_stride"])
 def shift_state_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
     state_ptr: tl.tensor,
     out_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     x_stride: tl.tensor,
+    factor_stride: tl.tensor,
+    gate_stride: tl.tensor,
     D: tl.constexpr,
     W: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TILE_D: tl.constexpr,
     COMPUTES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program (request, tile of channels): put the newest inputs into the state; before that, if it COMPUTES, the
     outputs of its tokens, one after another."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0)
     channel_D = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
     inside_D = channel_D < D
@@ -118,7 +162,7 @@ def shift_state_kernel(
     real_D = inside_D & (zero_D + row >= 0)
     continues_D = real_D & (zero_D + tl.load(seq_lens_ptr + request) > length)
     state_ptrs_D = state_ptr + (row * D + channel_D) * (W - 1)
-    x_ptrs_D = x_ptr + start.to(tl.int64) * x_stride + channel_D
+    first_D = zero_D + start
     if COMPUTES:
         for place in range(length):
             y_D = tl.zeros([TILE_D], tl.float32)
@@ -128,17 +172,22 @@ def shift_state_kernel(
                 weight_D = tl.load(weight_ptr + channel_D * W + tap, mask=inside_D, other=0.0).to(tl.float32)
                 source_D = zero_D + place - (W - 1 - tap)
                 here_D, before_D = real_D & (source_D >= 0), continues_D & (source_D < 0)
-                x_D = tl.load(x_ptrs_D + source_D * x_stride, mask=here_D, other=0.0).to(tl.float32)
+                x_offsets_D = (first_D + source_D) * x_stride + channel_D
+                factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
+                x_D = _inputs(x_ptr, factor_ptr, x_offsets_D, factor_offsets_D, here_D).to(tl.float32)
                 x_D += tl.load(state_ptrs_D + (W - 1 + source_D), mask=before_D, other=0.0).to(tl.float32)
                 y_D += x_D * weight_D
             y_D = tl.where(real_D, y_D, 0.0)
-            out_D = _activated(y_D, ACTIVATION, out_ptr.dtype.element_ty)
+            gate_offsets_D = (first_D + place) * gate_stride + channel_D
+            out_D = _finished(y_D, gate_ptr, gate_offsets_D, real_D, ACTIVATION, out_ptr.dtype.element_ty)
             tl.store(out_ptr + (start + place).to(tl.int64) * D + channel_D, out_D, mask=inside_D)
     if (row >= 0) & (length > 0):
         # Slots are filled from the oldest on, each from one that is not filled yet.
         for slot in tl.static_range(W - 1):
             source_D = zero_D + length - (W - 1) + slot
-            x_D = tl.load(x_ptrs_D + source_D * x_stride, mask=inside_D & (source_D >= 0), other=0.0)
+            x_offsets_D = (first_D + source_D) * x_stride + channel_D
+            factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
+            x_D = _inputs(x_ptr, factor_ptr, x_offsets_D, factor_offsets_D, inside_D & (source_D >= 0))
             kept_D = tl.load(state_ptrs_D + (W - 1 + source_D), mask=continues_D & (source_D < 0), other=0.0)
             newest_D = tl.where(source_D >= 0, x_D.to(kept_D.dtype), kept_D)
             tl.store(state_ptrs_D + slot, newest_D, mask=inside_D)
@@ -149,24 +198,32 @@ def convolve_triton(
     weight_DW: torch.Tensor,
     bias_D: torch.Tensor | None,
     activation: str,
+    factor_TD: torch.Tensor | None,
+    gate_TD: torch.Tensor | None,
     state_SDL: torch.Tensor,
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
     """Launch the kernels of `convolve` of op.py; states and result are contiguous."""
-    if x_TD.stride(1) != 1:
-        x_TD = x_TD.contiguous()
+    x_TD = _with_dense_rows(x_TD)
+    factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]
     num_rows = len(sequences.rows_R)
-    tensors = (x_TD, weight_DW.contiguous(), bias_D, state_SDL, out_TD, *sequences)
-    sizes = {"D": num_channels, "W": width, "ACTIVATION": activation}
+    tensors = (x_TD, weight_DW.contiguous(), bias_D, factor_TD, gate_TD, state_SDL, out_TD, *sequences)
+    strides = [0 if each is None else each.stride(0) for each in (x_TD, factor_TD, gate_TD)]
+    constants = {"D": num_channels, "W": width, "ACTIVATION": activation, **dependent_launch(x_TD.device)}
     # Decodes have a token each: then one launch does both.
     computes = num_tokens == num_rows
     if not computes:
         tile_r = min(256, next_power_of_2(num_rows))
         convolve_kernel[(cdiv(num_tokens, TILE_T), cdiv(num_channels, TILE_D))](
-            *tensors, num_tokens, num_rows, x_TD.stride(0), **sizes, TILE_T=TILE_T, TILE_D=TILE_D, TILE_R=tile_r
+            *tensors, num_tokens, num_rows, *strides, **constants, TILE_T=TILE_T, TILE_D=TILE_D, TILE_R=tile_r
         )
     shift_state_kernel[(num_rows, cdiv(num_channels, FEW_D))](
-        *tensors, x_TD.stride(0), **sizes, TILE_D=FEW_D, COMPUTES=computes
+        *tensors, *strides, **constants, TILE_D=FEW_D, COMPUTES=computes
     )
+
+
+def _with_dense_rows(given_TD: torch.Tensor) -> torch.Tensor:
+    """The same values with rows of consecutive elements."""
+    return given_TD if given_TD.stride(1) == 1 else given_TD.contiguous()

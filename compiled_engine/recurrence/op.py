@@ -24,20 +24,23 @@ def convolve(
     weight_DW: torch.Tensor,
     bias_D: torch.Tensor | None,
     activation: str,
+    factor_TD: torch.Tensor | None,
+    gate_TD: torch.Tensor | None,
     state_SDL: torch.Tensor,
     out_TD: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Convolve each channel of x, then apply the activation, into `out_TD`, zeros for padding.
+    """Convolve each channel of x * factor, apply the activation and multiply with the gate, into `out_TD`, zeros for
+    padding. Each step is rounded; without a factor or a gate nothing is multiplied.
 
-    The last weight is that of the token itself. state_SDL: for each row the last W - 1 inputs, the newest last.
-    activation: silu, or empty for none. sequences: the fields of Sequences.
+    The last weight is that of the token itself. state_SDL: for each row the last W - 1 inputs of the convolution, the
+    newest last. activation: silu, or empty for none. sequences: the fields of Sequences.
     """
     if x_TD.device.type == "cpu":
         run = convolve_reference
     else:
         from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is not everywhere
-    run(x_TD, weight_DW, bias_D, activation, state_SDL, out_TD, Sequences(*sequences))
+    run(x_TD, weight_DW, bias_D, activation, factor_TD, gate_TD, state_SDL, out_TD, Sequences(*sequences))
 
 
 def apply_rule(
@@ -94,7 +97,7 @@ def _define(name: str, function: Callable[..., None], arguments: str, state: str
 conv_state_op = _define(
     "conv_state",
     convolve,
-    "Tensor x_TD, Tensor weight_DW, Tensor? bias_D, str activation",
+    "Tensor x_TD, Tensor weight_DW, Tensor? bias_D, str activation, Tensor? factor_TD, Tensor? gate_TD",
     state="state_SDL",
     out="out_TD",
     like=0,
@@ -133,8 +136,9 @@ def conv_state_or_value(
     state_SDL: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Return the result of `convolve`, [T, D], or while tracing the value that stands for it."""
-    operands = x_TD, weight_DW, bias_D, activation, state_SDL
+    """Return the result of `convolve` without a factor or a gate, [T, D], or while tracing the value that stands for
+    it."""
+    operands = x_TD, weight_DW, bias_D, activation, None, None, state_SDL
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.conv_state_value(*operands, *sequences)
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)

@@ -43,6 +43,7 @@ SOURCE_PACKAGES = (
     "passes.experts",
     "passes.parallel",
     "passes.quantised",
+    "passes.recurrence",
     "passes.layout",
 )
 # Dynamo's settings that shape a graph; its many others decide what it logs, and when it gives up.

@@ -145,7 +145,8 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
     def value(leaf: fx.Node | None, packed: fx.Node) -> Any:
         if leaf is None:
             return compute(parameter_of(packed), run.inputs.parameter)
-        recorded = run.snapshots.get((leaf, old), run.values[leaf])
+        written = (run.snapshots[leaf, call] for call in old_inner if (leaf, call) in run.snapshots)
+        recorded = next(written, run.values[leaf])
         return recorded.clone() if isinstance(recorded, torch.Tensor) else recorded
 
     expected = _execute(old_inner, {leaf: value(leaf, leaf) for leaf in old_leaves})
@@ -162,7 +163,8 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
 
 def _region(node: fx.Node, known: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(known values and graph inputs, calls in order) that the node is computed from and with."""
+    """(known values and graph inputs, calls in order) that the node is computed from and with. With a tensor that the
+    region allocates come the calls that write to it."""
     leaves: set[fx.Node] = set()
     inner: set[fx.Node] = set()
     pending = [node]
@@ -175,6 +177,8 @@ def _region(node: fx.Node, known: set[fx.Node]) -> tuple[list[fx.Node], list[fx.
         else:
             inner.add(current)
             pending += current.all_input_nodes
+            if is_call(current, *ALLOCATIONS):
+                pending += [user for user in current.users if current in mutated(user).values()]
     if node.op == "placeholder":  # it took the place of a no-op
         return [node], []
     return list(leaves), [candidate for candidate in node.graph.nodes if candidate in inner]
@@ -209,12 +213,16 @@ def mutated(node: fx.Node) -> dict[str, fx.Node]:
 def _results(
     old: fx.Node, old_inner: list[fx.Node], new: fx.Node, new_inner: list[fx.Node]
 ) -> list[tuple[str, fx.Node, fx.Node]]:
-    """The tensors to compare: the values, or, for calls without results, the tensors that the regions wrote to."""
-    written = {name: node for call in old_inner for name, node in mutated(call).items()}
-    rewritten = {name: node for call in new_inner for name, node in mutated(call).items()}
+    """The tensors to compare: the values, unless calls have none, and the tensors that the regions wrote to and did not
+    allocate."""
+    written, rewritten = (
+        {name: node for call in inner for name, node in mutated(call).items() if node not in inner}
+        for inner in (old_inner, new_inner)
+    )
     if set(written) != set(rewritten):
         raise VerificationError(f"{new.name} writes to {sorted(rewritten)}, {old.name} wrote to {sorted(written)}")
-    return [*([] if written else [("the value", old, new)]), *((n, written[n], rewritten[n]) for n in sorted(written))]
+    values = [] if mutated(old) else [("the value", old, new)]
+    return [*values, *((n, written[n], rewritten[n]) for n in sorted(written))]
 
 
 def _widened(value: Any) -> Any:

@@ -11,6 +11,7 @@ from pass_cases import (
     CPU,
     DYNAMIC,
     GEMMA2,
+    LFM2,
     PERSIMMON,
     QWEN3,
     QWEN3_MOE,
@@ -39,7 +40,7 @@ from compiled_engine.passes.registry import passes_of_quantised, registered_pass
 
 aten = torch.ops.aten
 OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
-FAMILIES = {"experts": QWEN3_MOE, "layer_norm": STARCODER2}
+FAMILIES = {"experts": QWEN3_MOE, "layer_norm": STARCODER2, "gated_convolution": LFM2}
 
 
 @dataclass(frozen=True)

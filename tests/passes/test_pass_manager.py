@@ -76,6 +76,7 @@ def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dt
             "rope_angles": ropes,
             "rope_kv_write": num_layers,
             "rope_attend": num_layers,
+            "gated_convolution": 0,
             "silu_mul": mlps,
             "small_batch_linear": 2 * num_layers + 2 * mlps + experts + 1 if compile_range.small else 0,
             "gated_linear": 0 if compile_range.small else mlps,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from graph_edits import (
     ANGLES,
+    CONVOLUTION,
     EXPERTS,
     GATED,
     LAYER_NORM,
@@ -52,6 +53,7 @@ from pass_cases import (
     GLM4_MOE,
     GPT_OSS,
     HUNYUAN,
+    LFM2,
     LLAMA,
     MINISTRAL3,
     QWEN2,
@@ -173,6 +175,10 @@ MUTATIONS = (
     Mutation("rope_attend", "cos and sin swapped", swap_arguments(ROPE_ATTEND, "cos_T1d", "sin_T1d")),
     Mutation("rope_attend", "k and v swapped", swap_arguments(ROPE_ATTEND, "k_TKd", "v_TKd")),
     Mutation("rope_attend", "no norm of q", set_argument(ROPE_ATTEND, "q_norm_weight_d", none)),
+    Mutation("gated_convolution", "no factor", set_argument(CONVOLUTION, "factor_TD", none), LFM2),
+    Mutation("gated_convolution", "no gate", set_argument(CONVOLUTION, "gate_TD", none), LFM2),
+    Mutation("gated_convolution", "swapped", swap_arguments(CONVOLUTION, "factor_TD", "gate_TD"), LFM2),
+    Mutation("gated_convolution", "silu", set_argument(CONVOLUTION, "activation", lambda name: "silu"), LFM2),
     Mutation("silu_mul", "gate and up swapped", swap_halves),
     Mutation("silu_mul", "no silu", no_silu),
     Mutation("small_batch_linear", "wrong eps", set_argument(LINEAR, "eps", ten_times)),

@@ -38,6 +38,7 @@ LAYERS = (
     "passes.experts",
     "passes.parallel",
     "passes.quantised",
+    "passes.recurrence",
     "passes.layout",
     "passes",
     "models.foreign",

@@ -6,7 +6,8 @@ import pytest
 import torch
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
-from recurrence_cases import NAN, check_all
+from recurrence_cases import NAN, check_all, convolution
+from recurrence_cases import STEPS as STEPS_OF_CASES
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from compiled_engine.recurrence.op import apply_rule, convolve
@@ -58,7 +59,7 @@ def test_convolutions_in_steps_are_those_of_whole_sequences(width: int, activati
     outputs = []
     for (x_TD,), sequences in in_steps(whole):
         outputs.append(torch.full_like(x_TD, NAN))
-        convolve(x_TD, weight_DW, bias_D, activation or "", state_SDL, outputs[-1], *sequences)
+        convolve(x_TD, weight_DW, bias_D, activation or "", None, None, state_SDL, outputs[-1], *sequences)
     for (x_TD,), found_TD in zip(whole, unpacked(outputs), strict=True):
         expected = modeling_qwen3_next.causal_conv1d_fn(x_TD.T[None], weight_DW, bias_D, activation=activation)
         torch.testing.assert_close(found_TD, expected[0].T)
@@ -66,6 +67,20 @@ def test_convolutions_in_steps_are_those_of_whole_sequences(width: int, activati
     for row, (x_TD,) in zip(ROWS, whole, strict=True):
         kept = min(len(x_TD), width - 1)
         assert torch.equal(state_SDL[row, :, width - 1 - kept :], x_TD[len(x_TD) - kept :].T)
+
+
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_in_a_convolution_are_those_around_it(dtype: torch.dtype, activation: str) -> None:
+    for step in STEPS_OF_CASES:
+        (x_TD, weight_DW, bias_D, _, factor_TD, gate_TD, state_SDL, _), sequences = convolution(step, 2, dtype)
+        expected, found = torch.full_like(factor_TD, NAN), torch.full_like(factor_TD, NAN)
+        states = state_SDL, state_SDL.clone()
+        around = weight_DW, bias_D, activation
+        convolve(x_TD * factor_TD, *around, None, None, states[0], expected, *sequences)
+        convolve(x_TD, *around, factor_TD, gate_TD, states[1], found, *sequences)
+        assert torch.equal(found, expected * gate_TD)
+        assert torch.equal(states[1].nan_to_num(), states[0].nan_to_num())
 
 
 @pytest.mark.parametrize("group", [1, 2])

@@ -19,6 +19,7 @@ ours = torch.ops.compiled_engine
 NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
 ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
 ROPE_ATTEND = ours.rope_attend.default
+CONVOLUTION = ours.conv_state.default
 LAYER_NORM = ours.layer_norm.default
 SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
 GATED = ours.gated_linear.default

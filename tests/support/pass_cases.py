@@ -77,17 +77,21 @@ GLM4_MOE = Family("Glm4MoeForCausalLM", foreign="glm4_moe")
 HUNYUAN = Family("HunYuanDenseV1ForCausalLM", foreign="hunyuan_v1_dense")
 PERSIMMON = Family("PersimmonForCausalLM", foreign="persimmon")
 MINISTRAL3 = Family("Ministral3ForCausalLM", foreign="ministral3")
+LFM2 = Family("Lfm2ForCausalLM", foreign="lfm2", changes=(("layer_types", ("conv", "full_attention")),))
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 
 
 @cache
 def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[ModelConfig, TracedGraph]:
     if family.foreign:
-        values = bench_family(family.foreign).config() | {"num_hidden_layers": num_layers}
+        values = bench_family(family.foreign).config() | {"num_hidden_layers": num_layers} | dict(family.changes)
         values |= {"architectures": [family.architecture], "model_type": family.foreign}
         config = tiny_config()
         fields, names = JsonFields("config.json", values), [family.architecture]
-        config = replace(config, model=foreign_model(fields, Path("."), dtype, None, names)[0])
+        model = foreign_model(fields, Path("."), dtype, None, names)[0]
+        if model.recurrences is not None:
+            model = replace(model, recurrences=replace(model.recurrences, num_rows=4))
+        config = replace(config, model=model)
         return config.model, trace(without_storage(build_model(config.model), CPU), forward_signature(config))
     shape: dict[str, Any] = {
         "num_heads": 6,

@@ -49,7 +49,8 @@ def poisoned(state_S: torch.Tensor, sequences: Sequences) -> torch.Tensor:
 def convolution(
     step: Sequence[tuple[int, int | None]], seed: int, dtype: torch.dtype = torch.float32, channels: int = 70
 ) -> tuple[list[Any], Sequences]:
-    """Arguments of `convolve` before the sequences, and these; x is columns of a wider tensor."""
+    """Arguments of `convolve` before the sequences, and these; x, and what it is multiplied with, if it is, are columns
+    of wider tensors."""
     generator = torch.Generator().manual_seed(seed)
     sequences, width = sequences_of(step, generator), 3 + seed % 2
     num_tokens = int(sequences.query_start_loc_R1[-1])
@@ -58,7 +59,9 @@ def convolution(
     bias_D = torch.randn(channels, generator=generator).to(dtype) if seed % 3 else None
     state_SDL = poisoned(torch.randn(NUM_ROWS, channels, width - 1, generator=generator).to(dtype), sequences)
     out_TD = torch.full((num_tokens, channels), NAN, dtype=dtype)
-    return [x_TD, weight_DW, bias_D, "silu" if seed % 2 else "", state_SDL, out_TD], sequences
+    factor_TD, _, gate_TD = torch.randn(num_tokens, 3 * channels, generator=generator).to(dtype).chunk(3, 1)
+    products = factor_TD if seed % 4 in (1, 2) else None, gate_TD if seed % 4 > 1 else None
+    return [x_TD, weight_DW, bias_D, "silu" if seed % 2 else "", *products, state_SDL, out_TD], sequences
 
 
 def rule(
