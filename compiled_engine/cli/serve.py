@@ -68,9 +68,11 @@ def serve(
     _require_packages()
     with bad_input_is_reported():
         from compiled_engine.server.api_servers import ApiServers
+        from compiled_engine.server.lora_modules import check_adapter_options
         from compiled_engine.server.run import bind, first_signal_interrupts
 
         options = ServerOptions(**server, limits=Limits(**limits))
+        check_adapter_options(options, bool(engine.get("enable_lora")))
         bound = bind(options)
     others = ApiServers(options, bound)
     try:

@@ -5,7 +5,6 @@ A request chooses one by its name as `model`. Routes that load and unload exist 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.server.errors import ApiError, bad_request, shown
+from compiled_engine.server.lora_modules import adapters_of
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import read_body
 from compiled_engine.server.serving import serving_of
@@ -79,17 +79,6 @@ class AdapterNames:
             await engine.unload_adapter(digest)
 
 
-def adapters_of(options: ServerOptions) -> list[LoRARequest]:
-    """Return the adapters of `lora_modules`. Raises ValueError for an entry that is none."""
-    found: dict[str, LoRARequest] = {}
-    for number, entry in enumerate(options.lora_modules, 1):
-        name, path = _name_and_path(entry)
-        if name in found:
-            raise ValueError(f"lora_modules names {name!r} twice; allowed: each name once")
-        found[name] = LoRARequest(name, number, path)
-    return list(found.values())
-
-
 async def load_at_start(engine: AsyncLLM, options: ServerOptions) -> None:
     """Have the engine read the adapters of `lora_modules`, so that a wrong one ends the start. Raises as `load`."""
     for request in adapters_of(options):
@@ -133,18 +122,3 @@ def _is_allowed(path: Path, options: ServerOptions) -> bool:
     except (ValueError, OSError, RuntimeError):  # a null character, or links in a circle
         return False
     return any(resolved.is_relative_to(Path(folder).resolve()) for folder in options.allowed_lora_folder)
-
-
-def _name_and_path(entry: str) -> tuple[str, str]:
-    allowed = 'name=path, or JSON such as {"name": "sql", "path": "path/to/sql"}'
-    if entry.startswith("{"):
-        try:
-            fields = json.loads(entry)
-        except ValueError as error:
-            raise ValueError(f"lora_modules has {entry!r}, which is no JSON ({error}); allowed: {allowed}") from error
-        name, path = fields.get("name"), fields.get("path")
-    else:
-        name, _, path = entry.partition("=")
-    if not (isinstance(name, str) and isinstance(path, str) and name and path):
-        raise ValueError(f"lora_modules has {entry!r}; allowed: {allowed}")
-    return name, path

@@ -16,13 +16,14 @@ from starlette.routing import Route
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.tokenizer import read_json_if_there
 from compiled_engine.frontend.tokenizer_words import QUICK_TEXT
-from compiled_engine.server.adapters import LOAD, UNLOAD, AdapterNames, adapters_of, load_adapter, unload_adapter
+from compiled_engine.server.adapters import LOAD, UNLOAD, AdapterNames, load_adapter, unload_adapter
 from compiled_engine.server.chat_completions import chat_completions
 from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
 from compiled_engine.server.errors import UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
 from compiled_engine.server.long_work import QUICK_FORM, LongWork
+from compiled_engine.server.lora_modules import adapters_of, check_adapter_options
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
 from compiled_engine.server.model_list import health, load, model, models, ready, version
@@ -86,9 +87,7 @@ def build_app(
     post = POST | ({LOAD: load_adapter, UNLOAD: unload_adapter} if options.allowed_lora_folder else {})
     adapters = adapters_of(options)
     names = options.served_model_name or (model_name,)
-    for name in ("lora_modules", "allowed_lora_folder"):
-        if getattr(options, name) and engine.config.adapters is None:
-            raise ValueError(f"{name} is {getattr(options, name)}, but enable_lora is False; allowed: ()")
+    check_adapter_options(options, engine.config.adapters is not None)
     if taken := [each.lora_name for each in adapters if each.lora_name in names]:
         raise ValueError(f"lora_modules has {taken[0]!r}, which is the model's name; allowed: other names")
     debug: dict[str, Handler] = {INSPECTION: Inspection()} if options.debug_inspect else {}

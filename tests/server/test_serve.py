@@ -17,6 +17,7 @@ import typer
 from serve_process import SMALL, Served, served
 from typer.testing import CliRunner
 
+import compiled_engine.cli.serve as cli_serve
 from compiled_engine.cli.app import app
 from compiled_engine.cli.arguments import read_config_file
 
@@ -119,6 +120,22 @@ def test_options_that_cannot_be_honoured(arguments: list[str], message: str) -> 
     result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lora-modules", "a=b"], "lora_modules is ('a=b',), but enable_lora is False"),
+        (["--allowed-lora-folder", "b"], "allowed_lora_folder is ('b',), but enable_lora is False"),
+        (["--enable-lora", "--lora-modules", "a"], "lora_modules has 'a'; allowed: name=path"),
+    ],
+)
+def test_options_of_adapters_are_checked_before_the_engine_starts(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_serve, "_start", lambda *given: pytest.fail("it starts"))
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+    assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 def test_a_wrong_value_of_the_environment_is_named() -> None:

@@ -1,0 +1,42 @@
+"""What the server's options say of adapters. It imports nothing heavy: they are checked before the engine starts."""
+
+from __future__ import annotations
+
+import json
+
+from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.server.options import ServerOptions
+
+
+def adapters_of(options: ServerOptions) -> list[LoRARequest]:
+    """Return the adapters of `lora_modules`. Raises ValueError for an entry that is none."""
+    found: dict[str, LoRARequest] = {}
+    for number, entry in enumerate(options.lora_modules, 1):
+        name, path = _name_and_path(entry)
+        if name in found:
+            raise ValueError(f"lora_modules names {name!r} twice; allowed: each name once")
+        found[name] = LoRARequest(name, number, path)
+    return list(found.values())
+
+
+def check_adapter_options(options: ServerOptions, enable_lora: bool) -> None:
+    """Raise ValueError for options that no engine can have, or only one with `enable_lora`."""
+    for name in ("lora_modules", "allowed_lora_folder"):
+        if getattr(options, name) and not enable_lora:
+            raise ValueError(f"{name} is {getattr(options, name)}, but enable_lora is False; allowed: ()")
+    adapters_of(options)
+
+
+def _name_and_path(entry: str) -> tuple[str, str]:
+    allowed = 'name=path, or JSON such as {"name": "sql", "path": "path/to/sql"}'
+    if entry.startswith("{"):
+        try:
+            fields = json.loads(entry)
+        except ValueError as error:
+            raise ValueError(f"lora_modules has {entry!r}, which is no JSON ({error}); allowed: {allowed}") from error
+        name, path = fields.get("name"), fields.get("path")
+    else:
+        name, _, path = entry.partition("=")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ValueError(f"lora_modules has {entry!r}; allowed: {allowed}")
+    return name, path
