@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -64,6 +66,9 @@ def columns_of_boxes(bits: int) -> int:
 # A launch takes the tiles measured for the smallest of these not below its number of tokens. Beyond, the library is
 # faster: its multiprocessors share tokens, which each of these programs reads itself.
 TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128)
+# A shape that was not measured takes the tiles of the nearest one that was, whose rows and columns each differ by at
+# most this factor, if so many programs share its rows.
+NEAR, LEAST_PROGRAMS = 2.5, 60
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,38 @@ def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
     """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
-    kernel is faster, or nothing was measured.
+    kernel is faster, or nothing near was measured.
     """
     profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
     if profile is None:
         return None
     bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
-    measured = profile.hopper_tiles.get((bucket, num_rows, k, gated))
-    return None if measured is None else HopperTiles(**measured)
+    shapes = {(rows, columns) for _, rows, columns, is_gated in profile.tiles if is_gated == gated}
+    near = _nearest((num_rows, k), shapes)
+    measured = None if near is None else profile.hopper_tiles.get((bucket, *near, gated))
+    if measured is None:
+        return None
+    tiles = HopperTiles(**measured)
+    return tiles if near == (num_rows, k) else _fitted(tiles, num_rows, k, gated)
+
+
+def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
+    """The one of `shapes` whose rows and columns differ from those of `shape` by the smallest factors, up to NEAR."""
+
+    def factors(other: tuple[int, int]) -> list[float]:
+        return [max(here / there, there / here) for here, there in zip(shape, other, strict=True)]
+
+    near = [other for other in shapes if max(factors(other)) <= NEAR]
+    return min(near, key=lambda other: (math.prod(factors(other)), other), default=None)
+
+
+def _fitted(tiles: HopperTiles, num_rows: int, k: int, gated: bool) -> HopperTiles | None:
+    """Tiles of a near shape for this one; None if its columns or rows do not divide into them, or are too few."""
+    columns = columns_of_boxes(16) * tiles.parts * tiles.products
+    programs = cdiv(num_rows, 64 // tiles.parts * tiles.groups)
+    if k % columns or (gated and num_rows % 16) or programs < LEAST_PROGRAMS:
+        return None
+    return replace(tiles, stages=min(tiles.stages, k // columns))
 
 
 def hopper_linear(
