@@ -13,7 +13,7 @@ from compiled_engine.bench.bounds import device_rates
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear import silu_mul, small_batch_linear_op
-from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear
+from compiled_engine.passes.linear.hopper_linear import MOST_COLUMNS, TOKEN_BUCKETS, HopperTiles, hopper_linear
 from compiled_engine.passes.linear.small_batch_linear_op import Tiles, choose_tiles
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.process.progress import Progress
@@ -23,8 +23,8 @@ from compiled_engine.tune.on_hopper import HopperKernel
 
 # A kernel is chosen if it takes at most this share of the previous time.
 WORTH = 0.98
-# Columns of a product of the tensor cores: the least, and more than are worth trying.
-FEWEST_TOKENS, MOST_COLUMNS = 8, 128
+# Columns of a product of the tensor cores, at least.
+FEWEST_TOKENS = 8
 # The small-batch range ends here.
 SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
@@ -52,15 +52,12 @@ def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
         won = (products < 4 or parts == 2) and (groups < 3 or parts == 1)
         if not (fits and whole and won and programs >= 60):
             continue
-        outputs = 64 // parts // (2 if case.silu_mul else 1)
-        ending = groups * tokens * (2 * outputs + (256 if parts > 1 else 0))
-        stage = (64 * groups + parts * tokens) * products * 128
-        steps = -(-case.k // (64 * parts * products))
+        tiles = HopperTiles(groups, tokens, 1, _registers(groups, parts * tokens), parts, products)
+        steps = -(-case.k // tiles.columns)
         for memory in (SHARED_MEMORY, SHARED_MEMORY // 2):
-            stages = min((memory - ending) // stage, steps)
+            stages = min((memory - tiles.ending_bytes(case.silu_mul)) // tiles.stage_bytes, steps)
             if stages >= min(3, steps):
-                registers = _registers(groups, parts * tokens)
-                found[HopperTiles(groups, tokens, stages, registers, parts, products)] = None
+                found[replace(tiles, stages=stages)] = None
     return list(found)
 
 

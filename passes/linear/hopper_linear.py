@@ -66,9 +66,12 @@ def columns_of_boxes(bits: int) -> int:
 # A launch takes the tiles measured for the smallest of these not below its number of tokens. Beyond, the library is
 # faster: its multiprocessors share tokens, which each of these programs reads itself.
 TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128)
+# Most columns of a product of the tensor cores.
+MOST_COLUMNS = 128
 # A shape that was not measured takes the tiles of the nearest one that was, whose rows and columns each differ by at
-# most this factor, if so many programs share its rows.
-NEAR, LEAST_PROGRAMS = 2.5, 60
+# most this factor. They stay as they are where AS_BUSY of the multiprocessors that were busy there are busy; with fewer
+# rows of a program LEAST_BUSY is enough.
+NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,25 @@ class HopperTiles:
     registers: int = 0
     parts: int = 1
     products: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of a stage, of 16 bits."""
+        return columns_of_boxes(16) * self.parts * self.products
+
+    @property
+    def stage_bytes(self) -> int:
+        return (64 * self.groups + self.parts * self.tokens) * self.products * 128
+
+    def ending_bytes(self, gated: bool) -> int:
+        """Shared memory beside the stages, for results and the sums of parts."""
+        outputs = 64 // self.parts // (2 if gated else 1)
+        return self.groups * self.tokens * (2 * outputs + (256 if self.parts > 1 else 0))
+
+    def share_of_busy(self, num_rows: int, num_sms: int) -> float:
+        """The share of multiprocessors that compute, on average, if each has one program of a weight at a time."""
+        programs = cdiv(num_rows, 64 // self.parts * self.groups)
+        return programs / (cdiv(programs, num_sms) * num_sms)
 
     def computing_registers(self) -> int:
         """Registers of a computing thread."""
@@ -101,13 +123,16 @@ def hopper_tiles(
     if profile is None:
         return None
     bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
-    shapes = {(rows, columns) for _, rows, columns, is_gated in profile.tiles if is_gated == gated}
+    measured_shapes = (*profile.tiles, *profile.hopper_tiles)
+    shapes = {(rows, columns) for _, rows, columns, is_gated in measured_shapes if is_gated == gated}
     near = _nearest((num_rows, k), shapes)
     measured = None if near is None else profile.hopper_tiles.get((bucket, *near, gated))
     if measured is None:
         return None
     tiles = HopperTiles(**measured)
-    return tiles if near == (num_rows, k) else _fitted(tiles, num_rows, k, gated)
+    if near == (num_rows, k):
+        return tiles
+    return _fitted(tiles, near, (num_rows, k), gated, multiprocessors(device))
 
 
 def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
@@ -120,13 +145,25 @@ def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tup
     return min(near, key=lambda other: (math.prod(factors(other)), other), default=None)
 
 
-def _fitted(tiles: HopperTiles, num_rows: int, k: int, gated: bool) -> HopperTiles | None:
-    """Tiles of a near shape for this one; None if its columns or rows do not divide into them, or are too few."""
-    columns = columns_of_boxes(16) * tiles.parts * tiles.products
-    programs = cdiv(num_rows, 64 // tiles.parts * tiles.groups)
-    if k % columns or (gated and num_rows % 16) or programs < LEAST_PROGRAMS:
+def _fitted(
+    tiles: HopperTiles, near: tuple[int, int], shape: tuple[int, int], gated: bool, num_sms: int
+) -> HopperTiles | None:
+    """Tiles of the near shape for this one, see NEAR; None if too few multiprocessors would be busy, or if its rows or
+    columns do not divide into them."""
+    num_rows, k = shape
+    there = tiles.share_of_busy(near[0], num_sms)
+    options = [tiles]
+    if tiles.share_of_busy(num_rows, num_sms) < AS_BUSY * there:
+        if tiles.groups > 1:
+            options.append(replace(tiles, groups=tiles.groups - 1))
+        if 2 * tiles.parts <= min(MOST_COLUMNS // tiles.tokens, 2 if gated else 4):
+            options.append(replace(tiles, parts=2 * tiles.parts, products=max(1, tiles.products // 2)))
+    fitting = [option for option in options if k % option.columns == 0 and not (gated and num_rows % 16)]
+    best = max(fitting, key=lambda option: option.share_of_busy(num_rows, num_sms), default=None)
+    if best is None or best.share_of_busy(num_rows, num_sms) < LEAST_BUSY * there:
         return None
-    return replace(tiles, stages=min(tiles.stages, k // columns))
+    memory = tiles.stages * tiles.stage_bytes + tiles.ending_bytes(gated) - best.ending_bytes(gated)
+    return replace(best, stages=min(memory // best.stage_bytes, k // best.columns))
 
 
 def hopper_linear(

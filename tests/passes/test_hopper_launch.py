@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 
+import hypothesis
+import hypothesis.strategies
 import pytest
 import torch
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS
@@ -199,7 +201,56 @@ def test_other_devices_and_types_have_no_tiles(
         assert product_tiles(product.last, *shape, dtype, torch.device(device)) is None
 
 
-def test_what_was_not_measured_has_no_tiles(gpu: Callable[[str, tuple[int, int]], None]) -> None:
+@pytest.fixture
+def h100(gpu: Callable[[str, tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    multiprocessors.cache_clear()
+    gpu("NVIDIA H100 80GB HBM3", (9, 0))
+    return torch.device("cuda")
+
+
+@hypothesis.given(
+    tokens=hypothesis.strategies.sampled_from(TOKEN_BUCKETS),
+    rows=hypothesis.strategies.integers(100, 40_000).map(lambda value: 16 * value // 2),
+    steps=hypothesis.strategies.integers(8, 400),
+    gated=hypothesis.strategies.booleans(),
+)
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_tiles_of_a_near_shape_fit(tokens: int, rows: int, steps: int, gated: bool, h100: torch.device) -> None:
+    """In the shared memory, rows and columns; not much fewer multiprocessors are busy than where they were measured."""
+    k = 32 * steps
+    tiles = hopper_tiles(tokens, rows, k, gated, torch.bfloat16, h100)
+    if tiles is None:
+        return
+    assert tokens <= tiles.tokens
+    assert tiles.stages * tiles.stage_bytes + tiles.ending_bytes(gated) <= 227 << 10
+    assert 1 <= tiles.stages <= k // tiles.columns
+    assert k % tiles.columns == 0
+    assert tiles.parts * tiles.tokens <= 128
+    assert not gated or (tiles.parts <= 2 and rows % 16 == 0)
+    assert tiles.share_of_busy(rows, 132) >= 0.25
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "k", "gated", "expected"),
+    [
+        (16, 6144, 2048, False, HopperTiles(1, 16, 10, 64, 1, 2)),  # as for 6144 x 4096
+        (64, 16384, 2048, True, HopperTiles(2, 64, 4, 0, 1, 2)),  # three groups would leave a third of the device idle
+        (8, 2048, 8192, False, HopperTiles(1, 8, 8, 64, 4, 2)),  # with half of the rows for a program
+        (64, 2048, 8192, False, None),  # for which a program would have too many columns
+        (8, 4096, 1088, False, None),  # the kernel for small batches is faster for 4096 x 1024
+        (16, 6144, 2080, False, None),  # K is no multiple of its columns
+        (16, 8, 2048, False, None),
+    ],
+)
+def test_a_shape_that_was_not_measured_has_tiles_of_the_nearest(
+    tokens: int, rows: int, k: int, gated: bool, expected: HopperTiles | None, h100: torch.device
+) -> None:
+    assert hopper_tiles(tokens, rows, k, gated, torch.bfloat16, h100) == expected
+
+
+def test_what_is_far_from_all_that_was_measured_has_no_tiles(gpu: Callable[[str, tuple[int, int]], None]) -> None:
     gpu(DEVICE, (9, 0))
     cuda = torch.device("cuda")
     for tokens in (1, 64, 128, 129, 4096):

@@ -42,10 +42,10 @@ from compiled_engine.tune.product_tuning import (
 )
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-DEVICE = "NVIDIA H200"
+DEVICES = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 # Bytes of a thread's stack: an address, where sums would be hundreds.
 MOST_STACK = 16
-MEASURED = load_profile(DEVICE).products  # type: ignore[union-attr]
+MEASURED = [(device, product) for device in DEVICES for product in load_profile(device).products]  # type: ignore[union-attr]
 # Tiles, tokens, rows of the weight, K, activation or none, dtype: tiles that end in part, one that no token or row
 # reaches with its last part, K that ends inside a step, fewer steps than stages.
 WAYS = [
@@ -117,7 +117,7 @@ def compiled(tiles: ProductTiles, k: int, gated: bool, scales: tuple[int, int, i
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 
-FORMS = {(tiles_of(product.tiles), product.k, product.gated) for product in MEASURED}
+FORMS = {(tiles_of(product.tiles), product.k, product.gated) for _, product in MEASURED}
 FORMS |= {(tiles, k, activation is not None) for tiles, _, _, k, activation, _ in WAYS}
 FORMS |= {(tiles, 1024, gated) for tiles, gated in LIMITS}
 
@@ -201,10 +201,10 @@ def test_buckets_are_measured_at_both_ends() -> None:
 
 def test_a_product_of_an_earlier_profile_is_that_of_its_bucket() -> None:
     """Such a profile does not say where a bucket begins. This one has no product of 129 to 352 tokens."""
-    profile = load_profile(DEVICE)
+    profile = load_profile(DEVICES[0])
     assert profile is not None
     of_8b = [profile.product(tokens, 24576, 4096, True) for tokens in (65, 288, 352, 353, 384, 385, 1024, 1025, 1152)]
-    (tiles,) = [product.tiles for product in MEASURED if (product.last, product.num_rows) == (384, 24576)]
+    (tiles,) = [product.tiles for product in profile.products if (product.last, product.num_rows) == (384, 24576)]
     assert of_8b == [None, None, None, tiles, tiles, None, None, tiles, tiles]
     many = profile.product(1_000_000, 24576, 4096, True)
     assert many is not None
@@ -218,7 +218,7 @@ def test_the_warm_up_meets_every_bucket() -> None:
     shapes = start_up_batches(replace(config, device=torch.device("cuda")))
     met = {next((most for most in TOKEN_BUCKETS if shape.num_tokens <= most), MANY) for shape in shapes}
     assert met == {*TOKEN_BUCKETS, MANY}
-    for product in MEASURED:
+    for _, product in MEASURED:
         assert any(product.first <= shape.num_tokens <= product.last for shape in shapes)
 
 
@@ -253,12 +253,12 @@ def test_it_is_a_linear(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("product", MEASURED, ids=str)
-def test_the_op_launches_what_the_profile_names(product: MeasuredProduct) -> None:
+@pytest.mark.parametrize(("device", "product"), MEASURED, ids=str)
+def test_the_op_launches_what_the_profile_names(device: str, product: MeasuredProduct) -> None:
     """In a graph and replayed: right every time, and bit for bit the same."""
     _hopper()
-    if torch.cuda.get_device_name() != DEVICE:
-        pytest.skip(f"measured on {DEVICE}")
+    if torch.cuda.get_device_name() != device:
+        pytest.skip(f"measured on {device}")
     rows, k = product.num_rows, product.k
     x_TK = torch.randn(product.first + 20, k, dtype=torch.bfloat16, device="cuda")
     weight_NK = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") / k**0.5
