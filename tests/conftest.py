@@ -10,7 +10,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Processes of gpu_tests.py that run side by side have a GPU each, in turn. Nothing has asked CUDA for its devices yet.
 if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and int(os.environ.get("GPU_TESTS_COUNT", "0")) > 1:
@@ -113,17 +113,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def cases_left_out(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
     """All but a few cases of each test that is a product: one in so many as its marker says, and at least one.
 
-    If some need a GPU and others do not, at least one of each. Cases that others show are left out; on a GPU none is.
+    If some need a GPU and others do not, at least one of each. `each` of a marker names parameters: every combination
+    of their values keeps a case. Cases that others show are left out; on a GPU none is.
     """
     left_out: set[pytest.Item] = set()
-    products: dict[tuple[str, bool], list[tuple[int, pytest.Item]]] = {}
+    products: dict[tuple[Any, ...], list[tuple[int, pytest.Item]]] = {}
     for item in items:
         needs_gpu = item.get_closest_marker("gpu") is not None
         if item.get_closest_marker("shown_by") is not None and not needs_gpu:
             left_out.add(item)
         elif (marker := item.get_closest_marker("product")) is not None:
             drawn = zlib.crc32(f"{seed} {item.nodeid.rpartition('/')[2]}".encode())
-            products.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append((drawn, item))
+            values = [repr(item.callspec.params[name]) for name in marker.kwargs.get("each", ())]  # type: ignore[attr-defined]
+            products.setdefault((item.nodeid.partition("[")[0], needs_gpu, *values), []).append((drawn, item))
             if drawn % marker.kwargs["one_in"]:
                 left_out.add(item)
     for cases in products.values():

@@ -43,6 +43,23 @@ def test_a_seed_chooses_a_few_cases_of_each_product() -> None:
     assert {f"tests/{name}" for name in names(set(again) - cases_left_out(again, "0"))} == names(products) & chosen["0"]
 
 
+def test_every_value_of_a_parameter_keeps_a_case() -> None:
+    items = [Item(**vars(case("tests/test_a.py::test_table", number, 1000))) for number in range(60)]
+    for number, item in enumerate(items):
+        item.callspec = SimpleNamespace(params={"row": number // 6, "kind": number % 3, "size": number % 2})
+        item.get_closest_marker("product").kwargs["each"] = ("row", "kind")
+    chosen = {}
+    for seed in ("0", "1"):
+        run = set(items) - cases_left_out(items, seed)
+        chosen[seed] = {item.callspec.params["size"] for item in run}
+        assert len(run) == 30
+        assert {(item.callspec.params["row"], item.callspec.params["kind"]) for item in run} == {
+            (row, kind) for row in range(10) for kind in range(3)
+        }
+        assert chosen[seed] == {0, 1}
+    assert names(set(items) - cases_left_out(items, "0")) != names(set(items) - cases_left_out(items, "1"))
+
+
 def test_one_of_each_product_runs_with_a_gpu_and_without() -> None:
     items = [
         Item(**vars(case("tests/test_a.py::test_both", number, 1000, needs_gpu=number < 4))) for number in range(8)
