@@ -37,6 +37,7 @@ def _hopper() -> None:
         pytest.skip("the kernel is for compute capability 9")
 
 
+@pytest.mark.product(one_in=4, each=("case",))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_is_attention(case: Case, dtype: torch.dtype) -> None:

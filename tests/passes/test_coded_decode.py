@@ -156,7 +156,7 @@ def planned(plan: CodedPlan, splits: int) -> CodedPlan:
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=2)
+@pytest.mark.product(one_in=8, each=("case",))
 @OF_PLANS
 @pytest.mark.parametrize("splits", [1, 4])
 @OF_STORAGES
@@ -175,7 +175,7 @@ def test_it_is_attention(case: Case, storage: str, splits: int, plan: CodedPlan)
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=2)
+@pytest.mark.product(one_in=8, each=("case",))
 @OF_PLANS
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("normed", [True, False])

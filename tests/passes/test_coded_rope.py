@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import CODED_CASES, SOME_CODED_CASES, Case, decodes, interpreted, near_cache, outcome, same_cache
+from attention_cases import (
+    CASES,
+    CODED_CASES,
+    SOME_CODED_CASES,
+    Case,
+    decodes,
+    interpreted,
+    near_cache,
+    outcome,
+    same_cache,
+)
 from interpreting_process import interpret
 from test_rope_attend import arguments_of as attend_arguments
 from test_rope_attend import difference
@@ -45,37 +57,48 @@ def written_otherwise(arguments: tuple[Any, ...], name: str) -> str | None:
     return None if near(launched[3].cpu(), by_rule[3]) else "the cache differs"
 
 
-def rotated_and_written(device: str, dtypes: tuple[torch.dtype, ...], some: bool) -> dict[str, str | None]:
-    """Outcomes by kernel, format, type and shape. some: a few of the shapes."""
-    found = {}
-    for name in NAMES:
-        for dtype in dtypes:
-            for shape in ((33, 3, 1, 64), (5, 4, 2, 80)) if some else SHAPES:
-                for normed in (True, False):
-                    arguments = random_arguments(shape, dtype, normed, device)[0]
-                    found[f"write, {name}, {dtype}, {shape}, {normed}"] = written_otherwise(arguments, name)
-            for form in FORMS[:1] if some else FORMS:
-                arguments = in_form(form, dtype, False, device)[0]
-                found[f"write, {name}, {dtype}, {form}"] = written_otherwise(arguments, name)
-            for case in (
-                Case("decodes", decodes(1, 33, 150, 300)),
-                Case("window", (*decodes(5, 90, 300), *decodes(0)), sliding_window=20),
-                Case("sinks", decodes(300, 40), num_heads=8, sinks=True, head_dim=80, soft_cap=5.0),
-            )[: 2 if some else 3]:
-                arguments = attend_arguments(replace(case, storage=name), dtype, device, normed=True)
-                found[f"attend, {name}, {dtype}, {case.name}"] = difference(arguments)
+Compared = Callable[[str, torch.dtype, str], str | None]
+
+
+def of_shape(shape: tuple[int, int, int, int], normed: bool, name: str, dtype: torch.dtype, device: str) -> str | None:
+    return written_otherwise(random_arguments(shape, dtype, normed, device)[0], name)
+
+
+def of_form(form: tuple[Any, ...], name: str, dtype: torch.dtype, device: str) -> str | None:
+    return written_otherwise(in_form(form, dtype, False, device)[0], name)
+
+
+def attended(case: Case, name: str, dtype: torch.dtype, device: str) -> str | None:
+    return difference(attend_arguments(replace(case, storage=name), dtype, device, normed=True))
+
+
+def compared(some: bool) -> dict[str, Compared]:
+    """By kernel and shape, what finds the difference for a format, a type and a device. some: a few of the shapes."""
+    found: dict[str, Compared] = {}
+    for shape in ((33, 3, 1, 64), (5, 4, 2, 80)) if some else SHAPES:
+        for normed in (True, False):
+            found[f"write, {shape}, {normed}"] = partial(of_shape, shape, normed)
+    for form in FORMS[:1] if some else FORMS:
+        found[f"write, {form}"] = partial(of_form, form)
+    for case in (
+        Case("decodes", decodes(1, 33, 150, 300)),
+        Case("window", (*decodes(5, 90, 300), *decodes(0)), sliding_window=20),
+        Case("sinks", decodes(300, 40), num_heads=8, sinks=True, head_dim=80, soft_cap=5.0),
+    )[: 2 if some else 3]:
+        found[f"attend, {case.name}"] = partial(attended, case)
     return found
 
 
 def check_interpreted(some: bool) -> None:
     """Run by the next tests in a process whose Triton interprets."""
     torch.set_num_threads(1)
+    dtypes = (torch.float32,) if some else (torch.float32, torch.float16)
     found: dict[str, Any] = {
-        key: value
-        for key, value in rotated_and_written(
-            "cpu", (torch.float32,) if some else (torch.float32, torch.float16), some
-        ).items()
-        if value
+        f"{key}, {name}, {dtype}": value
+        for key, compare in compared(some).items()
+        for name in NAMES
+        for dtype in dtypes
+        if (value := compare(name, dtype, "cpu"))
     }
     few = [
         case for case in SOME_CODED_CASES if case.name.split(": ", 1)[1] in ("one token", "decodes", "window, mixed")
@@ -99,20 +122,26 @@ def test_the_kernels_interpreted(some: bool, request: pytest.FixtureRequest) -> 
     assert run.stdout.strip() == "{}", run.stdout[-2000:] + run.stderr[-2000:]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rotated_and_written_on_cuda(dtype: torch.dtype) -> None:
-    found = rotated_and_written("cuda", (dtype,), some=False)
-    assert {key: value for key, value in found.items() if value} == {}
+EACH = compared(some=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.product(one_in=8, each=("key",))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("key", EACH)
+def test_rotated_and_written_on_cuda(key: str, name: str, dtype: torch.dtype) -> None:
+    assert EACH[key](name, dtype, "cuda") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("backend", "case"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_table_on_cuda(backend: str, dtype: torch.dtype, part: int) -> None:
-    """The table of attention cases over caches of 8 bits, in parts: every case compiles kernels of its own."""
-    cases = [case for case in CODED_CASES if case.name.split(": ", 1)[1] not in REFUSED[backend]][part::4]
-    assert {case.name: outcome(backend, case, "cuda", dtype) for case in cases} == {
-        case.name: "right" for case in cases
-    }
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_table_on_cuda(case: Case, backend: str, name: str, dtype: torch.dtype) -> None:
+    """The table of attention cases over caches of 8 bits. Every combination compiles kernels of its own, so a case runs
+    with a format and a type at least, which the seed chooses."""
+    expected = "refused: " if case.name in REFUSED[backend] else "right"
+    assert outcome(backend, replace(case, storage=name), "cuda", dtype).startswith(expected)

@@ -157,6 +157,7 @@ ON_A_GPU = (
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("case",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
@@ -175,6 +176,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("case",))
 @pytest.mark.parametrize("text", CODES)
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_codes_on_a_gpu(case: Case, text: str) -> None:

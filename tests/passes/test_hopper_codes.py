@@ -132,6 +132,7 @@ CASES = (
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("case", "tiles", "scheme"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", [BY_ROWS, BY_BLOCKS])
 @pytest.mark.parametrize("tiles", [LARGEST, *SMALLER], ids=str)

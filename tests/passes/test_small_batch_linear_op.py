@@ -160,6 +160,7 @@ def test_the_norm_needs_whole_rows() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("way",))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_in_a_graph_on_a_gpu(way: str, dtype: torch.dtype) -> None:

@@ -436,7 +436,8 @@ def wrong_layers(
     dtype: torch.dtype,
     captured: bool = False,
 ) -> list[str]:
-    """Mistakes of layers with and without a window that attend with one planned list. captured: in a CUDA graph."""
+    """Mistakes of layers with and without a window that attend with one planned list. captured: and then in a CUDA
+    graph."""
     backend = get_backend(backend_name)
     heads = 8 if len(requests) > 16 else 1
     block_size = backend.default_block_size
@@ -451,14 +452,18 @@ def wrong_layers(
         backend.plan(batches[0].inputs, facts)
         return [step(backend_name, *layer) for layer in zip(cases, batches, strict=True)]
 
-    outputs = run()
+    def mistakes(outputs: list[torch.Tensor]) -> list[str]:
+        each = (mistake(*layer) for layer in zip(cases, batches, outputs, strict=True))
+        return [wrong for wrong in each if wrong]
+
+    wrong = mistakes(run())
     if captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = run()
         graph.replay()
-    mistakes = (mistake(*layer) for layer in zip(cases, batches, outputs, strict=True))
-    return [wrong for wrong in mistakes if wrong]
+        wrong += mistakes(outputs)
+    return wrong
 
 
 def depends_on_garbage(backend_name: str, case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
