@@ -34,7 +34,6 @@ LONGEST_S = 240
 OPTIONS: dict[str, Any] = {"num_blocks": 256, "max_num_seqs": 4, "max_model_len": 256}
 # One token, a chunk, several chunks; below and above the windows of models that have them.
 PROMPT_LENS = (1, 6, 33, 90, 150)
-BF16 = {"dtype": "bfloat16"}
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
 
@@ -42,20 +41,27 @@ OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
 @dataclass(frozen=True)
 class Start:
     """options: of `LLM`. cold_apart, warm_apart: in a process of its own; other starts compile without further
-    processes. empty: without the kernels of other starts. narrow: it runs 16-bit models alone. changes: of the family's
-    configuration, as sorted items."""
+    processes. empty: without the kernels of other starts. dtypes: of the cold starts, the last that of the warm one;
+    drawn: others, which the seed draws. changes: of the family's configuration, as sorted items."""
 
     family: str = "qwen3"
     options: dict[str, Any] = field(default_factory=dict)
     cold_apart: bool = False
     warm_apart: bool = False
     empty: bool = False
-    narrow: bool = False
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    drawn: tuple[str, ...] = ()
     changes: tuple[tuple[str, Any], ...] = ()
 
 
 def separate(family: str = "qwen3", **options: Any) -> Start:
     return Start(family, options, cold_apart=True, warm_apart=True)
+
+
+def exact(start: Start) -> Start:
+    """A start of which other starts show what is of bf16 alone: it compares tokens, and in bf16 runs where it is
+    drawn."""
+    return replace(start, dtypes=("float32",), drawn=("bfloat16",))
 
 
 def without(name: str) -> Start:
@@ -68,7 +74,7 @@ def without(name: str) -> Start:
     options: dict[str, Any] = {"disable_passes": [name]}
     if name != "small_batch_linear":
         options["compile_ranges"] = []
-    return Start(having.get(name, "qwen3"), options, changes=(("num_hidden_layers", 2),))
+    return exact(Start(having.get(name, "qwen3"), options, changes=(("num_hidden_layers", 2),)))
 
 
 # Starts that Inductor compiles take longest, and begin first.
@@ -81,16 +87,16 @@ STARTS = {
     "experts": separate("qwen3_moe"),
     "foreign experts": separate("gpt_oss"),
     "compiled": separate(mode="compiled"),
-    "cuda:0": separate(device="cuda:0"),
-    "a worker process": separate(distributed_executor="multiprocess"),
+    "cuda:0": exact(separate(device="cuda:0")),
+    "a worker process": exact(separate(distributed_executor="multiprocess")),
     "eager": separate(mode="eager"),
-    **{f"graphs: {mode}": Start(options={"graph_mode": mode}, warm_apart=True) for mode in GRAPH_MODES},
+    **{f"graphs: {mode}": exact(Start(options={"graph_mode": mode}, warm_apart=True)) for mode in GRAPH_MODES},
     # Its kernels are compiled by their launches, which write nothing if a test before has launched them.
     "graphs: breakable": separate(mode="eager", graph_mode="breakable"),
     # Reduced builds of flash-attn have the common sizes of heads alone.
-    "flash_attn": Start(options={"attention_backend": "flash_attn"}, narrow=True, changes=(("head_dim", 64),)),
+    "flash_attn": Start(options={"attention_backend": "flash_attn"}, dtypes=("bfloat16",), changes=(("head_dim", 64),)),
     "torch attention": Start(options={"attention_backend": "torch"}),
-    "without scheduling ahead": Start(options={"async_scheduling": False}),
+    "without scheduling ahead": exact(Start(options={"async_scheduling": False})),
     "windows": Start("mistral"),
     "soft caps and windows": Start("gemma2"),
     "foreign, norms behind": Start("glm4"),
@@ -153,25 +159,23 @@ def run(
     return found
 
 
-def check_start(name: str, checkpoint: Checkpoint, root: Path | None, device: str) -> None:
-    """Cold in bf16, then in fp32, then warm: the tokens and log-probabilities of transformers."""
+def check_start(name: str, dtypes: tuple[str, ...], checkpoint: Checkpoint, root: Path | None, device: str) -> None:
+    """Cold in each type, then warm in the last: the tokens and log-probabilities of transformers."""
     start = STARTS[name]
     options = OPTIONS | {"device": device, "max_num_batched_tokens": 64 + list(STARTS).index(name)} | start.options
     compiled = options.get("mode") != "eager"
     if compiled and not start.cold_apart:
         options["compile_workers"] = 0
-    dtypes = [options | BF16] if start.narrow else [options | BF16, options | {"dtype": "float32"}]
-    cold = run(checkpoint, *dtypes, apart=start.cold_apart, root=root)
-    warm = run(checkpoint, dtypes[-1], apart=start.warm_apart, root=root)
+    given = [options | {"dtype": dtype} for dtype in dtypes]
+    cold = run(checkpoint, *given, apart=start.cold_apart, root=root)
+    warm = run(checkpoint, given[-1], apart=start.warm_apart, root=root)
     for found, first in [*((each, True) for each in cold), (warm[0], False)]:
         if compiled:
             assert found["cache"] == ("miss" if first else "hit")
             assert (found["traces"] > 0) == (found["compiles"] > 0) == first
     assert warm[0]["kernels_compiled_here"] == []
-    check_close(checkpoint, cold[0]["outputs"])
-    check_last = check_close if start.narrow else check_equal
-    check_last(checkpoint, cold[-1]["outputs"])
-    check_last(checkpoint, warm[0]["outputs"])
+    for dtype, found in zip((*dtypes, dtypes[-1]), (*cold, *warm), strict=True):
+        (check_equal if dtype == "float32" else check_close)(checkpoint, found["outputs"])
 
 
 def check_equal(checkpoint: Checkpoint, outputs: list[dict[str, Any]]) -> None:
@@ -195,12 +199,25 @@ def check_close(checkpoint: Checkpoint, outputs: list[dict[str, Any]]) -> None:
     assert torch.cat(differences).mean() <= BF16_FACTOR * torch.cat(of_transformers).mean()
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_a_start_gives_what_transformers_gives(name: str, checkpoints: Any, tmp_path: Path) -> None:
+CHECKED = [
+    *(pytest.param(name, start.dtypes, id=name) for name, start in STARTS.items()),
+    *(
+        pytest.param(name, start.drawn, id=f"{name}, {', '.join(start.drawn)}", marks=pytest.mark.product(one_in=12))
+        for name, start in STARTS.items()
+        if start.drawn
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "dtypes"), CHECKED)
+def test_a_start_gives_what_transformers_gives(
+    name: str, dtypes: tuple[str, ...], checkpoints: Any, tmp_path: Path
+) -> None:
     if "flash_attn" in name:
         pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
     start = STARTS[name]
-    check_start(name, checkpoints(start.family, start.changes), tmp_path / "root" if start.empty else None, "cuda")
+    root = tmp_path / "root" if start.empty else None
+    check_start(name, dtypes, checkpoints(start.family, start.changes), root, "cuda")
 
 
 OUT_OF_MEMORY = """
