@@ -35,6 +35,10 @@ NUM_SLOWEST = 40  # tests of a stage whose seconds are kept
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
 # Tests side by side have a core each, whatever of them is computed or compiled in threads.
 ONE_CORE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# Each process, and each that tests start, would compile our modules once more where Python may keep no bytecode.
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+# Plugins that take their time in every process: Hypothesis's parses all modules for constants.
+LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 # So long a stage that is cut has to end by itself.
 FAREWELL_S = 10.0
 # In a process of its own: one that has asked for the GPU's name keeps some of its memory.
@@ -189,7 +193,7 @@ def run_stage(
     if limit_s is not None and limit_s <= 0:
         found.cut = "no time was left"
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_tests"]
+    command = [sys.executable, "-m", "pytest", "-q", *LEFT_OUT, "-p", "gpu_tests"]
     command += ["-m", "gpu_alone" if stage.alone else "gpu and not gpu_alone"]
     if not stage.alone and processes > 1:
         command += ["-n", str(processes), "--dist", "worksteal"]
@@ -201,7 +205,7 @@ def run_stage(
         process = subprocess.Popen(
             [*command, *more, f"--rootdir={TESTS.parent}", *map(str, stage.files)],
             cwd=TESTS,  # where this file is found as a plugin
-            env=environment | {LINES_VARIABLE: str(lines), COUNT_VARIABLE: str(num_gpus())},
+            env=environment | BYTECODE | {LINES_VARIABLE: str(lines), COUNT_VARIABLE: str(num_gpus())},
             start_new_session=True,
         )
         cut = "interrupted"
