@@ -202,12 +202,13 @@ def test_other_devices_and_types_have_no_tiles(
 
 
 @pytest.fixture
-def h100(gpu: Callable[[str, tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def h100(gpu: Callable[[str, tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     multiprocessors.cache_clear()
     gpu("NVIDIA H100 80GB HBM3", (9, 0))
-    return torch.device("cuda")
+    yield torch.device("cuda")
+    multiprocessors.cache_clear()
 
 
 @hypothesis.given(
