@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Processes of gpu_tests.py that run side by side have a GPU each, in turn. Nothing has asked CUDA for its devices yet.
+# Processes of gpu_tests.py that run side by side have a GPU each, or a few, in turn. Nothing has asked CUDA for its
+# devices yet.
 if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and int(os.environ.get("GPU_TESTS_COUNT", "0")) > 1:
     _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     _devices = _visible.split(",") if _visible else [str(i) for i in range(int(os.environ["GPU_TESTS_COUNT"]))]
-    os.environ["CUDA_VISIBLE_DEVICES"] = _devices[int(_worker.removeprefix("gw")) % len(_devices)]
+    _share = int(os.environ.get("GPU_TESTS_SHARE", "1"))
+    _first = int(_worker.removeprefix("gw")) % max(1, len(_devices) // _share) * _share
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_devices[_first : _first + _share])
 
 import pytest
 import quick_compiler

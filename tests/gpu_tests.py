@@ -1,4 +1,5 @@
-"""Runs the tests of a GPU, as `make test-gpu` does: those that can share the GPU side by side, then the others.
+"""Runs the tests of a GPU, as `make test-gpu` does: those that can share the GPU side by side, then those of two GPUs,
+also side by side, then the others.
 
 Says in a line how they went, and writes a result with the commit, the machine and the versions, also when it is
 interrupted or out of time. Exit status 1 if a test failed, was cut off, or none ran.
@@ -30,6 +31,7 @@ import torch
 TESTS = Path(__file__).parent
 RESULT = TESTS.parent / "docs" / "measurements" / "gpu_tests.json"
 MOST_PROCESSES = 14  # for each GPU
+MOST_OF_PAIRS = 4  # for each two GPUs: their tests wait for each other's ranks
 NUM_SLOWEST = 40  # tests of a stage whose seconds are kept
 # Where compiled models and kernels are kept: one folder for all stages, never the user's.
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
@@ -51,19 +53,29 @@ print(json.dumps(provenance(torch.device("cuda", 0))))
 
 @dataclass(frozen=True)
 class Stage:
-    """Tests that run together. alone: one after the other, as each wants the GPU for itself."""
+    """Tests that run together. marks: an expression of pytest's markers. alone: one after the other, as each wants the
+    GPU for itself. gpus: that each process has, of those that run side by side."""
 
     name: str
     files: tuple[Path, ...]
+    marks: str
     alone: bool = False
+    gpus: int = 1
 
 
 def stages_of(folder: Path) -> list[Stage]:
-    """All tests with the marker `gpu`, in one stage, so that cores are busy until its end; then the tests that want the
-    GPU for themselves."""
-    having = [path for path in sorted(folder.rglob("test_*.py")) if re.search(r"mark\.gpu\b", path.read_text())]
-    with_alone = [path for path in having if re.search(r"mark\.gpu_alone\b", path.read_text())]
-    stages = [Stage("together", tuple(having)), Stage("alone", tuple(with_alone), alone=True)]
+    """All tests with the marker `gpu`, in one stage, so that cores are busy until its end; then those that want two
+    GPUs, or the GPU for themselves."""
+
+    def having(mark: str) -> tuple[Path, ...]:
+        paths = sorted(folder.rglob("test_*.py"))
+        return tuple(path for path in paths if re.search(rf"mark\.{mark}\b", path.read_text()))
+
+    stages = [
+        Stage("together", having("gpu"), "gpu and not gpu_pair and not gpu_alone"),
+        Stage("pairs", having("gpu_pair"), "gpu_pair", gpus=2),
+        Stage("alone", having("gpu_alone"), "gpu_alone", alone=True),
+    ]
     return [stage for stage in stages if stage.files]
 
 
@@ -87,7 +99,8 @@ class Found:
 # --- a plugin of pytest: each test's end as a line, so that it is known whatever happens to the process afterwards ---
 
 LINES_VARIABLE = "GPU_TESTS_LINES"
-COUNT_VARIABLE = "GPU_TESTS_COUNT"  # of GPUs, which processes side by side divide among themselves, see conftest.py
+# Of GPUs, which processes side by side divide among themselves, and of those that each has, see conftest.py.
+COUNT_VARIABLE, SHARE_VARIABLE = "GPU_TESTS_COUNT", "GPU_TESTS_SHARE"
 
 
 def _say(**fields: Any) -> None:
@@ -194,7 +207,7 @@ def run_stage(
         found.cut = "no time was left"
         return
     command = [sys.executable, "-m", "pytest", "-q", *LEFT_OUT, "-p", "gpu_tests"]
-    command += ["-m", "gpu_alone" if stage.alone else "gpu and not gpu_alone"]
+    command += ["-m", stage.marks]
     if not stage.alone and processes > 1:
         command += ["-n", str(processes), "--dist", "worksteal"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_WORKER")}
@@ -205,7 +218,9 @@ def run_stage(
         process = subprocess.Popen(
             [*command, *more, f"--rootdir={TESTS.parent}", *map(str, stage.files)],
             cwd=TESTS,  # where this file is found as a plugin
-            env=environment | BYTECODE | {LINES_VARIABLE: str(lines), COUNT_VARIABLE: str(num_gpus())},
+            env=environment
+            | BYTECODE
+            | {LINES_VARIABLE: str(lines), COUNT_VARIABLE: str(num_gpus()), SHARE_VARIABLE: str(stage.gpus)},
             start_new_session=True,
         )
         cut = "interrupted"
@@ -279,7 +294,7 @@ def run_all(
 ) -> int:
     """Run the stages one after the other and write the result after each. facts: what the result says beside them.
     Returns the exit status."""
-    processes = max(1, min(MOST_PROCESSES * max(1, num_gpus()), (os.cpu_count() or 2) * 7 // 8))
+    most = (os.cpu_count() or 2) * 7 // 8
     found = {stage.name: Found(cut="it was not begun") for stage in stages}
     deadline = None if limit_s is None else time.monotonic() + limit_s
 
@@ -292,6 +307,8 @@ def run_all(
         with tempfile.TemporaryDirectory(prefix="compiled-engine-tests-", ignore_cleanup_errors=True) as cache:
             for stage in stages:
                 left_s = None if deadline is None else deadline - time.monotonic()
+                each = MOST_PROCESSES if stage.gpus == 1 else MOST_OF_PAIRS
+                processes = max(1, min(each * (num_gpus() // stage.gpus), most))
                 run_stage(stage, processes, more, left_s, cache, found[stage.name])
                 write()
     except KeyboardInterrupt:

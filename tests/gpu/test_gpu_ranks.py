@@ -18,7 +18,7 @@ from compiled_engine.bench.family_comparison import difference_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.gpu_alone,
+    pytest.mark.gpu_pair,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.usefixtures("exact_float32"),
 ]

@@ -59,9 +59,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_wants_the_gpu_for_itself_comes_last() -> None:
-    together, alone = stages_of(gpu_tests.TESTS)
+    together, pairs, alone = stages_of(gpu_tests.TESTS)
     assert {"test_gpu_starts.py", "test_gpu_engine.py", "test_attention.py"} <= {path.name for path in together.files}
     assert (alone.alone, set(alone.files) <= set(together.files)) == (True, True)
+    assert ([path.name for path in pairs.files], pairs.gpus, pairs.alone) == (["test_gpu_ranks.py"], 2, False)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def test_what_does_not_fit_is_cut_and_said(
     monkeypatch.setattr(gpu_tests, "MOST_PROCESSES", 1)
     result = folder / "result.json"
     together, alone = stages_of(folder)
-    slow, quick = (Stage(path.stem, (path,)) for path in sorted(together.files, reverse=True))
+    slow, quick = (Stage(path.stem, (path,), together.marks) for path in sorted(together.files, reverse=True))
     assert run_all([quick, alone], result, None, [], FACTS) == 1
     found = json.loads(result.read_text())
     assert found["commit"] == "abc"
@@ -153,17 +154,19 @@ def test_an_interrupted_run_has_a_result_too(folder: Path) -> None:
 
 def test_a_stage_that_cannot_begin_is_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "test_wrong.py").write_text("import nothing_of_this_name\nmark.gpu")
-    stage = Stage("wrong", (folder / "test_wrong.py",), alone=True)
+    stage = Stage("wrong", (folder / "test_wrong.py",), "gpu_alone", alone=True)
     assert run_all([stage], folder / "result.json", None, [], FACTS) == 1
     assert "failed: wrong: pytest ended with status 2" in capsys.readouterr().out
 
 
-@pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize(("visible", "expected"), [(None, "1"), ("4,6", "6")])
-def test_processes_side_by_side_have_a_gpu_each(visible: str | None, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("visible", "count", "share", "expected"), [("4,6", 2, 1, "6"), (None, 5, 2, "2,3")], ids=["one", "two of five"]
+)
+def test_processes_side_by_side_have_their_gpus(visible: str | None, count: int, share: int, expected: str) -> None:
     environment = os.environ | {
         "PYTEST_XDIST_WORKER": "gw3",
-        gpu_tests.COUNT_VARIABLE: "2",
+        gpu_tests.COUNT_VARIABLE: str(count),
+        gpu_tests.SHARE_VARIABLE: str(share),
         "PYTHONPATH": python_path(__file__),
     }
     environment.pop("CUDA_VISIBLE_DEVICES", None)
