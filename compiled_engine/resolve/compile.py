@@ -72,14 +72,12 @@ def resolve_compile(
             raise ValueError(f"passes has {asked[0]!r}, but tensor_parallel_size is 1: there is nothing to sum")
         if options.sequence_parallel:
             raise ValueError("sequence_parallel is True, but tensor_parallel_size is 1; allowed: False")
-        known = tuple(name for name in known if name not in of_ranks)
     if model.quantisation is None:
         of_quantised = passes_of_quantised()
         if options.passes is not None and (asked := sorted(of_quantised.intersection(options.passes))):
             raise ValueError(f"passes has {asked[0]!r}, but no linear is quantised; allowed: with a quantised model")
-        known = tuple(name for name in known if name not in of_quantised)
-    by_default = tuple(name for name in known if name != SequenceParallel.name)
-    wanted = by_default if options.passes is None else options.passes
+    known = _with_work(model, options.tensor_parallel_size)
+    wanted = default_passes(model, options.tensor_parallel_size) if options.passes is None else options.passes
     if options.sequence_parallel:
         wanted = (*wanted, SequenceParallel.name)
         _check_sequence_parallel(wanted, options.disable_passes)
@@ -93,6 +91,18 @@ def resolve_compile(
         cache_dir=resolve_cache_dir(options),
         plugins=options.plugins,
     )
+
+
+def default_passes(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
+    """The names of the passes that run unless options say otherwise."""
+    return tuple(name for name in _with_work(model, num_ranks) if name != SequenceParallel.name)
+
+
+def _with_work(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
+    """The names of all passes without those of other models: of several ranks, or of quantised linears."""
+    idle = passes_of_ranks() if num_ranks == 1 else frozenset()
+    idle |= passes_of_quantised() if model.quantisation is None else frozenset()
+    return tuple(graph_pass.name for graph_pass in registered_passes() if graph_pass.name not in idle)
 
 
 def _check_sequence_parallel(wanted: tuple[str, ...], disabled: tuple[str, ...]) -> None:

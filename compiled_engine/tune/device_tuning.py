@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.config import EngineConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS
@@ -20,15 +20,18 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.parallel import check_model
 from compiled_engine.tune.compile_first import Launch, compile_first
+from compiled_engine.tune.graph_linears import linears_of
 from compiled_engine.tune.hopper_tuning import hopper_cases, hopper_launches, tune_hopper_linears
 from compiled_engine.tune.linear_tuning import linear_launches, tune_linears
-from compiled_engine.tune.linears import LinearCase, TunedLinear, cases_of, key
+from compiled_engine.tune.linears import LinearCase, TunedLinear, at_each, key
 from compiled_engine.tune.on_hopper import is_hopper
 from compiled_engine.tune.pass_gains import Gain, measure
 from compiled_engine.tune.product_tuning import product_cases, product_launches, tune_products
 
 TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
+# The longest context of a model that is measured.
+MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def tune_device(
     number that does not divide a shape."""
     configs = [_config(folder, ranks) for folder in folders]
     found = _Found(device_name())
-    cases = [_cases(config.model, number) for config in configs for number in ranks]
+    cases = [_cases(linears_of(config, number)) for config in configs for number in ranks]
     compile_first([launch for each in cases for launch in each.launches()], progress)
     for each in cases:
         found.add_linears(each, progress)
@@ -94,9 +97,8 @@ class _Cases:
         return [*on_hopper, linear_launches(self.small)]
 
 
-def _cases(model: ModelConfig, number: int) -> _Cases:
-    small = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens, number)]
-    return _Cases(small, hopper_cases(model, number), product_cases(model, number))
+def _cases(linears: Sequence[LinearCase]) -> _Cases:
+    return _Cases(at_each(linears, TOKEN_BUCKETS), hopper_cases(linears), product_cases(linears))
 
 
 @dataclass
@@ -131,7 +133,14 @@ class _Found:
 
 
 def _config(folder: Path, ranks: Sequence[int]) -> EngineConfig:
-    config = resolve(EngineOptions(model=folder, load_format="dummy", mode="compiled", max_model_len=4096))
+    options = EngineOptions(model=folder, load_format="dummy", mode="compiled")
+    config = resolve(options)
+    if config.model.pooling is not None:
+        raise ValueError(
+            f"model is {str(folder)!r}, which pools; allowed: models that generate, whose steps are measured"
+        )
+    if config.model.max_model_len > MOST_TOKENS:
+        config = resolve(replace(options, max_model_len=MOST_TOKENS))
     for number in ranks:
         check_model(config.model, number)
     return config

@@ -10,7 +10,6 @@ from itertools import product
 import torch
 
 from compiled_engine.bench.bounds import device_rates
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear import silu_mul, small_batch_linear_op
 from compiled_engine.passes.linear.hopper_linear import MOST_COLUMNS, TOKEN_BUCKETS, HopperTiles, hopper_linear
@@ -18,7 +17,7 @@ from compiled_engine.passes.linear.small_batch_linear_op import Tiles, choose_ti
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
-from compiled_engine.tune.linears import SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, cases_of, key
+from compiled_engine.tune.linears import HEAD, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, at_each, key
 from compiled_engine.tune.on_hopper import HopperKernel
 
 # A kernel is chosen if it takes at most this share of the previous time.
@@ -29,14 +28,13 @@ FEWEST_TOKENS = 8
 SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
-def hopper_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
+def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
     """The linears that the engine gives the kernel: in small batches all, but of one token without the head, beyond
     those gated ones."""
-    cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens, num_ranks)]
     return [
         case
-        for case in cases
-        if case.silu_mul or (case.num_tokens <= SMALL_BATCH and (case.name != "head" or case.num_tokens > 1))
+        for case in at_each(linears, TOKEN_BUCKETS)
+        if case.silu_mul or (case.num_tokens <= SMALL_BATCH and (case.name != HEAD or case.num_tokens > 1))
     ]
 
 

@@ -18,7 +18,7 @@ from compiled_engine.kernels.launch_arguments import next_power_of_2
 from compiled_engine.passes.linear.small_batch_linear_op import Tiles, launch, reference
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
-from compiled_engine.tune.linears import REPEATS, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, right
+from compiled_engine.tune.linears import HEAD, REPEATS, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, right
 
 # How many of a linear's candidates are measured in each round, and how often.
 ROUNDS = ((None, 2), (10, 3), (5, 7))
@@ -87,18 +87,22 @@ def linear_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 
 @torch.inference_mode()
 def tune_linears(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """The fastest right tiles for each case."""
+    """The fastest right tiles for each case; none for weights too small for any candidate, which the rule's tiles
+    serve."""
     tuned = []
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     with progress.stage("measure linears", total=sum(len(candidates(case)) for case in cases)) as advance:
-        for _, same in groupby(cases, key=lambda case: (case.num_tokens, case.name == "head")):
+        for _, same in groupby(cases, key=lambda case: (case.num_tokens, case.name == HEAD)):
             tuned += _tune(list(same), bytes_per_s, advance)
     return tuned
 
 
 def _tune(cases: Sequence[LinearCase], bytes_per_s: float, advance: Callable[[int], None]) -> list[TunedLinear]:
+    found = [(case, pool) for case in cases if (pool := _right_candidates(case, advance))]
+    if not found:
+        return []
+    cases, pools = zip(*found, strict=True)
     chain = Chain(cases)
-    pools = [_right_candidates(case, advance) for case in cases]
     chosen = [pool[0] for pool in pools]
     times: list[dict[Tiles, float]] = [{} for _ in cases]
     for keep, repeats in ROUNDS:

@@ -1,15 +1,14 @@
-"""The linears of a model as cases to tune, and chains of them to run and to time."""
+"""Linears as cases to tune, and chains of them to run and to time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from compiled_engine.config import ModelConfig, local_share
 from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear.hopper_linear import HopperTiles
 from compiled_engine.passes.linear.hopper_product import ProductTiles
@@ -19,11 +18,14 @@ SHARED_MEMORY = 220 << 10
 REPEATS = 9
 # Bytes of weights used in turn, more than the L2 cache holds.
 WORKING_SET = 800 << 20
+# Names of cases: the linear that computes logits, and any other.
+HEAD, LAYER = "head", "layer"
 
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A [num_tokens, k] x [num_rows, k] product of a model; with silu_mul num_rows counts gate and up together."""
+    """A [num_tokens, k] x [num_rows, k] product of a model; with silu_mul num_rows counts gate and up together. name:
+    HEAD or LAYER."""
 
     name: str
     num_tokens: int
@@ -34,19 +36,10 @@ class LinearCase:
     residual: bool
 
 
-def cases_of(model: ModelConfig, num_tokens: int, num_ranks: int = 1) -> list[LinearCase]:
-    """Return the five linears of a decoder-only model after the passes: with several ranks those of one rank, whose
-    norms and residual adds are part of the sums between them."""
-    model, alone = local_share(model, num_ranks), num_ranks == 1
-    heads, width = model.num_heads + 2 * model.num_kv_heads, model.intermediate_size
-    hidden = model.hidden_size
-    return [
-        LinearCase("qkv", num_tokens, heads * model.head_dim, hidden, alone, False, False),
-        LinearCase("o", num_tokens, hidden, model.num_heads * model.head_dim, False, False, alone),
-        LinearCase("gate_up", num_tokens, 2 * width, hidden, alone, True, False),
-        LinearCase("down", num_tokens, hidden, width, False, False, alone),
-        LinearCase("head", num_tokens, model.vocab_size, hidden, alone, False, False),
-    ]
+def at_each(cases: Iterable[LinearCase], token_counts: Iterable[int]) -> list[LinearCase]:
+    """The cases with each of these numbers of tokens."""
+    cases = tuple(cases)
+    return [replace(case, num_tokens=tokens) for tokens in token_counts for case in cases]
 
 
 Linear = Callable[..., torch.Tensor]
@@ -82,30 +75,30 @@ class TunedLinear:
 class Chain:
     """Linears of which each reads what the one before it wrote, over as many layers as fill the working set."""
 
-    def __init__(self, cases: Sequence[LinearCase], layers: int | None = None):
+    def __init__(self, cases: Sequence[LinearCase], layers: int | None = None, device: str = "cuda"):
         size = sum(case.num_rows * case.k * 2 for case in cases)
         self.cases = cases
-        self.generator = torch.Generator(device="cuda").manual_seed(0)
+        self.generator = torch.Generator(device).manual_seed(0)
         self.layers = [
             [self._normal(case.num_rows, case.k) / case.k**0.5 for case in cases]
             for _ in range(layers or max(2, min(64, -(-WORKING_SET // size))))
         ]
         tokens = cases[0].num_tokens
-        self.x_TK = self._normal(tokens, cases[0].k)
+        self.inputs = {case.k: self._normal(tokens, case.k) for case in cases}
         self.residuals = [self._normal(tokens, case.num_rows) if case.residual else None for case in cases]
         self.norm_weights = [1 + self._normal(case.k) / 8 if case.norm else None for case in cases]
 
     def _normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.bfloat16, device="cuda")
+        return torch.randn(*shape, generator=self.generator, dtype=torch.bfloat16, device=self.generator.device)
 
     def run(self, linears: Sequence[Linear], layers: int | None = None) -> torch.Tensor:
-        x_TK = self.x_TK
+        x_TK = self.inputs[self.cases[0].k]
         for weights in self.layers[:layers]:
             for i, case in enumerate(self.cases):
-                # Only q of the qkv projection is passed on; a linear measured alone may be too narrow for the next
-                # layer.
+                # Only q of the qkv projection is passed on. What is too narrow for the next linear is not: a linear
+                # may be measured alone, or follow one that it does not follow in the model.
                 x_TK = linears[i](
-                    (x_TK if x_TK.shape[1] >= case.k else self.x_TK)[:, : case.k],
+                    (x_TK if x_TK.shape[1] >= case.k else self.inputs[case.k])[:, : case.k],
                     weights[i],
                     None,
                     self.norm_weights[i],

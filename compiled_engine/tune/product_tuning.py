@@ -10,7 +10,6 @@ from itertools import product
 import torch
 
 from compiled_engine.bench.bounds import device_rates
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.linear import silu_mul
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS as FEW_TOKENS
 from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, multiprocessors
@@ -25,7 +24,7 @@ from compiled_engine.passes.linear.hopper_product import (
 )
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
-from compiled_engine.tune.linears import Chain, Linear, LinearCase, TunedLinear, cases_of, key
+from compiled_engine.tune.linears import Chain, Linear, LinearCase, TunedLinear, at_each, key
 from compiled_engine.tune.on_hopper import HopperKernel
 
 # A kernel is chosen if it takes at most this share of the previous time, at both ends of its bucket.
@@ -46,10 +45,9 @@ PARTS: tuple[tuple[int, ...], ...] = (
 TOGETHER, MORE_TOGETHER = 8, 16
 
 
-def product_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
+def product_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
     """Gate and up for each bucket; the last one's number of tokens is MANY."""
-    cases = [case for tokens in (*TOKEN_BUCKETS, MANY) for case in cases_of(model, tokens, num_ranks)]
-    return [case for case in cases if case.silu_mul]
+    return [case for case in at_each(linears, (*TOKEN_BUCKETS, MANY)) if case.silu_mul]
 
 
 def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:

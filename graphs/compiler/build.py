@@ -197,12 +197,24 @@ def trace_whole(
 def apply_passes(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """The graph of one range after its passes, as it is split. What is direct has those alone that give a graph its
-    meaning.
+    """The graph of one range after its passes, as it is split.
 
     On a CPU fused ops are decomposed, unless C++ kernels serve the whole range. whole: result of `trace_whole`.
     """
-    module, direct = traced.for_range(compile_range), traced.signature.direct
+    module, reports = fuse(config, traced, compile_range, whole)
+    facts = config.model, config.parallel.tensor_parallel_size, compile_range.high
+    expands = config.device.type == "cpu" and not traced.signature.direct
+    if expands and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
+        module = expand_references(module)
+    return module, reports
+
+
+def fuse(
+    config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
+) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
+    """The graph of one range after its passes, with all fused ops. What is direct has those passes alone that give a
+    graph its meaning. whole: result of `trace_whole`."""
+    module = traced.for_range(compile_range)
     structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.taps)
     others, enabled = fusion_passes(config, traced.signature)
     with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
@@ -216,12 +228,7 @@ def apply_passes(
             strict=config.compile.strict,
             verify=config.compile.verify,
         )
-    reports = (*traced.lowering, *reports)
-    facts = config.model, config.parallel.tensor_parallel_size, compile_range.high
-    expands = config.device.type == "cpu" and not direct
-    if expands and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
-        module = expand_references(module)
-    return module, reports
+    return module, (*traced.lowering, *reports)
 
 
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:

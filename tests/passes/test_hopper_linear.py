@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,15 @@ import triton
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from tuned_linears import PLAIN
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
-from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.profile import load_profile
 from compiled_engine.passes.linear import gated_linear, silu_mul, small_batch_linear_op
 from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, hopper_tiles
-from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.hopper_tuning import hopper_candidates, hopper_cases
+from compiled_engine.tune.linears import at_each
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DEVICES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
@@ -138,14 +136,10 @@ def test_what_the_profile_names_fits(
 
 
 def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
-    config = resolve(EngineOptions(device="cpu")).model
-    model: ModelConfig = replace(
-        config, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128
-    )
-    cases = hopper_cases(model)
-    small = {(name, tokens) for name in ("qkv", "o", "gate_up", "down") for tokens in (1, 8, 16, 32, 64)}
-    heads = {("head", tokens) for tokens in (8, 16, 32, 64)}
-    assert {(case.name, case.num_tokens) for case in cases} == small | heads | {("gate_up", 128)}
+    linears = PLAIN["qwen3-8b", 1]
+    cases = hopper_cases(linears)
+    small = at_each(linears, (1, 8, 16, 32, 64))
+    assert {*cases} == {*small, *at_each([linears[2]], [128])} - {linears[-1]}
     for case in cases:
         tried = hopper_candidates(case)
         assert tried

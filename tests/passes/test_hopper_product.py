@@ -16,8 +16,8 @@ from small_batch_linear_cases import Case, arguments_of, nan_in_new_tensors
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
+from tuned_linears import PLAIN
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
@@ -164,13 +164,8 @@ def test_tiles_that_cannot_be_built_are_an_error(fields: tuple[Any, ...], messag
         ProductTiles(*fields)
 
 
-def a_model(hidden_size: int, width: int) -> ModelConfig:
-    config = resolve(EngineOptions(device="cpu")).model
-    return replace(config, hidden_size=hidden_size, intermediate_size=width, num_heads=32, num_kv_heads=8, head_dim=128)
-
-
 def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
-    cases = product_cases(a_model(4096, 12288))
+    cases = product_cases(PLAIN["qwen3-8b", 1])
     assert [case.num_tokens for case in cases] == [*TOKEN_BUCKETS, MANY]
     for case in cases:
         tried = product_candidates(case, 132)
@@ -188,12 +183,12 @@ FASTEST |= {384: (3, 64, (128, 64)), 512: (3, 64, (128, 128)), 1152: (2, 64, (25
 
 @pytest.mark.parametrize(("tokens", "fastest"), FASTEST.items())
 def test_tiles_that_were_the_fastest_are_candidates(tokens: int, fastest: tuple[int, int, tuple[int, ...]]) -> None:
-    case = next(case for case in product_cases(a_model(4096, 12288)) if case.num_tokens == tokens)
+    case = next(case for case in product_cases(PLAIN["qwen3-8b", 1]) if case.num_tokens == tokens)
     assert fastest in {(tiles.groups, tiles.rows, tiles.parts) for tiles in product_candidates(case, 132)}
 
 
 def test_buckets_are_measured_at_both_ends() -> None:
-    ends = [ends_of(case) for case in product_cases(a_model(1024, 3072))]
+    ends = [ends_of(case) for case in product_cases(PLAIN["qwen3-0.6b", 1])]
     assert ends[0] == (65, 96)
     assert ends[-1] == (TOKEN_BUCKETS[-1] + 1, TOKENS_OF_MANY)
     assert all(first == before + 1 for (_, before), (first, _) in pairwise(ends))

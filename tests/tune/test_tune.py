@@ -10,40 +10,32 @@ from typing import Any
 
 import pytest
 import torch
+from tuned_linears import PLAIN, layer
 from typer.testing import CliRunner
 
 from compiled_engine.bench.bounds import Rates
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
-from compiled_engine.config import ModelConfig
-from compiled_engine.options import EngineOptions
+from compiled_engine.config import EngineConfig
 from compiled_engine.passes.framework.profile import parse_profile, profile_path
 from compiled_engine.passes.linear.hopper_linear import HopperTiles
 from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
 from compiled_engine.passes.registry import DEFAULT_PASSES
 from compiled_engine.process.progress import SilentProgress
-from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune import device_tuning, hopper_tuning, linear_tuning, product_tuning
 from compiled_engine.tune.device_tuning import MeasuredProfile, merged, profile_text
 from compiled_engine.tune.linear_tuning import candidates
-from compiled_engine.tune.linears import SHARED_MEMORY, LinearCase, TunedLinear, cases_of
+from compiled_engine.tune.linears import SHARED_MEMORY, LinearCase, TunedLinear, at_each
 from compiled_engine.tune.on_hopper import worthwhile
 from compiled_engine.tune.pass_gains import Gain, differing, gains, variants
 
 
-def model(hidden_size: int = 4096) -> ModelConfig:
-    config = resolve(EngineOptions(device="cpu")).model
-    return replace(
-        config, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_heads=32, num_kv_heads=8, head_dim=128
-    )
-
-
 @pytest.mark.parametrize("tokens", TOKEN_BUCKETS)
-@pytest.mark.parametrize(("hidden_size", "num_ranks"), [(1024, 1), (4096, 1), (4096, 2)])
-def test_every_linear_has_candidates_that_fit(tokens: int, hidden_size: int, num_ranks: int) -> None:
-    for case in cases_of(model(hidden_size), tokens, num_ranks):
+@pytest.mark.parametrize(("shape", "num_ranks"), PLAIN)
+def test_every_linear_has_candidates_that_fit(tokens: int, shape: str, num_ranks: int) -> None:
+    for case in at_each(PLAIN[shape, num_ranks], [tokens]):
         tried = candidates(case)
-        assert len(tried) > 5
+        assert len(tried) > 3
         for tiles in tried:
             assert (tiles.tokens == 1) == (tokens == 1)
             assert tiles.split_k == 1 or not case.silu_mul
@@ -51,14 +43,6 @@ def test_every_linear_has_candidates_that_fit(tokens: int, hidden_size: int, num
                 step = (tiles.rows + tiles.tokens) * tiles.groups * tiles.block_k * 2
                 several = tiles.groups * tiles.split_k * tiles.block_k < case.k
                 assert step * (tiles.num_stages - 1 if several else 1) <= SHARED_MEMORY
-
-
-def test_a_rank_has_a_share_of_each_linear() -> None:
-    """Its norms and residual adds are part of the sums over the ranks."""
-    whole, part = (cases_of(model(), 8, num_ranks) for num_ranks in (1, 2))
-    for one, two in zip(whole, part, strict=True):
-        assert two.num_rows * two.k * 2 == one.num_rows * one.k
-        assert (two.norm, two.residual) == (False, False)
 
 
 def test_a_profile_is_read_as_it_was_written() -> None:
@@ -155,6 +139,16 @@ def test_bounds_are_those_of_the_device_at_hand(module: Any, monkeypatch: pytest
     assert tuned.bound_microseconds == pytest.approx(4096 * 4096 * 2 / 2e6)
 
 
+def test_a_weight_without_candidates_keeps_the_tiles_of_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a router's, with too few rows for several tokens."""
+    monkeypatch.setattr(linear_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
+    monkeypatch.setattr(linear_tuning, "Chain", QuickChain)
+    router, down = layer(128, 2048, norm=True), layer(2048, 8192, residual=True)
+    tuned = linear_tuning.tune_linears(at_each([router, down], [1, 8]), SilentProgress())
+    assert [each.case for each in tuned] == [router, *at_each([down], [1, 8])]
+    assert linear_tuning.tune_linears(at_each([router], [8]), SilentProgress()) == []
+
+
 LIBRARY, OURS = "library", "ours"
 
 
@@ -186,7 +180,7 @@ def test_a_product_must_gain_at_both_ends_of_its_bucket(
     monkeypatch.setattr(product_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
     monkeypatch.setattr(product_tuning, "_multiprocessors", lambda: 132)
     monkeypatch.setattr(product_tuning, "Chain", times_of({(193, OURS): smallest, (256, OURS): largest}))
-    cases = product_tuning.product_cases(model())
+    cases = product_tuning.product_cases(PLAIN["qwen3-8b", 1])
     tuned = product_tuning.tune_products(cases, (), SilentProgress())
     assert [each.case.num_tokens for each in tuned] == ([256] if taken else [])
     if taken:
@@ -203,7 +197,7 @@ def test_up_to_128_tokens_a_product_must_be_faster_than_hoppers_linear(monkeypat
     monkeypatch.setattr(product_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
     monkeypatch.setattr(product_tuning, "_multiprocessors", lambda: 132)
     monkeypatch.setattr(product_tuning, "Chain", times_of({(tokens, LIBRARY): 200.0 for tokens in (65, 96, 97, 128)}))
-    cases = [case for case in product_tuning.product_cases(model()) if case.num_tokens <= 128]
+    cases = [case for case in product_tuning.product_cases(PLAIN["qwen3-8b", 1]) if case.num_tokens <= 128]
     assert len(product_tuning.tune_products(cases, (), SilentProgress())) == 2
     linear = TunedLinear(cases[1], HopperTiles(3, 128, 5), 100.0, 200.0, 50.0)
     assert product_tuning.tune_products(cases, (linear,), SilentProgress()) == []
@@ -262,11 +256,15 @@ def test_what_was_measured_is_kept_if_the_rest_is_interrupted(tmp_path: Path, mo
 def test_a_profile_is_kept_after_the_linears_and_the_gains_of_each_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def linears_by_hand(config: EngineConfig, num_ranks: int) -> list[LinearCase]:
+        return PLAIN["qwen3-8b" if config.model.hidden_size == 4096 else "qwen3-0.6b", num_ranks]
+
     def tuned(cases: Any, *others: Any) -> list[TunedLinear]:
         return [TunedLinear(cases[0], Tiles(1, 4, 1024), 4.0, 6.0, 1.0)]
 
     monkeypatch.setattr(device_tuning, "device_name", lambda: "A GPU")
     monkeypatch.setattr(device_tuning, "is_hopper", lambda: False)
+    monkeypatch.setattr(device_tuning, "linears_of", linears_by_hand)
     monkeypatch.setattr(device_tuning, "compile_first", lambda launches, progress: None)
     for name in ("tune_linears", "tune_hopper_linears", "tune_products"):
         monkeypatch.setattr(device_tuning, name, tuned)

@@ -1,0 +1,71 @@
+"""The linears that a model calls in its small-batch range, read from its graph after the passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.config import EngineConfig, ParallelConfig
+from compiled_engine.graphs.compiler.build import fuse, trace_rank
+from compiled_engine.graphs.compiler.signature import forward_signature
+from compiled_engine.graphs.compiler.trace import without_storage
+from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.matching import is_call, named
+from compiled_engine.passes.framework.profile import LinearKey
+from compiled_engine.passes.linear.linears import linear_of
+from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
+from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
+from compiled_engine.resolve.compile import default_passes
+from compiled_engine.tune.linears import HEAD, LAYER, LinearCase, key
+
+SMALL_BATCH = CompileRange(1, TOKEN_BUCKETS[-1], small=True)
+
+
+def linears_of(config: EngineConfig, num_ranks: int = 1) -> list[LinearCase]:
+    """Return a case of one token for each shape of a weight, in the order of the calls, with the head marked: with
+    several ranks those of one rank.
+
+    Where calls of a shape differ in what is fused with them, the case is as most of them are. Quantised linears and
+    experts have kernels of their own, and are no cases. The model is traced on the CPU, and what an earlier profile
+    says of passes does not count: the cases are those of the model alone.
+    """
+    graph = _graph(_of_ranks(config, num_ranks))
+    calls = [node for node in graph.nodes if is_call(node, small_batch_linear, quantised_linear) or linear_of(node)]
+    cases: dict[LinearKey, Counter[LinearCase]] = {}
+    for node in calls:
+        if is_call(node, small_batch_linear):
+            case = _case(HEAD if node is calls[-1] else LAYER, named(node))
+            cases.setdefault(key(case), Counter())[case] += 1
+    return [counts.most_common(1)[0][0] for counts in cases.values()]
+
+
+def _of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
+    """The configuration of several ranks on CPUs, none of which needs to be there."""
+    parallel = ParallelConfig(num_ranks, "in_process" if num_ranks == 1 else "multiprocess")
+    passes = default_passes(config.model, num_ranks)
+    compile_ = replace(config.compile, passes=passes, verify=False)
+    return replace(config, device=torch.device("cpu"), parallel=parallel, compile=compile_)
+
+
+def _graph(config: EngineConfig) -> fx.Graph:
+    model = without_storage(build_model(config.local_model), config.device)
+    traced = trace_rank(config, model, forward_signature(config))
+    return fuse(config, traced, SMALL_BATCH)[0].graph
+
+
+def _case(name: str, arguments: dict[str, Any]) -> LinearCase:
+    num_rows, k = arguments["weight_NK"].meta["val"].shape
+    return LinearCase(
+        name,
+        num_tokens=1,
+        num_rows=num_rows,
+        k=k,
+        norm=arguments["norm_weight_K"] is not None,
+        silu_mul=arguments["silu_mul"],
+        residual=arguments["residual_TM"] is not None,
+    )
