@@ -37,6 +37,7 @@ from compiled_engine.runner.eagle import EagleProposer
 from compiled_engine.runner.eagle_graphs import EagleGraphs
 from compiled_engine.runner.head import embedding_of
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
+from compiled_engine.runner.known_start import leave_mark, mark_of_start
 from compiled_engine.runner.model_forward import (
     BatchForward,
     ModelForward,
@@ -97,15 +98,19 @@ class Runner:
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
         with KernelWorkers(config.compile.workers if on_gpu else 0, kernels, (compile_kernels.__module__,)) as workers:
-            is_first = self._group.rank == 0
-            if is_first and kernels is not None and not any(kernels.iterdir()):
-                workers.start()
+            is_first, mark = self._group.rank == 0, None
+            if is_first and kernels is not None:
+                mark = mark_of_start(kernels, config, self._stage.index)
+                if not mark.exists():
+                    workers.start()
             with kernels_in(kernels):
                 self._load(progress, logits_processors, workers)
                 # The first rank compiles the kernels that are new to any of them; the others find them then.
                 if not self._group.least(not self._is_new) and is_first:
                     workers.start()
                 self._start(progress, workers)
+            if mark is not None:
+                leave_mark(mark)
 
     def _load(
         self,

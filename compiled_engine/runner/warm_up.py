@@ -3,9 +3,9 @@
 A warm-up batch is an ordinary batch without slots and with empty contexts, so it leaves no trace. Sampling is warmed up
 in every way that a request may ask for.
 
-In a cold start the Triton kernels are compiled side by side before that, since a step would wait for each of them in
-turn: parts of a step are gone through without launches. Kernels that do not depend on the model's code are compiled
-while it is traced.
+In a start that may need new Triton kernels these are compiled side by side before that, since a step would wait for
+each of them in turn: parts of a step are gone through without launches. Kernels that do not depend on the model's code
+are compiled while it is traced.
 """
 
 from __future__ import annotations

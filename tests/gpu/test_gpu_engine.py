@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from pathlib import Path
@@ -190,6 +191,47 @@ def test_a_cold_start_compiles_its_kernels_side_by_side(tmp_path: Path, monkeypa
     with engine(model=shape, load_format="dummy", dtype="bfloat16", cache_dir=tmp_path / "cache", max_num_seqs=100):
         assert not [kernel for thread, kernel in compiled_by if thread == "MainThread"]
     assert len(compiled_by) > 20
+
+
+def test_further_kernels_of_a_cached_model_are_compiled_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts need kernels that a start without them has not compiled. Known starts compile nothing."""
+    import triton
+
+    compiled: list[tuple[str, str]] = []
+
+    def note(*, src: Any, cache_hit: bool, **about: Any) -> None:
+        if not cache_hit:
+            compiled.append((threading.current_thread().name, src.name))
+
+    shape = write_shape(tmp_path, "qwen3-0.6b")
+    config = json.loads((shape / "config.json").read_text())
+    (shape / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    options: dict[str, Any] = {
+        "model": shape,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "cache_dir": tmp_path / "cache",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+    }
+    # No test has this number, so none has compiled these kernels in this process.
+    ngrams = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 6}}
+    with engine(**options):
+        pass
+    kernels = tmp_path / "cache" / "kernels"
+    before = {path.name for path in kernels.rglob("*.cubin")}
+    assert "ngram_kernel.cubin" not in before
+    monkeypatch.setattr(triton.knobs.compilation, "listener", note)
+    with engine(**options, **ngrams) as llm:
+        assert llm.metrics()["cache"] == "hit"
+        assert "compile kernels" in {span["name"] for span in llm.metrics()["start_up"]}
+    assert compiled == []  # workers have compiled them
+    assert {path.name for path in kernels.rglob("*.cubin")} >= {"ngram_kernel.cubin", "verify_kernel.cubin"}
+    with engine(**options, **ngrams) as llm:
+        assert "compile kernels" not in {span["name"] for span in llm.metrics()["start_up"]}
+    assert compiled == []
 
 
 def test_long_prompts_in_many_chunks_that_sample_nothing(bundled_model_path: Path, oracle: Any) -> None:

@@ -1,0 +1,121 @@
+"""Workers are asked for every kernel that the warm-up launches: on a CPU, where nothing is launched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.attention.backends.triton_backend import BACKEND as TRITON
+from compiled_engine.attention.case import cases_of, planned_together
+from compiled_engine.config import EngineConfig, SpeculationConfig
+from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.kernels.compile_ahead import KernelWorkers
+from compiled_engine.llm import LLM
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.runner import input_batch, step_sampling, warm_up
+from compiled_engine.runner.captured_steps import PaddedStep
+from compiled_engine.runner.drafts import launch_verify
+from compiled_engine.runner.input_batch import InputBuffers, launch_prepare
+from compiled_engine.runner.model_forward import BatchForward
+from compiled_engine.runner.model_runner import Runner
+from compiled_engine.runner.ngram import NgramProposer
+from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.step_sampling import StepSampling
+from compiled_engine.runner.warm_up import compile_kernels, start_up_batches
+from compiled_engine.sampling.sampler import Sampler
+
+SPECULATIONS = {
+    "none": SpeculationConfig(),
+    "ngram": SpeculationConfig("ngram", 3, 3, 1),
+    "ngram of another length": SpeculationConfig("ngram", 5, 3, 1),
+    "adaptive ngram": SpeculationConfig("ngram", 7, 3, 1, adapts=True),
+}
+OF_DRAFTS = {"ngram_kernel", "verify_kernel", "draft_decode_kernel"}
+
+
+class Asked(KernelWorkers):
+    """Workers that note what they are to compile, and compile nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, None)
+        self.kernels: set[tuple[str, str, str]] = set()
+        self.closed = True  # nothing is loaded
+
+    def compile(self, module: str, name: str, specialization: str) -> bool:
+        self.kernels.add((module, name, specialization))
+        return True
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    options: dict[str, Any] = {"mode": "eager", "dtype": "bfloat16", "attention_backend": "torch", "num_blocks": 64}
+    with LLM(max_model_len=512, max_num_seqs=5, max_num_batched_tokens=96, progress=False, **options) as llm:
+        yield llm
+
+
+def step_of(llm: LLM, config: EngineConfig) -> PaddedStep:
+    """The step that a GPU's runner would have, of the model of an engine on a CPU."""
+    executor = llm.core.executor
+    assert isinstance(executor, InProcessExecutor)
+    runner: Runner = executor.runner
+    scheduler, speculation, device = config.scheduler, config.speculation, config.device
+    in_each, vocab_size = speculation.num_tokens, config.model.vocab_size
+    states = RequestStates(
+        config.max_running,
+        scheduler.max_model_len,
+        config.cache.block_size,
+        device,
+        2,
+        in_each,
+        has_history=in_each > 0,
+    )
+    sampler = Sampler(states.fields, vocab_size)
+    planned = planned_together(cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype))
+    assert planned is not None
+    most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
+    buffers = InputBuffers(
+        most_tokens,
+        most_rows,
+        states.block_table_SB.shape[1],
+        states.writes,
+        device,
+        TRITON.work_length(most_tokens, most_rows, planned),
+        has_drafts=in_each > 0,
+    )
+    pending = PendingSteps(buffers, device, runner._clock)
+    sampling = StepSampling(runner.model, sampler, states, buffers, pending, None, speculation)
+    forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
+    proposer = NgramProposer(speculation, states) if in_each else None
+    return PaddedStep(forward, sampling, states, scheduler.max_model_len, True, proposer)
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_the_warm_up_launches_only_what_was_asked_for(
+    speculation: str, llm: LLM, hopper: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    config = replace(llm.config, speculation=SPECULATIONS[speculation], attention_backend="triton")
+    on_gpu = replace(config, device=torch.device("cuda", 0))
+    monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
+    monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
+    monkeypatch.setattr(step_sampling, "verify", launch_verify)
+    monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    # What other tests have compiled is there for device 0.
+    monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
+    launched: set[tuple[str, str, str]] = set()
+
+    def note(*, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
+        launched.add((fn.module, fn.name, compile["specialization_data"]))
+        return True
+
+    step, workers = step_of(llm, config), Asked()
+    compile_kernels(config, step, workers, SilentProgress())
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    warm_up.warm_up(config, step, SilentProgress())
+    assert launched <= workers.kernels
+    assert ({name for _, name, _ in launched} >= OF_DRAFTS) == (config.speculation.num_tokens > 0)

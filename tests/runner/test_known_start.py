@@ -1,0 +1,83 @@
+"""Which starts are known to find all their kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.cache import start_factors
+from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.known_start import leave_mark, mark_of_start
+
+
+def config_of(**options: Any) -> EngineConfig:
+    return resolve(EngineOptions(**{"device": "cpu", "max_model_len": 64} | options))
+
+
+def ngrams(count: int = 3, **options: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": count} | options}
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Path:
+    folder = kernel_folder(tmp_path)
+    assert folder is not None
+    return folder
+
+
+def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
+    config = config_of()
+    assert not mark_of_start(kernels, config).exists()
+    leave_mark(mark_of_start(kernels, config))
+    leave_mark(mark_of_start(kernels, config))
+    elsewhere = replace(config, model=replace(config.model, path=Path("/elsewhere")), reasons={})
+    assert mark_of_start(kernels, elsewhere).exists()
+    assert not mark_of_start(kernels, config, stage=1).exists()
+    (mark,) = kernels.iterdir()
+    assert mark.stat().st_mode & 0o077 == 0
+    mark.unlink()
+    assert not mark_of_start(kernels, config).exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ngrams(),
+        ngrams(4),
+        ngrams(enable_adaptive_verification=True),
+        {"max_num_seqs": 3},
+        {"block_size": 64},
+        {"mode": "eager"},
+    ],
+    ids=str,
+)
+def test_other_options_are_another_start(options: dict[str, Any], kernels: Path) -> None:
+    """Their compiled model may be the same."""
+    for known in (config_of(), config_of(**ngrams(5))):
+        leave_mark(mark_of_start(kernels, known))
+    assert not mark_of_start(kernels, config_of(**options)).exists()
+    leave_mark(mark_of_start(kernels, config_of(**options)))
+    assert mark_of_start(kernels, config_of(**options)).exists()
+
+
+def test_other_tiles_and_versions_are_another_start(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of()
+    leave_mark(mark_of_start(kernels, config))
+    factors = start_factors.start_factors(config)
+    assert {"runner/warm_up.py", "profiles/nvidia_h200.json"} <= factors["source"].keys()
+    monkeypatch.setattr(start_factors, "versions", lambda: {"triton": "0"})
+    assert not mark_of_start(kernels, config).exists()
+
+
+def test_a_mark_that_cannot_be_left_is_no_error_and_no_mark_is_a_damaged_kernel(kernels: Path, tmp_path: Path) -> None:
+    mark = mark_of_start(kernels, config_of())
+    leave_mark(mark)
+    assert damaged_kernels(tmp_path) == []
+    leave_mark(tmp_path / "missing" / mark.name)
+    assert not (tmp_path / "missing").exists()
