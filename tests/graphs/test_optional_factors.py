@@ -42,6 +42,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "include_prompt": False,
             "lower_case": True,
             "dimensions": 8,
+            "activates": False,
             "own_head": True,
         },
     ),

@@ -38,6 +38,7 @@ def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
     leave_mark(mark_of_start(kernels, config))
     elsewhere = replace(config, model=replace(config.model, path=Path("/elsewhere")), reasons={})
     assert mark_of_start(kernels, elsewhere).exists()
+    assert mark_of_start(kernels, config_of(max_num_seqs=3, num_blocks=77, max_num_batched_tokens=64)).exists()
     assert not mark_of_start(kernels, config, stage=1).exists()
     (mark,) = kernels.iterdir()
     assert mark.stat().st_mode & 0o077 == 0
@@ -51,7 +52,6 @@ def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
         ngrams(),
         ngrams(4),
         ngrams(enable_adaptive_verification=True),
-        {"max_num_seqs": 3},
         {"block_size": 64},
         {"mode": "eager"},
     ],
