@@ -20,6 +20,11 @@ MARGIN = 1.03
 PROBE_EVERY, PROBE_SHARE = 64, 0.01
 # So many come in a row where a head may rest: it first has to read the prompt of a request that is to have them.
 PROBES_OF_HEAD = 4
+# After so many steps that were not in a row their time will do: there may be no others where requests come and go.
+MOST_TRIES = 32
+# A number that would be this much better if its steps took no longer than those of any other is measured again, in so
+# many steps, or in at most so many if requests come or go meanwhile.
+PROMISING, STEPS_AGAIN, MOST_STEPS_AGAIN = 1.25, 3, 6
 # Acceptance of a draft before any was verified, and how many drafts this guess counts as.
 FIRST_GUESS, GUESSED_DRAFTS = 0.7, 8
 # The time of a step without the head, in times of one without drafts that the head reads, until one was measured.
@@ -38,27 +43,48 @@ class Drafts(NamedTuple):
 
 @dataclass
 class _Times:
-    """Of steps with about as many requests: number and mean seconds by number of drafts. held_up: how many of them in
-    a row were, by number of drafts. steps, probes: since the last probes were over."""
+    """Of steps with about as many requests: number and mean seconds by number of drafts, of steps in a row. tries: the
+    number of others. held_up: how many one after the other were, by number of drafts. steps, probes: since the last
+    probes were over. again: the number that is measured again, in steps_again more steps at most. rounds: how often
+    one was."""
 
     counts: dict[int, int]
+    tries: dict[int, int] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     held_up: dict[int, int] = field(default_factory=dict)
     current: int = 0
     steps: int = 0
     probes: int = 0
+    again: int = 0
+    steps_again: int = 0
+    rounds: int = 0
 
-    def took(self, num_drafts: int, seconds: float) -> None:
-        self.counts[num_drafts] = count = self.counts.get(num_drafts, 0) + 1
-        before = self.seconds.get(num_drafts)
-        if before is None or count <= LEAST_STEPS:
-            self.seconds[num_drafts] = seconds if before is None else min(before, seconds)
+    def knows(self, num_drafts: int) -> bool:
+        return self.counts[num_drafts] >= LEAST_STEPS or self.tries.get(num_drafts, 0) >= MOST_TRIES
+
+    def measure_again(self, num_drafts: int) -> None:
+        """Begin with a step of this number now."""
+        self.again, self.steps_again = num_drafts, MOST_STEPS_AGAIN - 1
+        self.steps, self.rounds = 0, self.rounds + 1
+
+    def took(self, num_drafts: int, seconds: float, *, in_a_row: bool) -> None:
+        seen = self.counts if in_a_row else self.tries
+        seen[num_drafts] = count = seen.get(num_drafts, 0) + 1
+        if not in_a_row and self.counts.get(num_drafts):
+            return
+        before = self.seconds.get(num_drafts, seconds)
+        if in_a_row and count == 1:
+            self.seconds[num_drafts] = seconds
+        elif count <= LEAST_STEPS:
+            self.seconds[num_drafts] = min(before, seconds)
+        elif self.steps_again and num_drafts == self.again:
+            self.seconds[num_drafts], self.steps_again = min(before, seconds), 0
         elif seconds <= HELD_UP * before:
             self.held_up[num_drafts] = 0
             self.seconds[num_drafts] = before + TIME_WEIGHT * (seconds - before)
         else:
-            self.held_up[num_drafts] = in_a_row = self.held_up.get(num_drafts, 0) + 1
-            if in_a_row == LEAST_STEPS:
+            self.held_up[num_drafts] = held_up = self.held_up.get(num_drafts, 0) + 1
+            if held_up == LEAST_STEPS:
                 self.held_up[num_drafts], self.seconds[num_drafts] = 0, seconds
 
 
@@ -69,6 +95,12 @@ class DraftLength:
     drafts at position i that are right if those before were (Leviathan, Kalman and Matias, 2023, with a share for each
     position). A draft that a request might have had, and for which its tokens give none, counts as wrong. Times are
     kept by the number of requests, rounded to a power of 2.
+
+    Another number of drafts has a price once: the host makes the rows of the step anew, and if it is slower than the
+    device, the step before seems to take longer. So a time is that of a step in a row: the steps before and behind it
+    have the same requests, each with as many tokens. A lone probe tells of shares alone. Where another number might be
+    much better, it has a few steps in a row instead of as many probes, and if these are faster their time counts: one
+    that was wrong, or is out of date, does not last.
 
     head_rests: drafts are those of a head, which need not read steps without drafts. A request of such a step has no
     drafts from then on, so 0 is not chosen for a step alone: where it is best, requests rest one after the other, and
@@ -94,14 +126,24 @@ class DraftLength:
 
     def _next(self, times: _Times, num_requests: int, num_drafting: int) -> Drafts:
         judged: _Times | None = times
-        if unknown := [length for length in self._lengths if times.counts[length] < LEAST_STEPS]:
-            if num_drafting and 2 * num_drafting >= num_requests:  # otherwise the time is not taken, see StepInFlight
+        is_timed = num_drafting > 0 and 2 * num_drafting >= num_requests  # see StepInFlight
+        if unknown := [length for length in self._lengths if not times.knows(length)]:
+            if is_timed:
                 return Drafts(unknown[-1])
             judged = self._fewer_requests(num_requests)  # drafts that do not pay there do not pay here
         if judged is None:
             return Drafts(0)
         self._judge(judged)
-        if num_drafting and judged.current < self._lengths[-1] and self._is_time_to_probe(times, judged):
+        if is_timed and times.steps_again:
+            times.steps_again -= 1
+            return Drafts(times.again)
+        promising = self._promising(times) if is_timed and not unknown and times.steps >= PROBE_EVERY else []
+        if promising:
+            number = promising[times.rounds % len(promising)]
+            if self._is_time_for(times, judged, number, STEPS_AGAIN):
+                times.measure_again(number)
+                return Drafts(number)
+        elif num_drafting and judged.current < self._lengths[-1] and self._is_time_to_probe(times, judged):
             times.probes += 1
             if times.probes == self._probes:
                 times.steps = times.probes = 0
@@ -122,9 +164,22 @@ class DraftLength:
         if self._rate(seconds, best) > MARGIN * self._rate(seconds, times.current):
             times.current = best
 
+    def _promising(self, times: _Times) -> list[int]:
+        """Return the numbers that are worth being measured again, the longest first. A head at rest has probes."""
+        if self.head_rests and times.current == 0:
+            return []
+        lengths = self._lengths[1:] if self.head_rests else self._lengths  # 0 would let requests rest
+        least = dict.fromkeys(lengths, min(times.seconds[length] for length in self._lengths))
+        needed = PROMISING * self._rate(times.seconds, times.current)
+        found = [length for length in lengths if length != times.current and self._rate(least, length) > needed]
+        return found[::-1]
+
     def _is_time_to_probe(self, times: _Times, judged: _Times) -> bool:
-        longer = judged.seconds[self._lengths[-1]] / max(self._seconds_without(judged), 1e-9) - 1
-        return times.steps >= self._probes * max(PROBE_EVERY, longer / PROBE_SHARE)
+        return self._is_time_for(times, judged, self._lengths[-1], self._probes)
+
+    def _is_time_for(self, times: _Times, judged: _Times, number: int, num_steps: int) -> bool:
+        longer = judged.seconds[number] / max(self._seconds_without(judged), 1e-9) - 1
+        return times.steps >= num_steps * max(PROBE_EVERY, longer / PROBE_SHARE)
 
     def _seconds_without(self, times: _Times) -> float:
         """Seconds of a step without drafts, at rest where a head may rest."""
@@ -132,9 +187,12 @@ class DraftLength:
             return times.seconds[0]
         return times.seconds.get(AT_REST, FIRST_GUESS_AT_REST * times.seconds[0])
 
-    def took(self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False) -> None:
-        """Take in the time of a step in which most requests had up to num_drafts drafts and that did nothing else."""
-        self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds)
+    def took(
+        self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False, in_a_row: bool = True
+    ) -> None:
+        """Take in the time of a step in which most requests had up to num_drafts drafts and that did nothing else, as
+        the ones beside it. in_a_row: these had the same requests too; otherwise it counts only until one had."""
+        self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 
     def verified(self, num_drafts: int, num_right: int) -> None:
         """Take in the drafts of a request in a step. num_drafts: that it might have."""
@@ -149,7 +207,7 @@ class DraftLength:
     def _fewer_requests(self, num_requests: int) -> _Times | None:
         """Return the times of the nearest smaller number of requests for which all are known."""
         for size in sorted((size for size in self._times if size < _size(num_requests)), reverse=True):
-            if all(self._times[size].counts[length] >= LEAST_STEPS for length in self._lengths):
+            if all(map(self._times[size].knows, self._lengths)):
                 return self._times[size]
         return None
 

@@ -114,6 +114,7 @@ class Scheduler:
         )
         self._requests = RequestTable(self._kv_cache, self.adapters)
         self._in_flight = StepsInFlight(steps_in_flight)
+        self._steps_ahead = steps_in_flight - 1
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
@@ -124,7 +125,8 @@ class Scheduler:
         self._num_rested = 0
         self._draft_sharpness = DraftSharpness(draft_sharpnesses) if len(draft_sharpnesses) > 1 else None
         self._fixed_sharpness = draft_sharpnesses[0]
-        self._updated_s = 0.0  # when the last step was taken in, in seconds of time.perf_counter
+        self._updated: StepInFlight | None = None  # the step taken in last
+        self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
         """Queue a request. Raises ValueError as `check` does."""
@@ -360,13 +362,19 @@ class Scheduler:
         return outputs
 
     def _time(self, step: StepInFlight, draft_length: DraftLength) -> None:
-        """Tell how long a step has taken that had the device to itself since the one before."""
-        now = time.perf_counter()
-        if step.num_drafts is not None:
-            seconds = now - max(step.begun_s, self._updated_s)
-            rested = step.output.head_rests
-            draft_length.took(len(step.requests), step.num_drafts, seconds, head_rested=rested)
-        self._updated_s = now
+        """Tell how long a step has taken that had the device to itself since the one before, unless a step beside it
+        has another number of drafts, or is missing: while it ran, the host has worked for these."""
+        before, begun_s = self._updated, max(step.begun_s, self._updated_s)
+        self._updated, self._updated_s = step, time.perf_counter()
+        if step.num_drafts is None or before is None or len(self._in_flight) < self._steps_ahead:
+            return
+        in_a_row = True
+        for beside in (before, *self._in_flight):
+            if beside.decode_tokens != step.decode_tokens:
+                return
+            in_a_row &= beside.rows == step.rows
+        seconds, rested = self._updated_s - begun_s, step.output.head_rests
+        draft_length.took(len(step.requests), step.num_drafts, seconds, head_rested=rested, in_a_row=in_a_row)
 
     def _take_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]

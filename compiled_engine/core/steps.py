@@ -153,7 +153,8 @@ class StepInFlight:
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
     lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
-    half have as many; None for any other. begun_s: when it was scheduled, in seconds of time.perf_counter.
+    half have as many; None for any other. rows: equal for those of them that the runner need not make rows anew for
+    behind one another. begun_s: when it was scheduled, in seconds of time.perf_counter.
     """
 
     output: SchedulerOutput
@@ -166,6 +167,7 @@ class StepInFlight:
     bounds: dict[Request, int]
     decode_tokens: int
     num_drafts: int | None
+    rows: tuple[int | None, bool, list[str], list[int]]
     begun_s: float
 
     @classmethod
@@ -207,7 +209,8 @@ class StepInFlight:
         of_decodes = not (draft.num_prefill_tokens or draft.new) and 2 * len(draft.decodes) >= len(requests)
         num_drafts = draft.decode_tokens - 1 if of_decodes else None
         step = output, requests, sampling, sampling_ids, constrained, registered, lane, bounds
-        return cls(*step, draft.decode_tokens, num_drafts, time.perf_counter())
+        rows = num_drafts, draft.head_rests, request_ids, shares.counts
+        return cls(*step, draft.decode_tokens, num_drafts, rows, time.perf_counter())
 
 
 class StepsInFlight(deque[StepInFlight]):

@@ -68,6 +68,21 @@ def test_the_time_of_a_step(seconds: list[float], mean: float) -> None:
     assert step_ms(at_rest) == {"0": pytest.approx(1e3 * mean)}
 
 
+def test_times_of_steps_in_a_row_replace_others() -> None:
+    """Where there are no such steps, as where requests always come and go, others will do after a while."""
+    length = DraftLength(1)
+    chosen = []
+    for _ in range(64):
+        chosen.append(length.choose(4).number)
+        length.took(4, chosen[-1], 1.0 + chosen[-1], in_a_row=False)
+    assert chosen == [1] * 32 + [0] * 32
+    assert step_ms(length) == {"0": 1e3, "1": 2e3}
+    for number in (0, 1):
+        length.took(4, number, 3.0)
+        length.took(4, number, 0.5, in_a_row=False)
+    assert step_ms(length) == {"0": 3e3, "1": 3e3}
+
+
 def test_steps_of_about_as_many_requests_have_times_in_common() -> None:
     length = DraftLength(1)
     for num_requests, size in ((33, 64), (17, 32), (16, 16), (9, 16), (8, 8), (5, 8), (4, 4), (3, 4), (2, 2), (1, 1)):

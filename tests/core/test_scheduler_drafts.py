@@ -25,14 +25,18 @@ class Told(DraftLength):
         self.drafts = Drafts(number)
         self.asked: list[tuple[int, int | None]] = []
         self.times: list[tuple[int, int, float, bool]] = []
+        self.in_a_row: list[bool] = []
         self.found: list[tuple[int, int]] = []
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
         self.asked.append((num_requests, num_drafting))
         return self.drafts
 
-    def took(self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False) -> None:
+    def took(
+        self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False, in_a_row: bool = True
+    ) -> None:
         self.times.append((num_requests, num_drafts, seconds, head_rested))
+        self.in_a_row.append(in_a_row)
 
     def verified(self, num_drafts: int, num_right: int) -> None:
         self.found.append((num_drafts, num_right))
@@ -128,6 +132,44 @@ def test_it_is_told_how_long_a_step_had_the_device(monkeypatch: pytest.MonkeyPat
             scheduler.update(steps.pop(0), RunnerOutput([3, 3], counts=[1, 1]))
     # The first one had prompts; the second was scheduled at 2, and the first had the device until 10.
     assert length.times == [(2, 0, 3.0, False), (2, 0, 7.0, False)]
+    assert length.in_a_row == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("steps_in_flight", "told"),
+    [
+        (1, [(1, False), (1, True), (1, True), (2, True), (2, True), (3, True), (3, True)]),
+        # The host has made the rows of the next step before a result comes.
+        (2, [(1, False), (1, True), (2, True), (3, True)]),
+    ],
+)
+def test_it_is_told_of_steps_between_others_of_their_number(steps_in_flight: int, told: list[tuple[int, bool]]) -> None:
+    """And whether they were in a row: not behind a prompt."""
+    length = Told(1)
+    scheduler = made(length, steps_in_flight=steps_in_flight)
+    add(scheduler, "a", max_tokens=None)
+    steps = []
+    for number in (1, 1, 1, 1, 3, 2, 2, 2, 3, 3, 3, 1):
+        length.drafts = Drafts(number)
+        steps.append(next_step(scheduler))
+        if len(steps) == steps_in_flight:
+            scheduler.update(steps.pop(0), RunnerOutput([3], counts=[1]))
+    assert [(number, in_a_row) for (_, number, *_), in_a_row in zip(length.times, length.in_a_row, strict=True)] == told
+
+
+def test_a_step_beside_one_of_other_requests_is_not_in_a_row() -> None:
+    length = Told(1)
+    scheduler = made(length)
+    add(scheduler, "a")
+    add(scheduler, "b")
+    run(scheduler, 1, 1)
+    run(scheduler, 1, 1)
+    run(scheduler, 1, 1)
+    scheduler.abort("b")
+    run(scheduler, 1)
+    run(scheduler, 1)
+    assert [times[0] for times in length.times] == [2, 2, 1, 1]
+    assert length.in_a_row == [False, True, False, True]
 
 
 @pytest.mark.parametrize("rests", [False, True])
