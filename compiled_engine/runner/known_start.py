@@ -1,30 +1,38 @@
 """Marks of starts whose kernels are all compiled: empty files in the folder of kernels, so that they go with these.
 
-A start of another configuration may need further kernels of a compiled model that is in the cache: with drafts, for
-one. Which they are only its warm-up shows, one at a time, so any start without a mark starts workers to compile them.
+A start with other options may need further kernels of a compiled model that is in the cache: with drafts, for one, or
+with new tiles. Which they are only its warm-up shows, one at a time, so a start without a mark starts workers to
+compile them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.entry import factors_key
-from compiled_engine.graphs.cache.start_factors import start_factors
+from compiled_engine.graphs.cuda_graphs.memory import OF_NO_EFFECT
+from compiled_engine.passes.framework.profile import PROFILES
 
-# Fields that choose no kernel, or beginnings of them.
-OF_NO_KERNEL = (
-    *("cache.num_blocks", "cache.gpu_memory_utilization", "cache.enable_prefix_caching", "scheduler.", "graph."),
-    *("compile.ranges", "compile.workers", "compile.strict", "compile.verify", "parallel.data_parallel_size"),
-)
+# Fields that choose kernels and are no factors of the compiled model, or beginnings of them.
+FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
 
 
-def mark_of_start(kernels: Path, config: EngineConfig, stage: int = 0) -> Path:
-    """Return the file that exists if a start with such kernels has ended well. stage: of a pipeline."""
-    factors = start_factors(config, stage)
-    fields = {name: value for name, value in factors["config"].items() if not name.startswith(OF_NO_KERNEL)}
-    return kernels / f"start_{factors_key(factors | {'config': fields})}"
+def mark_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
+    """Return the file that exists if a start with such kernels has ended well.
+
+    entry_key: of the compiled model. stage: of a pipeline.
+    """
+    fields = {
+        name: value
+        for name, value in flat_fields(config).items()
+        if name.startswith(FIELDS) and name not in OF_NO_EFFECT
+    }
+    profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
+    factors = {"entry": entry_key, "stage": stage, "config": fields, "profiles": profiles}
+    return kernels / f"start_{factors_key(factors)}"
 
 
 def leave_mark(mark: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,15 +99,16 @@ class Runner:
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
         with KernelWorkers(config.compile.workers if on_gpu else 0, kernels, (compile_kernels.__module__,)) as workers:
-            is_first, mark = self._group.rank == 0, None
-            if is_first and kernels is not None:
-                mark = mark_of_start(kernels, config, self._stage.index)
-                if not mark.exists():
-                    workers.start()
+            is_first = self._group.rank == 0
+            if is_first and kernels is not None and not any(kernels.iterdir()):
+                workers.start()
             with kernels_in(kernels):
                 self._load(progress, logits_processors, workers)
+                mark = self._mark(kernels) if is_first and kernels is not None else None
                 # The first rank compiles the kernels that are new to any of them; the others find them then.
                 if not self._group.least(not self._is_new) and is_first:
+                    workers.start()
+                if mark is not None and not mark.exists():
                     workers.start()
                 self._start(progress, workers)
             if mark is not None:
@@ -225,6 +227,12 @@ class Runner:
             None if self.knows_drafts else ngrams,
             self._draft if isinstance(self._draft, EagleGraphs) else None,
         )
+
+    def _mark(self, kernels: Path) -> Path | None:
+        """See `mark_of_start`; None for a model that is not compiled, or not kept."""
+        if self._compiled is None or self._compiled.lookup.status == "off":
+            return None
+        return mark_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:

@@ -340,13 +340,17 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 @torch.inference_mode()
 def _forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
-    """Go through the forward of requests without slots and with empty contexts, on tensors of its own."""
+    """Go through the forwards of requests without slots and with empty contexts, on tensors of its own: that which
+    ends with hidden states, and that of few tokens which ends with logits, if there is one."""
     for adapted in (False, True) if forward.model.has_adapters else (False,):
         asked = [tensor for tensor in forward.buffers.asked if adapted or not tensor.of_adapters]
         empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
         arguments = arguments_of(empty, inputs, forward.kv_caches)
-        output = forward.model.run(shape.num_tokens, arguments, adapted=adapted)
+        tokens, ways = shape.num_tokens, {"distinct": True, "adapted": adapted}
+        output = forward.model.run(tokens, arguments, hidden_wanted=True, **ways)
+        if forward.model.ends_at_logits(tokens, adapted=adapted):
+            forward.model.run(tokens, arguments, **ways)
         if adapted:  # without adapters the logits of hidden states need no kernel of ours
             forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -100,23 +99,18 @@ class Environment:
 def this_environment(device: torch.device) -> Environment:
     """Collect the factors of this process, for a model on `device`."""
     return Environment(
-        versions=versions(),
+        versions={
+            "python": sys.implementation.cache_tag,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+        },
         device=describe_device(device),
         compiler=cpp_compiler() if device.type == "cpu" else {},
         settings=compiler_settings(device.type),
         profile=measured_gains(profile_of(device)),
         source=source_digests(),
     )
-
-
-def versions() -> dict[str, Any]:
-    """Versions that compiled code depends on."""
-    return {
-        "python": sys.implementation.cache_tag,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-    }
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -236,11 +230,7 @@ def source_digests() -> dict[str, str]:
 
 def digests_of(packages: tuple[str, ...]) -> dict[str, str]:
     """Digest of every file directly in these packages."""
-    return digests_of_files(source_files(packages))
-
-
-def digests_of_files(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(packages).items()}
 
 
 def source_files(packages: tuple[str, ...] = SOURCE_PACKAGES) -> dict[str, Path]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from compiled_engine.config import EngineConfig
+import torch
+
+from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
-from compiled_engine.graphs.cache.start_factors import start_factors
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 
 # Captures of one kind are sampled until their driver memory is this much: the driver gives it out in steps of 2 MiB.
@@ -73,8 +76,17 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
 
 # The predicted memory of the graphs, kept next to the entry of the compile cache that they are captured from.
 #
-# Everything that a prediction may depend on is a factor; a file counts only if all its factors are those of this
-# process.
+# A prediction holds for one configuration on one device with one driver. Everything that it may depend on is a factor;
+# a file counts only if all its factors are those of this process.
+
+# Packages besides those in the entry's key whose code is captured or captures.
+CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
+# Fields that say where something is, or why: not what is captured.
+_WHERE = ("model.path", "model.hub_name", "model.revision", "compile.cache_dir")
+OF_NO_EFFECT = (*_WHERE, *(f"speculation.draft.{name}" for name in _WHERE), "tokenizer", "reasons")
+# Environment variables of these families configure CUDA and torch's allocator.
+VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
+MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], stage: int = 0) -> dict[str, Any]:
@@ -82,7 +94,27 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
     entry_key: of the compiled model. keys: names of the captured graphs, in order. stage: of a pipeline.
     """
-    return {"entry": entry_key, "keys": list(keys)} | start_factors(config, stage)
+    fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    return {
+        "entry": entry_key,
+        "keys": list(keys),
+        "stage": stage,
+        "config": fields,
+        "source": digests_of(CAPTURED_PACKAGES),
+        "device": _describe(config.device),
+        "variables": {
+            name: variables[name] for name in sorted(variables.keys() - {"TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"})
+        },
+    }
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    """The device and its driver: the file of its library, whose name ends in the version."""
+    if device.type != "cuda":
+        return {"type": device.type}
+    driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
+    return {"type": "cuda", "properties": str(torch.cuda.get_device_properties(device)), "driver": driver}
 
 
 class Predicting(Protocol):

@@ -126,8 +126,7 @@ def hopper_tiles(
     measured_shapes = (*profile.tiles, *profile.hopper_tiles)
     shapes = {(rows, columns) for _, rows, columns, is_gated in measured_shapes if is_gated == gated}
     near = _nearest((num_rows, k), shapes)
-    measured = None if near is None else profile.hopper_tiles.get((bucket, *near, gated))
-    if measured is None:
+    if near is None or (measured := profile.hopper_tiles.get((bucket, *near, gated))) is None:
         return None
     tiles = HopperTiles(**measured)
     if near == (num_rows, k):

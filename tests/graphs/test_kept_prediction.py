@@ -14,7 +14,6 @@ import torch
 from recorded_capture import RecordedCapture
 
 from compiled_engine.config import DraftConfig, EngineConfig, flat_fields
-from compiled_engine.graphs.cache import start_factors
 from compiled_engine.graphs.cache.folder import open_cache
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
@@ -154,7 +153,7 @@ def test_other_factors_are_another_prediction(
         found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
-    monkeypatch.setattr(start_factors, "_describe", lambda device: {"driver": "another"})
+    monkeypatch.setattr(memory, "_describe", lambda device: {"driver": "another"})
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     found += [predicted_bytes(config, lookup_in(tmp_path), graphs, stage=stage) for stage in (0, 1, 1)]
     assert found == [*range(1001, 1009), 1008, 1009, 1009]
@@ -173,7 +172,7 @@ def test_a_gpu_and_its_driver_are_factors(
     """The driver by the files of its library that are mapped, whose names have its version."""
     on_gpu = replace(config, device=torch.device("cuda", 0))
     mapped = tmp_path / "maps"
-    monkeypatch.setattr(start_factors, "MAPPED_FILES", mapped)
+    monkeypatch.setattr(memory, "MAPPED_FILES", mapped)
 
     def described(name: str, *versions: str) -> Any:
         lines = [f"7f00 r-xp 00000000 00:4 7  /usr/lib/libcuda.so.{version}" for version in versions]

@@ -19,7 +19,7 @@ from compiled_engine.runner import input_batch, step_sampling, warm_up
 from compiled_engine.runner.captured_steps import PaddedStep
 from compiled_engine.runner.drafts import launch_verify
 from compiled_engine.runner.input_batch import InputBuffers, launch_prepare
-from compiled_engine.runner.model_forward import BatchForward
+from compiled_engine.runner.model_forward import BatchForward, ModelForward
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
@@ -119,3 +119,31 @@ def test_the_warm_up_launches_only_what_was_asked_for(
     warm_up.warm_up(config, step, SilentProgress())
     assert launched <= workers.kernels
     assert ({name for _, name, _ in launched} >= OF_DRAFTS) == (config.speculation.num_tokens > 0)
+
+
+def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
+    llm: LLM, hopper: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few tokens, too, that which ends with hidden states: a prompt that is short has it."""
+    config = replace(llm.config, attention_backend="triton")
+    on_gpu = replace(config, device=torch.device("cuda", 0))
+    monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
+    monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
+    monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    runs: list[tuple[int, bool]] = []
+    run = ModelForward.run
+
+    def noted(self: ModelForward, num_tokens: int, *arguments: Any, hidden_wanted: bool = False, **more: Any) -> Any:
+        runs.append((num_tokens, hidden_wanted))
+        return run(self, num_tokens, *arguments, hidden_wanted=hidden_wanted, **more)
+
+    monkeypatch.setattr(ModelForward, "run", noted)
+    step = step_of(llm, config)
+    compile_kernels(config, step, Asked(), SilentProgress())
+    asked = set(runs)
+    runs.clear()
+    monkeypatch.setattr("triton.knobs.runtime.jit_cache_hook", lambda **about: True)
+    warm_up.warm_up(config, step, SilentProgress())
+    largest = start_up_batches(on_gpu)[0].num_tokens
+    assert {(tokens, wanted) for tokens, wanted in runs if tokens < largest} <= asked
+    assert (1, True) in asked

@@ -236,10 +236,10 @@ def test_tiles_of_a_near_shape_fit(tokens: int, rows: int, steps: int, gated: bo
 @pytest.mark.parametrize(
     ("tokens", "rows", "k", "gated", "expected"),
     [
-        (16, 6144, 2048, False, HopperTiles(1, 16, 10, 64, 1, 2)),  # as for 6144 x 4096
-        (64, 16384, 2048, True, HopperTiles(2, 64, 4, 0, 1, 2)),  # three groups would leave a third of the device idle
-        (8, 2048, 8192, False, HopperTiles(1, 8, 8, 64, 4, 2)),  # with half of the rows for a program
-        (64, 2048, 8192, False, None),  # for which a program would have too many columns
+        (16, 6400, 2048, False, HopperTiles(1, 16, 10, 64, 1, 2)),  # as for 6144 x 2048
+        (64, 28672, 4096, True, HopperTiles(2, 64, 4, 0, 1, 2)),  # three groups would leave two fifths of it idle
+        (8, 5120, 17920, False, HopperTiles(1, 8, 8, 64, 4, 2)),  # with half of the rows for a program
+        (64, 2560, 20480, False, HopperTiles(1, 64, 8, 128, 2, 1)),  # where such a program would have too many columns
         (8, 4096, 1088, False, None),  # the kernel for small batches is faster for 4096 x 1024
         (16, 6144, 2080, False, None),  # K is no multiple of its columns
         (16, 8, 2048, False, None),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.cache import start_factors
 from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner import known_start
 from compiled_engine.runner.known_start import leave_mark, mark_of_start
 
 
@@ -32,18 +32,19 @@ def kernels(tmp_path: Path) -> Path:
 
 
 def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
-    config = config_of()
-    assert not mark_of_start(kernels, config).exists()
-    leave_mark(mark_of_start(kernels, config))
-    leave_mark(mark_of_start(kernels, config))
-    elsewhere = replace(config, model=replace(config.model, path=Path("/elsewhere")), reasons={})
-    assert mark_of_start(kernels, elsewhere).exists()
-    assert mark_of_start(kernels, config_of(max_num_seqs=3, num_blocks=77, max_num_batched_tokens=64)).exists()
-    assert not mark_of_start(kernels, config, stage=1).exists()
-    (mark,) = kernels.iterdir()
-    assert mark.stat().st_mode & 0o077 == 0
+    mark = mark_of_start(kernels, "entry", config_of())
+    assert not mark.exists()
+    leave_mark(mark)
+    leave_mark(mark)
+    elsewhere = replace(config_of(), model=replace(config_of().model, path=Path("/elsewhere")), reasons={})
+    assert mark_of_start(kernels, "entry", elsewhere).exists()
+    sizes = config_of(max_num_seqs=3, num_blocks=77, gpu_memory_utilization=0.5)
+    assert mark_of_start(kernels, "entry", sizes).exists()  # they choose no kernel
+    assert not mark_of_start(kernels, "entry", config_of(), stage=1).exists()
+    assert not mark_of_start(kernels, "other", config_of()).exists()
+    assert [path.stat().st_mode & 0o077 for path in kernels.iterdir()] == [0]
     mark.unlink()
-    assert not mark_of_start(kernels, config).exists()
+    assert not mark_of_start(kernels, "entry", config_of()).exists()
 
 
 @pytest.mark.parametrize(
@@ -53,31 +54,28 @@ def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
         ngrams(4),
         ngrams(enable_adaptive_verification=True),
         {"block_size": 64},
-        {"mode": "eager"},
+        {"attention_backend": "torch"},
     ],
     ids=str,
 )
 def test_other_options_are_another_start(options: dict[str, Any], kernels: Path) -> None:
     """Their compiled model may be the same."""
     for known in (config_of(), config_of(**ngrams(5))):
-        leave_mark(mark_of_start(kernels, known))
-    assert not mark_of_start(kernels, config_of(**options)).exists()
-    leave_mark(mark_of_start(kernels, config_of(**options)))
-    assert mark_of_start(kernels, config_of(**options)).exists()
+        leave_mark(mark_of_start(kernels, "entry", known))
+    assert not mark_of_start(kernels, "entry", config_of(**options)).exists()
+    leave_mark(mark_of_start(kernels, "entry", config_of(**options)))
+    assert mark_of_start(kernels, "entry", config_of(**options)).exists()
 
 
-def test_other_tiles_and_versions_are_another_start(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of()
-    leave_mark(mark_of_start(kernels, config))
-    factors = start_factors.start_factors(config)
-    assert {"runner/warm_up.py", "profiles/nvidia_h200.json"} <= factors["source"].keys()
-    monkeypatch.setattr(start_factors, "versions", lambda: {"triton": "0"})
-    assert not mark_of_start(kernels, config).exists()
+def test_tuned_tiles_are_another_start(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_mark(mark_of_start(kernels, "entry", config_of()))
+    monkeypatch.setattr(known_start, "PROFILES", tmp_path)
+    (tmp_path / "a_device.json").write_text("{}")
+    assert not mark_of_start(kernels, "entry", config_of()).exists()
 
 
 def test_a_mark_that_cannot_be_left_is_no_error_and_no_mark_is_a_damaged_kernel(kernels: Path, tmp_path: Path) -> None:
-    mark = mark_of_start(kernels, config_of())
+    mark = mark_of_start(kernels, "entry", config_of())
     leave_mark(mark)
     assert damaged_kernels(tmp_path) == []
     leave_mark(tmp_path / "missing" / mark.name)
-    assert not (tmp_path / "missing").exists()
