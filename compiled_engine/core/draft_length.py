@@ -190,8 +190,9 @@ class DraftLength:
     def took(
         self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False, in_a_row: bool = True
     ) -> None:
-        """Take in the time of a step in which most requests had up to num_drafts drafts and that did nothing else, as
-        the ones beside it. in_a_row: these had the same requests too; otherwise it counts only until one had."""
+        """Take in the time of a step in which most requests had up to num_drafts drafts and that did nothing else; the
+        steps before and behind it were of the same kind. in_a_row: these had the same requests, too; the time of
+        another step counts only until one in a row is known."""
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 
     def verified(self, num_drafts: int, num_right: int) -> None:

@@ -153,8 +153,9 @@ class StepInFlight:
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
     lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
-    half have as many; None for any other. rows: equal for those of them that the runner need not make rows anew for
-    behind one another. begun_s: when it was scheduled, in seconds of time.perf_counter.
+    half have as many; None for any other. rows: the number of drafts, whether the head rests, the requests and their
+    tokens; the runner keeps the rows of the step before if these are equal. begun_s: when it was scheduled, in seconds
+    of time.perf_counter.
     """
 
     output: SchedulerOutput

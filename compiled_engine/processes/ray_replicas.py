@@ -48,7 +48,7 @@ def own_environment(device_type: str) -> dict[str, str]:
             found[name] = "not installed"
     if device_type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-        found["GPU"] = gpu_name(0) or "none"
+        found["GPU"] = gpu_name(_first_gpu()) or "none"
     return found
 
 
@@ -130,6 +130,13 @@ def _own_gpus() -> dict[str, str]:
     RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU") if ray.is_initialized() else None
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
+def _first_gpu() -> int:
+    """The index, for this process, of the first GPU that Ray has given to it: 0 where it sees no others."""
+    assigned = _own_gpus().get("CUDA_VISIBLE_DEVICES", "")
+    first = assigned.partition(",")[0]
+    return int(first) if first.isdecimal() and os.environ.get("CUDA_VISIBLE_DEVICES") is None else 0
 
 
 _KILLED_S = 1.0

@@ -16,7 +16,8 @@ from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cuda_graphs.memory import OF_NO_EFFECT
 from compiled_engine.passes.framework.profile import PROFILES
 
-# Fields that choose kernels and are no factors of the compiled model, or beginnings of them.
+# Fields that choose many kernels and are no factors of the compiled model, or beginnings of them. Sizes of batches and
+# contexts choose few.
 FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
 
 

@@ -12,7 +12,13 @@ import torch
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.passes.framework.profile import LinearKey
 from compiled_engine.passes.linear import silu_mul, small_batch_linear_op
-from compiled_engine.passes.linear.hopper_linear import MOST_COLUMNS, TOKEN_BUCKETS, HopperTiles, hopper_linear
+from compiled_engine.passes.linear.hopper_linear import (
+    MOST_COLUMNS,
+    TOKEN_BUCKETS,
+    HopperTiles,
+    hopper_linear,
+    registers_for,
+)
 from compiled_engine.passes.linear.small_batch_linear_op import Tiles, choose_tiles
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.process.progress import Progress
@@ -50,21 +56,13 @@ def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
         won = (products < 4 or parts == 2) and (groups < 3 or parts == 1)
         if not (fits and whole and won and programs >= 60):
             continue
-        tiles = HopperTiles(groups, tokens, 1, _registers(groups, parts * tokens), parts, products)
+        tiles = HopperTiles(groups, tokens, 1, registers_for(groups, parts * tokens), parts, products)
         steps = -(-case.k // tiles.columns)
         for memory in (SHARED_MEMORY, SHARED_MEMORY // 2):
             stages = min((memory - tiles.ending_bytes(case.silu_mul)) // tiles.stage_bytes, steps)
             if stages >= min(3, steps):
                 found[replace(tiles, stages=stages)] = None
     return list(found)
-
-
-def _registers(groups: int, columns: int) -> int:
-    """Return the registers of a thread: few, so that another program fits on the multiprocessor, unless the
-    product has many columns."""
-    if columns <= 32:
-        return 64
-    return 128 if groups == 1 else 0
 
 
 def hopper_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:

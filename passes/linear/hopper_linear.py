@@ -112,16 +112,29 @@ class HopperTiles:
         return computing_registers(self.groups, LINEAR_COPYING, self.registers or MOST)
 
 
+def registers_for(groups: int, columns: int) -> int:
+    """Return the registers of a thread: few, so that another program fits on the multiprocessor, unless a product of
+    the tensor cores has many columns."""
+    if columns <= 32:
+        return 64
+    return 128 if groups == 1 else 0
+
+
 @cache
 def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
+    """See `tiles_for`, with the profile of a device."""
+    profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
+    return None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, multiprocessors(device))
+
+
+def tiles_for(
+    profile: DeviceProfile, num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int
+) -> HopperTiles | None:
     """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
     kernel is faster, or nothing near was measured.
     """
-    profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
-    if profile is None:
-        return None
     bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
     measured_shapes = (*profile.tiles, *profile.hopper_tiles)
     shapes = {(rows, columns) for _, rows, columns, is_gated in measured_shapes if is_gated == gated}
@@ -129,9 +142,7 @@ def hopper_tiles(
     if near is None or (measured := profile.hopper_tiles.get((bucket, *near, gated))) is None:
         return None
     tiles = HopperTiles(**measured)
-    if near == (num_rows, k):
-        return tiles
-    return _fitted(tiles, near, (num_rows, k), gated, multiprocessors(device))
+    return tiles if near == (num_rows, k) else _fitted(tiles, near, (num_rows, k), gated, num_sms)
 
 
 def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
@@ -154,15 +165,21 @@ def _fitted(
     options = [tiles]
     if tiles.share_of_busy(num_rows, num_sms) < AS_BUSY * there:
         if tiles.groups > 1:
-            options.append(replace(tiles, groups=tiles.groups - 1))
-        if 2 * tiles.parts <= min(MOST_COLUMNS // tiles.tokens, 2 if gated else 4):
-            options.append(replace(tiles, parts=2 * tiles.parts, products=max(1, tiles.products // 2)))
-    fitting = [option for option in options if k % option.columns == 0 and not (gated and num_rows % 16)]
+            options.append(_of(tiles, groups=tiles.groups - 1))
+        elif 2 * tiles.parts <= min(MOST_COLUMNS // tiles.tokens, 2 if gated else 4):
+            options.append(_of(tiles, parts=2 * tiles.parts, products=max(1, tiles.products // 2)))
+    fitting = [option for option in options if k % option.columns == 0 and num_rows % (16 if gated else 8) == 0]
     best = max(fitting, key=lambda option: option.share_of_busy(num_rows, num_sms), default=None)
     if best is None or best.share_of_busy(num_rows, num_sms) < LEAST_BUSY * there:
         return None
     memory = tiles.stages * tiles.stage_bytes + tiles.ending_bytes(gated) - best.ending_bytes(gated)
     return replace(best, stages=min(memory // best.stage_bytes, k // best.columns))
+
+
+def _of(tiles: HopperTiles, **fields: int) -> HopperTiles:
+    """Tiles with these fields, and the registers that these want."""
+    changed = replace(tiles, **fields)
+    return replace(changed, registers=registers_for(changed.groups, changed.parts * changed.tokens))
 
 
 def hopper_linear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -51,18 +52,17 @@ def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_
     for products in (2, 1):
         if products > 1 and (tokens > MOST_OF_THREE or k % (COLUMNS * parts * products)):
             continue
-        stages = stages_of(groups, tokens, parts, products, silu_mul, k, SHARED_MEMORY // together)
+        tiles = HopperTiles(groups, tokens, 1, 128 if together == 2 else 0, parts, products)
+        stages = stages_of(tiles, silu_mul, k, SHARED_MEMORY // together)
         if stages >= 3 or products == 1:
             break
-    return HopperTiles(groups, tokens, stages, 128 if together == 2 else 0, parts, products)
+    return replace(tiles, stages=stages)
 
 
-def stages_of(groups: int, tokens: int, parts: int, products: int, silu_mul: bool, k: int, memory: int) -> int:
-    """Stages that fit this many bytes of shared memory, at most as many as there are steps."""
-    outputs = 64 // parts // (2 if silu_mul else 1)
-    ending = groups * tokens * (2 * outputs + (256 if parts > 1 else 0))
-    stage = (64 * groups + parts * tokens) * products * COLUMNS
-    return max(1, min((memory - ending) // stage, cdiv(k, COLUMNS * parts * products)))
+def stages_of(tiles: HopperTiles, silu_mul: bool, k: int, memory: int) -> int:
+    """Stages of such tiles that fit this many bytes of shared memory, at most as many as there are steps."""
+    steps = cdiv(k, COLUMNS * tiles.parts * tiles.products)
+    return max(1, min((memory - tiles.ending_bytes(silu_mul)) // tiles.stage_bytes, steps))
 
 
 # Tiles for more tokens than those of TOKEN_BUCKETS. With 128 rows of the weight for each group of warps, the sums that

@@ -20,7 +20,8 @@ class GatedConvolution(GraphPass):
     name = "gated_convolution"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each convolution with a product on either side."""
+        """One for each convolution with a product on either side. A factor of another shape or a gate that is computed
+        later would break it: no family has one."""
         calls = map(named, graph.find_nodes(op="call_function", target=CONV_STATE))
         return sum(bool(factors(call["x_TD"]) or _products(call["out_TD"])) for call in calls)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,13 @@ from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
 from compiled_engine.passes.framework.profile import load_profile
 from compiled_engine.passes.linear import gated_linear, silu_mul, small_batch_linear_op
-from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, hopper_tiles
+from compiled_engine.passes.linear.hopper_linear import (
+    TOKEN_BUCKETS,
+    HopperTiles,
+    hopper_linear,
+    hopper_tiles,
+    tiles_for,
+)
 from compiled_engine.tune.hopper_tuning import hopper_candidates, hopper_cases
 from compiled_engine.tune.linears import at_each
 
@@ -134,6 +142,31 @@ def test_what_the_profile_names_fits(
     assert len(ahead) <= tiles["stages"] * tiles["groups"]
     assert {rank for rank, _ in ahead} == {"5" if gated else "3"}
     assert len({descriptor for _, descriptor in ahead}) == 1
+
+
+def near_forms() -> list[tuple[HopperTiles, int, bool]]:
+    """Tiles, K and whether there are gate and up, of shapes near those of a profile: one of each kind of tiles."""
+    found: dict[tuple[HopperTiles, bool], int] = {}
+    rows = (896, 1536, 2560, 3072, 4608, 5120, 7680, 9728, 11008, 16384, 20480, 22016, 28672, 35840, 128256)
+    columns = (896, 1536, 2560, 3072, 4608, 5120, 9728, 12800, 14336, 17920)
+    for device, tokens, row, k, gated in product(DEVICES, TOKEN_BUCKETS, rows, columns, (False, True)):
+        profile = load_profile(device)
+        assert profile is not None
+        tiles = tiles_for(profile, tokens, row, k, gated, num_sms=132)
+        if tiles is not None:
+            found[replace(tiles, stages=0), gated] = k
+    return [(tiles, k, gated) for (tiles, gated), k in found.items()]
+
+
+@pytest.mark.product(one_in=12)
+@pytest.mark.parametrize(("tiles", "k", "gated"), near_forms(), ids=str)
+def test_tiles_of_a_near_shape_are_compiled(tiles: HopperTiles, k: int, gated: bool, tmp_path: Path) -> None:
+    """With the registers that they name, and without a stack."""
+    program = compiled(replace(tiles, stages=2), k, gated, bias=gated, residual=not gated)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(program.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0  # type: ignore[index]
 
 
 def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_tiles_of_codes_keep_every_multiprocessor_busy_if_they_can(
     if tiles.products == 2:
         assert tiles.stages >= 3
     elif tiles.tokens <= 64 and k % (256 * tiles.parts) == 0:
-        assert stages_of(tiles.groups, tiles.tokens, tiles.parts, 2, gated, k, SHARED_MEMORY // together) < 3
+        assert stages_of(replace(tiles, products=2), gated, k, SHARED_MEMORY // together) < 3
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
     elsewhere = replace(config_of(), model=replace(config_of().model, path=Path("/elsewhere")), reasons={})
     assert mark_of_start(kernels, "entry", elsewhere).exists()
     sizes = config_of(max_num_seqs=3, num_blocks=77, gpu_memory_utilization=0.5)
-    assert mark_of_start(kernels, "entry", sizes).exists()  # they choose no kernel
+    assert mark_of_start(kernels, "entry", sizes).exists()  # they choose few kernels, if any
     assert not mark_of_start(kernels, "entry", config_of(), stage=1).exists()
     assert not mark_of_start(kernels, "other", config_of()).exists()
     assert [path.stat().st_mode & 0o077 for path in kernels.iterdir()] == [0]
