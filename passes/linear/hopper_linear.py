@@ -165,9 +165,9 @@ def _fitted(
     options = [tiles]
     if tiles.share_of_busy(num_rows, num_sms) < AS_BUSY * there:
         if tiles.groups > 1:
-            options.append(_of(tiles, groups=tiles.groups - 1))
+            options.append(_changed(tiles, groups=tiles.groups - 1))
         elif 2 * tiles.parts <= min(MOST_COLUMNS // tiles.tokens, 2 if gated else 4):
-            options.append(_of(tiles, parts=2 * tiles.parts, products=max(1, tiles.products // 2)))
+            options.append(_changed(tiles, parts=2 * tiles.parts, products=max(1, tiles.products // 2)))
     fitting = [option for option in options if k % option.columns == 0 and num_rows % (16 if gated else 8) == 0]
     best = max(fitting, key=lambda option: option.share_of_busy(num_rows, num_sms), default=None)
     if best is None or best.share_of_busy(num_rows, num_sms) < LEAST_BUSY * there:
@@ -176,10 +176,10 @@ def _fitted(
     return replace(best, stages=min(memory // best.stage_bytes, k // best.columns))
 
 
-def _of(tiles: HopperTiles, **fields: int) -> HopperTiles:
+def _changed(tiles: HopperTiles, **fields: int) -> HopperTiles:
     """Tiles with these fields, and the registers that these want."""
-    changed = replace(tiles, **fields)
-    return replace(changed, registers=registers_for(changed.groups, changed.parts * changed.tokens))
+    tiles = replace(tiles, **fields)
+    return replace(tiles, registers=registers_for(tiles.groups, tiles.parts * tiles.tokens))
 
 
 def hopper_linear(

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv
-from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles
+from compiled_engine.passes.linear.hopper_linear import MOST_COLUMNS, TOKEN_BUCKETS, HopperTiles
 from compiled_engine.passes.linear.hopper_product import ProductTiles
 from compiled_engine.quantisation import LinearScheme
 
@@ -18,8 +18,8 @@ COLUMNS = 128
 SHARED_MEMORY = 226 << 10
 # The share of multiprocessors that a launch should have programs for.
 BUSY = 0.9
-# Most columns of the tensor cores' products in one group of warps, and where three groups have registers for them.
-MOST_COLUMNS, MOST_OF_THREE = 128, 64
+# Most columns of the tensor cores' products where three groups of warps have registers for them.
+MOST_OF_THREE = 64
 
 
 def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
