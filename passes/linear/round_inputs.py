@@ -30,8 +30,8 @@ from compiled_engine.quantisation import Rounding
 
 # Columns of a row that a program holds, at most.
 MOST_COLUMNS = 1 << 16
-# With more tokens, several smaller programs of a wide row are on a multiprocessor at once.
-FEW_TOKENS = 1024
+# With more tokens, a program that norms nothing has a part of a row at a time, of so many columns at most.
+FEW_TOKENS, PART_COLUMNS, LEAST_PART = 1024, 4096, 1024
 # Tokens of the products' smallest and largest tiles.
 LEAST_TILE, MOST_TILE = 8, 128
 # The first compute capability with e4m3.
@@ -50,34 +50,48 @@ def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.con
 
 
 @triton.jit
+def scale_of(largest: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr) -> tl.tensor:
+    """The scale of values whose largest one this is."""
+    largest = tl.maximum(largest, SMALLEST)
+    return tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+
+
+@triton.jit
 def store_rounded(
     x_K: tl.tensor,
     static_ptr: tl.tensor,
+    row_scale: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     token: tl.tensor,
     scale_stride: tl.tensor,
+    FIRST: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> None:
-    """Write the codes of a row in fp32, and the scale of each COLUMNS of its columns, or the static one.
+    """Write the codes of a row in fp32 from column FIRST on, and the scale of each COLUMNS of its columns, or the
+    static one, or that of the row, which is stored already.
 
-    GROUPS * COLUMNS: a power of two, at least K. codes: [T, K]; scales: float32 [groups, scale_stride].
+    GROUPS * COLUMNS: a power of two. codes: [T, K]; scales: float32 [groups, scale_stride].
     """
-    column_K = tl.arange(0, GROUPS * COLUMNS)
+    offset_K = tl.arange(0, GROUPS * COLUMNS)
+    column_K = FIRST + offset_K
     x_GC = tl.reshape(x_K, [GROUPS, COLUMNS])
-    group_G = tl.arange(0, GROUPS)
-    if static_ptr is not None:
-        scale_G = tl.load(static_ptr + tl.zeros_like(group_G))
+    offset_G = tl.arange(0, GROUPS)
+    if row_scale is not None:
+        scale_G = row_scale + tl.zeros([GROUPS], tl.float32)
+    elif static_ptr is not None:
+        scale_G = tl.load(static_ptr + tl.zeros_like(offset_G))
     else:
-        largest_G = tl.maximum(tl.max(tl.abs(x_GC), 1), SMALLEST)
-        scale_G = tl.div_rn(largest_G, tl.full([GROUPS], LARGEST, tl.float32))
+        scale_G = scale_of(tl.max(tl.abs(x_GC), 1), LARGEST, SMALLEST)
     codes_GC = rounded(x_GC, scale_G[:, None], LARGEST, codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + token * K + column_K, tl.reshape(codes_GC, [GROUPS * COLUMNS]), mask=column_K < K)
-    tl.store(scales_ptr + group_G.to(tl.int64) * scale_stride + token, scale_G, mask=group_G * COLUMNS < K)
+    if row_scale is None:
+        group_G = FIRST // COLUMNS + offset_G
+        tl.store(scales_ptr + group_G.to(tl.int64) * scale_stride + token, scale_G, mask=group_G * COLUMNS < K)
 
 
 @quick_launches
@@ -134,7 +148,79 @@ def round_inputs_kernel(
         x_K = total_K.to(tl.float32)
     if norm_weight_ptr is not None:
         x_K = rms_norm.normed(x_K, norm_weight_K, eps, K, OFFSET, WIDE, dtype).to(tl.float32)
-    store_rounded(x_K, static_ptr, codes_ptr, scales_ptr, token, scale_stride, K, COLUMNS, GROUPS, LARGEST, SMALLEST)
+    store_rounded(
+        x_K, static_ptr, None, codes_ptr, scales_ptr, token, scale_stride, 0, K, COLUMNS, GROUPS, LARGEST, SMALLEST
+    )
+
+
+@triton.jit
+def _part_of_row(
+    x_ptr: tl.tensor, FIRST: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, ACTIVATION: tl.constexpr
+) -> tl.tensor:
+    """PART columns of a row from FIRST on, in fp32; zeros beyond the row."""
+    column_P = FIRST + tl.arange(0, PART)
+    x_P = tl.load(x_ptr + column_P, mask=column_P < K, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        up_P = tl.load(x_ptr + K + column_P, mask=column_P < K, other=0.0).to(tl.float32)
+        x_P = silu_mul.gated(x_P, up_P, ACTIVATION, dtype).to(dtype).to(tl.float32)
+    return x_P
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["x_stride", "scale_stride"])
+def round_parts_kernel(
+    x_ptr: tl.tensor,
+    static_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token): as round_inputs_kernel without norms, in parts of GROUPS * COLUMNS columns, which leaves
+    registers for more programs. WHOLE: the row has one scale. Where it is not static it is found first, and the row is
+    read again, from a cache."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    PART: tl.constexpr = GROUPS * COLUMNS
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * x_stride
+    row_scale = None
+    if static_ptr is not None:
+        row_scale = tl.load(static_ptr)
+        tl.store(scales_ptr + token, row_scale)
+    elif WHOLE:
+        largest_P = tl.zeros([PART], tl.float32)
+        for first in tl.static_range(0, K, PART):
+            largest_P = tl.maximum(largest_P, tl.abs(_part_of_row(x_ptr, first, K, PART, ACTIVATION)))
+        row_scale = scale_of(tl.max(largest_P, 0), LARGEST, SMALLEST)
+        tl.store(scales_ptr + token, row_scale)
+    for first in tl.static_range(0, K, PART):
+        x_P = _part_of_row(x_ptr, first, K, PART, ACTIVATION)
+        store_rounded(
+            x_P,
+            None,
+            row_scale,
+            codes_ptr,
+            scales_ptr,
+            token,
+            scale_stride,
+            first,
+            K,
+            COLUMNS,
+            GROUPS,
+            LARGEST,
+            SMALLEST,
+        )
 
 
 def columns_obstacle(k: int, rounding: Rounding) -> str | None:
@@ -170,6 +256,26 @@ def _constants(k: int, rounding: Rounding) -> dict[str, Any]:
         "LARGEST": rounding.largest,
         "SMALLEST": SMALLEST_MAXIMUM,
         "num_warps": max(1, min(16, block // 256)),
+    }
+
+
+@cache
+def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
+    """Parts that end where rows do, if these can be divided into any but small ones; at least two of a wide row."""
+    part = min(PART_COLUMNS, k & -k, next_power_of_2(k) // 2)
+    if part < LEAST_PART:
+        part = min(PART_COLUMNS // 2, next_power_of_2(k))
+    whole = rounding.static or not rounding.columns
+    columns = part if whole else min(rounding.columns, next_power_of_2(k))
+    part = max(part, columns)
+    return {
+        "K": k,
+        "COLUMNS": columns,
+        "GROUPS": part // columns,
+        "WHOLE": whole,
+        "LARGEST": rounding.largest,
+        "SMALLEST": SMALLEST_MAXIMUM,
+        "num_warps": max(1, part // 256),
     }
 
 
@@ -239,8 +345,19 @@ def _launch(
         residual_TK = residual_TK.contiguous()
     num_tokens, k = x_TK.shape
     codes_TK, scales_CT, constants = results_for(num_tokens, k // 2 if activation else k, rounding, x_TK.device, tile)
-    if activation and num_tokens > FEW_TOKENS:
-        constants = constants | {"num_warps": min(8, constants["num_warps"])}
+    if num_tokens > FEW_TOKENS and norm_weight_K is None:
+        round_parts_kernel[(num_tokens,)](
+            x_TK,
+            static_1,
+            codes_TK,
+            scales_CT,
+            x_TK.stride(0),
+            scales_CT.stride(0),
+            **_constants_of_parts(codes_TK.shape[1], rounding),
+            ACTIVATION=activation,
+            **dependent_launch(x_TK.device),
+        )
+        return codes_TK, scales_CT, None
     total_TK = None if residual_TK is None else torch.empty_like(x_TK, memory_format=torch.contiguous_format)
     round_inputs_kernel[(num_tokens,)](
         x_TK,

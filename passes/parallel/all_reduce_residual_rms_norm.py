@@ -91,7 +91,19 @@ def all_reduce_residual_rms_norm_kernel(
     if scales_ptr is not None:
         row, token = normed_D.to(tl.float32), slot.to(tl.int64)
         store_rounded(
-            row, static_ptr, normed_ptr, scales_ptr, token, scale_stride, D, COLUMNS, GROUPS, LARGEST, SMALLEST
+            row,
+            static_ptr,
+            None,
+            normed_ptr,
+            scales_ptr,
+            token,
+            scale_stride,
+            0,
+            D,
+            COLUMNS,
+            GROUPS,
+            LARGEST,
+            SMALLEST,
         )
     else:
         tl.store(normed_ptr + start + column_D, normed_D, inside_D)

@@ -56,11 +56,21 @@ INTERPRETED = """
 import torch
 from test_quantised_kernels import CASES, FUSED, SCHEMES, check_fused, interpreted_error
 
+from compiled_engine.passes.linear import round_inputs
+
 count = 0
 for fused in FUSED:
     for rounding in ("e4m3 1x*", "e4m3 1x32", "e4m3 static"):
         check_fused(fused, rounding, 5, 96, torch.float32, "cpu")
         count += 1
+few_tokens, round_inputs.FEW_TOKENS = round_inputs.FEW_TOKENS, 4
+for k in (96, 3072, 3075):
+    for rounding in ("e4m3 1x*", "e4m3 1x32", "e4m3 1x4096", "e4m3 static"):
+        check_fused({}, rounding, 5, k, torch.float16, "cpu")
+        count += 1
+    check_fused({"activation": "silu"}, "e4m3 1x*", 5, k, torch.float16, "cpu")
+    count += 1
+round_inputs.FEW_TOKENS = few_tokens
 for scheme in SCHEMES:
     for case in CASES:
         for dtype, most in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
@@ -169,7 +179,7 @@ def test_scales_of_a_trace_have_the_tokens_of_their_inputs(rounding: str) -> Non
 
 def test_triton_in_the_interpreter() -> None:
     run = interpret(__file__, "-c", INTERPRETED)
-    expected = 2 * len(SCHEMES) * len(CASES) + 3 * len(FUSED)
+    expected = 2 * len(SCHEMES) * len(CASES) + 3 * len(FUSED) + 3 * 5
     assert run.stdout.strip().splitlines()[-1:] == [str(expected)], run.stderr[-2000:]
 
 
@@ -308,7 +318,7 @@ def test_inputs_are_rounded_by_the_formula(scheme: str, dtype: torch.dtype) -> N
     rounding = LinearScheme.parse(scheme).inputs
     assert rounding is not None
     generator = torch.Generator().manual_seed(0)
-    for num_tokens, k in ((1, 64), (7, 1000), (33, 4096), (130, 12288)):
+    for num_tokens, k in ((1, 64), (7, 1000), (33, 4096), (130, 12288), (1025, 1000), (1030, 12288), (1100, 3072)):
         x_TK = (
             torch.randn((num_tokens, k), generator=generator) * torch.randn((num_tokens, 1), generator=generator).exp()
         )
@@ -329,5 +339,5 @@ def test_inputs_are_rounded_by_the_formula(scheme: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("rounding", ["e4m3 1x*", "e4m3 1x128", "e4m3 static"])
 @pytest.mark.parametrize("fused", FUSED, ids=str)
 def test_rounding_behind_what_comes_before(fused: dict[str, Any], rounding: str, dtype: torch.dtype) -> None:
-    for num_tokens, k in ((1, 64), (7, 1000), (33, 4096), (130, 12288)):
+    for num_tokens, k in ((1, 64), (7, 1000), (33, 4096), (130, 12288), (1025, 1000), (1030, 12288), (1100, 3072)):
         check_fused(fused, rounding, num_tokens, k, dtype, "cuda")
