@@ -22,6 +22,7 @@ arXiv:2311.03285).
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,14 +34,40 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.framework.op_library import define_op
 
 # Up to this many tokens, a program has one.
-FEW_TOKENS = 64
-# The tiles of such a program: columns of x (shrink), results (expand), and the ranks that are read together (both).
-TOKEN_COLUMNS, TOKEN_RESULTS, TOKEN_RANKS = 512, 256, 16
-# The tiles of more tokens: tokens, columns of x, results, and most rows of A or ranks of all slots that are multiplied
-# together.
-BLOCK_TOKENS, BLOCK_COLUMNS, BLOCK_RESULTS, MOST_RANKS = 64, 64, 128, 128
-# Shrink splits K until there are so many programs.
-MOST_SPLITS, ENOUGH_PROGRAMS = 16, 256
+FEW_TOKENS = 16
+# The tiles of such a program: columns of x and ranks (shrink), and most results and elements of B (expand).
+TOKEN_COLUMNS, TOKEN_RANKS, TOKEN_RESULTS, TOKEN_ELEMENTS = 512, 16, 256, 8192
+# Up to this many tokens, programs divide a tile's slots among them, but so many at most.
+MANY_TOKENS, MOST_TURNS = 512, 16
+# Elements of a load; larger than any slot.
+VECTOR, NO_SLOT = tl.constexpr(8), tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _ask_for_lines(address: tl.tensor, wanted: tl.tensor) -> None:
+    """Prefetch the lines at these addresses into the L2 cache where they are wanted, and do not wait."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address.to(tl.int64), wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _member_of(
+    tile: tl.tensor, BEGINS: tl.constexpr, ENDS: tl.constexpr, FIRST_TILES: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The member that a tile of WIDTH results belongs to, the tile's first result, and the end of the member's."""
+    member, begin, end = tile * 0, tile * WIDTH, tile * 0 + ENDS[0]
+    for each in tl.static_range(1, len(ENDS)):
+        of_later = tile >= FIRST_TILES[each]
+        member = tl.where(of_later, each, member)
+        begin = tl.where(of_later, BEGINS[each] + (tile - FIRST_TILES[each]) * WIDTH, begin)
+        end = tl.where(of_later, ENDS[each], end)
+    return member, begin, end
 
 
 @quick_launches
@@ -59,32 +86,31 @@ def shrink_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, split of K, member): z[split, token, member * RANK + r] of the ranks that its adapter uses."""
+    """Program (token, split of K, tile of a member's ranks): z[split, token, member * RANK + r] of the ranks in use."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-        gdc_wait()
+    TILES: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
     token = tl.program_id(0)
     split = tl.program_id(1)
-    member = tl.program_id(2)
+    member = tl.program_id(2) // TILES
+    r_R = tl.program_id(2) % TILES * BLOCK_R + tl.arange(0, BLOCK_R)
     slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
-    rank = tl.load(ranks_ptr + slot * MEMBERS + member)
+    rank = tl.load(ranks_ptr + slot * MEMBERS + member, mask=slot >= 0, other=0)
+    used_R = r_R < rank
     column_K = split * BLOCK_K + tl.arange(0, BLOCK_K)
     inside_K = column_K < K
-    x_K = tl.load(x_ptr + token.to(tl.int64) * K + column_K, mask=inside_K, other=0.0).to(tl.float32)
-    for first in tl.static_range(0, RANK, BLOCK_R):
-        if first < rank:
-            r_R = first + tl.arange(0, BLOCK_R)
-            used_R = r_R < rank
-            row_R = (slot * MEMBERS + member) * RANK + r_R
-            a_RK = tl.load(
-                a_ptr + row_R[:, None].to(tl.int64) * K + column_K[None, :],
-                mask=used_R[:, None] & inside_K[None, :],
-                other=0.0,
-            )
-            place = (split * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
-            tl.store(z_ptr + place + r_R, tl.sum(a_RK.to(tl.float32) * x_K[None, :], 1), mask=used_R)
+    row_R = (slot * MEMBERS + member) * RANK + r_R
+    a_RK = tl.load(
+        a_ptr + row_R[:, None].to(tl.int64) * K + column_K[None, :],
+        mask=used_R[:, None] & inside_K[None, :],
+        other=0.0,
+    )
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+    if tl.program_id(2) % TILES * BLOCK_R < rank:
+        x_K = tl.load(x_ptr + token.to(tl.int64) * K + column_K, mask=inside_K, other=0.0).to(tl.float32)
+        place = (split * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+        tl.store(z_ptr + place + r_R, tl.sum(a_RK.to(tl.float32) * x_K[None, :], 1), mask=used_R)
 
 
 @quick_launches
@@ -101,50 +127,45 @@ def expand_token_kernel(
     RANK: tl.constexpr,
     BEGINS: tl.constexpr,
     ENDS: tl.constexpr,
+    FIRST_TILES: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, tile of results): y + B z. BLOCK_S: NUM_SPLITS or a power of two beyond."""
+    """Program (token, tile of a member's results): y + B z. BLOCK_S, BLOCK_R: powers of two that NUM_SPLITS and RANK
+    do not exceed."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-        gdc_wait()
     MEMBERS: tl.constexpr = len(ENDS)
     token = tl.program_id(0)
-    result = tl.program_id(1) * BLOCK_N
-    result_N = result + tl.arange(0, BLOCK_N)
+    member, begin, end = _member_of(tl.program_id(1), BEGINS, ENDS, FIRST_TILES, BLOCK_N)
+    result_N = begin + tl.arange(0, BLOCK_N)
+    inside_N = result_N < end
     slot = tl.load(slots_ptr + token)
+    rank = tl.load(ranks_ptr + slot * MEMBERS + member, mask=slot >= 0, other=0)
+    r_R = tl.arange(0, BLOCK_R)
+    # In steps of a vector: a mask that ends anywhere takes loads apart.
+    asked_R = (r_R // VECTOR * VECTOR < rank) & (r_R < RANK)
+    b_NR = tl.load(
+        b_ptr + (slot * N + result_N[:, None]).to(tl.int64) * RANK + r_R[None, :],
+        mask=inside_N[:, None] & asked_R[None, :],
+        other=0.0,
+    )
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
     place_N = token.to(tl.int64) * N + result_N
-    y_N = tl.load(y_ptr + place_N, mask=result_N < N, other=0.0)
-    sum_N = y_N.to(tl.float32)
-    if slot >= 0:
-        for member in tl.static_range(MEMBERS):
-            if (result < ENDS[member]) & (result + BLOCK_N > BEGINS[member]):
-                of_member_N = (result_N >= BEGINS[member]) & (result_N < ENDS[member])
-                rank = tl.load(ranks_ptr + slot * MEMBERS + member)
-                for first in tl.static_range(0, RANK, BLOCK_R):
-                    if first < rank:
-                        r_R = first + tl.arange(0, BLOCK_R)
-                        used_R = r_R < rank
-                        split_S = tl.arange(0, BLOCK_S)
-                        place_S = (split_S * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
-                        # Masks that do not depend on the rank leave loads of several elements whole.
-                        z_SR = tl.load(
-                            z_ptr + place_S[:, None] + r_R[None, :],
-                            mask=(split_S < NUM_SPLITS)[:, None] & (r_R < RANK)[None, :],
-                            other=0.0,
-                        )
-                        z_R = tl.where(used_R, tl.sum(z_SR, 0), 0.0)
-                        b_NR = tl.load(
-                            b_ptr + (slot * N + result_N[:, None]).to(tl.int64) * RANK + r_R[None, :],
-                            mask=of_member_N[:, None] & (r_R < RANK)[None, :],
-                            other=0.0,
-                        )
-                        b_NR = tl.where(used_R[None, :], b_NR, 0.0)
-                        sum_N += tl.sum(b_NR.to(tl.float32) * z_R.to(b_NR.dtype).to(tl.float32)[None, :], 1)
-    tl.store(out_ptr + place_N, sum_N.to(y_N.dtype), mask=result_N < N)
+    y_N = tl.load(y_ptr + place_N, mask=inside_N, other=0.0)
+    split_S = tl.arange(0, BLOCK_S)
+    place_S = (split_S * num_tokens + token).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+    z_SR = tl.load(
+        z_ptr + place_S[:, None] + r_R[None, :], mask=(split_S < NUM_SPLITS)[:, None] & asked_R[None, :], other=0.0
+    )
+    used_R = r_R < rank
+    z_R = tl.where(used_R, tl.sum(z_SR, 0), 0.0).to(b_NR.dtype).to(tl.float32)
+    b_NR = tl.where(used_R[None, :], b_NR, 0.0).to(tl.float32)
+    tl.store(out_ptr + place_N, (y_N.to(tl.float32) + tl.sum(b_NR * z_R[None, :], 1)).to(y_N.dtype), mask=inside_N)
 
 
 @quick_launches
@@ -159,44 +180,71 @@ def shrink_kernel(
     K: tl.constexpr,
     RANK: tl.constexpr,
     MEMBERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    TURNS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
+    COLUMNS_AHEAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, tile of the rows of all slots' A, split of K): z[split, token, member * RANK + r]."""
+    """Program (tile of tokens, one slot of TURNS and tile of its rows of A, split of K):
+    z[split, token, member * RANK + r]."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-        gdc_wait()
     ROWS: tl.constexpr = RANK * MEMBERS
+    TILES: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_R = tl.program_id(1) % TILES * BLOCK_R + tl.arange(0, BLOCK_R)
     split = tl.program_id(2)
     slot_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-1)
-    own_TR = slot_T[:, None] == (row_R // ROWS)[None, :]
-    wanted_R = (tl.max(own_TR.to(tl.int32), 0) > 0) & (row_R < NUM_SLOTS * ROWS)
-    if tl.max(wanted_R.to(tl.int32), 0) == 0:
-        return
-    used_R = wanted_R & (row_R % RANK < tl.load(ranks_ptr + row_R // RANK, mask=wanted_R, other=0))
-    z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for k in range(0, SPLIT_COLUMNS, BLOCK_K):
-        column_K = split * SPLIT_COLUMNS + k + tl.arange(0, BLOCK_K)
-        inside_K = column_K < K
-        x_TK = tl.load(
-            x_ptr + token_T[:, None].to(tl.int64) * K + column_K[None, :],
-            mask=(slot_T >= 0)[:, None] & inside_K[None, :],
-            other=0.0,
-        )
-        a_KR = tl.load(
-            a_ptr + row_R[None, :].to(tl.int64) * K + column_K[:, None],
-            mask=used_R[None, :] & inside_K[:, None],
-            other=0.0,
-        )
-        z_TR = tl.dot(x_TK, a_KR, z_TR, input_precision="ieee")
-    place_T = (split * num_tokens + token_T).to(tl.int64) * ROWS
-    tl.store(z_ptr + place_T[:, None] + (row_R % ROWS)[None, :], z_TR, mask=own_TR & used_R[None, :])
+    begin = tl.min(tl.where(slot_T < 0, NO_SLOT, slot_T), 0) + tl.program_id(1) // TILES
+    end = tl.max(slot_T, 0) + 1
+    if DEPENDENT_LAUNCH:
+        if COLUMNS_AHEAD > 0:
+            used_R = _used(ranks_ptr, begin, row_R, begin < end, RANK, MEMBERS)
+            used_R = used_R & (tl.max((slot_T == begin).to(tl.int32), 0) > 0)
+            LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth
+            line_L = split * SPLIT_COLUMNS + tl.arange(0, COLUMNS_AHEAD // LINE) * LINE
+            a_ptr_RL = a_ptr + (begin * ROWS + row_R)[:, None].to(tl.int64) * K + line_L[None, :]
+            _ask_for_lines(a_ptr_RL, used_R[:, None] & (line_L < K)[None, :])
+        gdc_wait()
+    for slot in range(begin, end, TURNS):
+        own_T = slot_T == slot
+        used_R = _used(ranks_ptr, slot, row_R, True, RANK, MEMBERS)
+        if (tl.max(own_T.to(tl.int32), 0) > 0) & (tl.max(used_R.to(tl.int32), 0) > 0):
+            z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+            for k in tl.range(0, SPLIT_COLUMNS, BLOCK_K, num_stages=NUM_STAGES):
+                column_K = split * SPLIT_COLUMNS + k + tl.arange(0, BLOCK_K)
+                inside_K = column_K < K
+                x_TK = tl.load(
+                    x_ptr + token_T[:, None].to(tl.int64) * K + column_K[None, :],
+                    mask=own_T[:, None] & inside_K[None, :],
+                    other=0.0,
+                )
+                a_KR = tl.load(
+                    a_ptr + (slot * ROWS + row_R)[None, :].to(tl.int64) * K + column_K[:, None],
+                    mask=used_R[None, :] & inside_K[:, None],
+                    other=0.0,
+                )
+                z_TR = tl.dot(x_TK, a_KR, z_TR, input_precision="ieee")
+            place_T = (split * num_tokens + token_T).to(tl.int64) * ROWS
+            tl.store(z_ptr + place_T[:, None] + row_R[None, :], z_TR, mask=own_T[:, None] & used_R[None, :])
+
+
+@triton.jit
+def _used(
+    ranks_ptr: tl.tensor,
+    slot: tl.tensor,
+    row_R: tl.tensor,
+    wanted: tl.tensor,
+    RANK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+) -> tl.tensor:
+    """Whether the slot's adapter uses these rows of A."""
+    inside_R = (row_R < RANK * MEMBERS) & wanted
+    return row_R % RANK < tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=inside_R, other=0)
 
 
 @quick_launches
@@ -214,68 +262,67 @@ def expand_kernel(
     BEGINS: tl.constexpr,
     ENDS: tl.constexpr,
     FIRST_TILES: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    TURNS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, tile of a member's results): y + B z.
+    """Program (tile of tokens, NUM_BLOCKS tiles of a member's results, one slot of TURNS): y + B z of its tokens.
 
-    BEGINS, ENDS: of each member's results. FIRST_TILES: the first tile of each member. BLOCK_S: slots whose ranks are
-    multiplied together. BLOCK_R: RANK or a power of two beyond.
+    Tokens without an adapter are those of slot -1. BEGINS, ENDS: of each member's results. FIRST_TILES: the first tile
+    of each member. BLOCK_R: RANK or a power of two beyond.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-        gdc_wait()
     MEMBERS: tl.constexpr = len(ENDS)
-    tile = tl.program_id(1)
-    member, begin, end = tile * 0, tile * BLOCK_N, tile * 0 + ENDS[0]
-    for each in tl.static_range(1, MEMBERS):
-        of_later = tile >= FIRST_TILES[each]
-        member = tl.where(of_later, each, member)
-        begin = tl.where(of_later, BEGINS[each] + (tile - FIRST_TILES[each]) * BLOCK_N, begin)
-        end = tl.where(of_later, ENDS[each], end)
+    member, first, last = _member_of(tl.program_id(1), BEGINS, ENDS, FIRST_TILES, NUM_BLOCKS * BLOCK_N)
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside_T = token_T < num_tokens
-    slot_T = tl.load(slots_ptr + token_T, mask=inside_T, other=-1)
-    adapted_T = slot_T >= 0
-    result_N = begin + tl.arange(0, BLOCK_N)
-    inside_N = result_N < end
-    place_TN = token_T[:, None].to(tl.int64) * N + result_N[None, :]
-    mask_TN = inside_T[:, None] & inside_N[None, :]
-    y_TN = tl.load(y_ptr + place_TN, mask=mask_TN, other=0.0)
-    sum_TN = y_TN.to(tl.float32)
-    rank_T = tl.load(ranks_ptr + slot_T * MEMBERS + member, mask=adapted_T, other=0)
+    slot_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-2)
+    begin = tl.min(tl.where(slot_T < -1, NO_SLOT, slot_T), 0) + tl.program_id(2)
+    end = tl.max(slot_T, 0) + 1
     r_R = tl.arange(0, BLOCK_R)
-    z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    # Masks that do not depend on the rank leave loads of several elements whole.
-    for split in tl.static_range(NUM_SPLITS):
-        place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS) + member * RANK
-        z_TR += tl.load(
-            z_ptr + place_T[:, None] + r_R[None, :], mask=adapted_T[:, None] & (r_R < RANK)[None, :], other=0.0
-        )
-    z_TR = tl.where(r_R[None, :] < rank_T[:, None], z_TR, 0.0)
-    for first in range(0, NUM_SLOTS, BLOCK_S):
-        slot_S = first + tl.arange(0, BLOCK_S)
-        own_TS = slot_T[:, None] == slot_S[None, :]
-        wanted_S = tl.max(own_TS.to(tl.int32), 0) > 0
-        if tl.max(wanted_S.to(tl.int32), 0) > 0:
-            # The ranks of these slots are the columns of one product, in which a token has those of its own slot.
-            z_TSR = tl.where(own_TS[:, :, None], z_TR[:, None, :], 0.0)
-            rank_S = tl.load(ranks_ptr + slot_S * MEMBERS + member, mask=wanted_S, other=0)
-            b_SRN = tl.load(
-                b_ptr + (slot_S[:, None, None] * N + result_N[None, None, :]).to(tl.int64) * RANK + r_R[None, :, None],
-                mask=wanted_S[:, None, None] & (r_R < RANK)[None, :, None] & inside_N[None, None, :],
-                other=0.0,
-            )
-            b_SRN = tl.where(r_R[None, :, None] < rank_S[:, None, None], b_SRN, 0.0)
-            z_TC = tl.reshape(z_TSR, [BLOCK_T, BLOCK_S * BLOCK_R]).to(b_SRN.dtype)
-            b_CN = tl.reshape(b_SRN, [BLOCK_S * BLOCK_R, BLOCK_N])
-            sum_TN = tl.dot(z_TC, b_CN, sum_TN, input_precision="ieee")
-    tl.store(out_ptr + place_TN, sum_TN.to(y_TN.dtype), mask=mask_TN)
+    if DEPENDENT_LAUNCH:
+        if AHEAD:
+            wanted = (begin >= 0) & (tl.max((slot_T == begin).to(tl.int32), 0) > 0)
+            rank = tl.load(ranks_ptr + begin * MEMBERS + member, mask=wanted, other=0)
+            result_N = first + tl.arange(0, BLOCK_N)
+            LINE: tl.constexpr = 256 // b_ptr.dtype.element_ty.primitive_bitwidth  # a sector
+            r_L = tl.arange(0, (BLOCK_R + LINE - 1) // LINE) * LINE
+            b_ptr_NL = b_ptr + (begin * N + result_N[:, None]).to(tl.int64) * RANK + r_L[None, :]
+            _ask_for_lines(b_ptr_NL, (result_N < last)[:, None] & (r_L < rank)[None, :])
+        gdc_wait()
+    for slot in range(begin, end, TURNS):
+        own_T = slot_T == slot
+        if tl.max(own_T.to(tl.int32), 0) > 0:
+            rank = tl.load(ranks_ptr + slot * MEMBERS + member, mask=slot >= 0, other=0)
+            used_R = r_R < rank
+            # In steps of a vector: a mask that ends anywhere takes loads apart.
+            asked_R = (r_R // VECTOR * VECTOR < rank) & (r_R < RANK)
+            z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+            for split in tl.static_range(NUM_SPLITS):
+                place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS) + member * RANK
+                z_TR += tl.load(
+                    z_ptr + place_T[:, None] + r_R[None, :], mask=own_T[:, None] & asked_R[None, :], other=0.0
+                )
+            z_TR = tl.where(used_R[None, :], z_TR, 0.0).to(b_ptr.dtype.element_ty)
+            for block in tl.range(0, NUM_BLOCKS, num_stages=1):
+                result_N = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
+                inside_N = result_N < last
+                place_TN = token_T[:, None].to(tl.int64) * N + result_N[None, :]
+                mask_TN = own_T[:, None] & inside_N[None, :]
+                y_TN = tl.load(y_ptr + place_TN, mask=mask_TN, other=0.0)
+                b_RN = tl.load(
+                    b_ptr + (slot * N + result_N[None, :]).to(tl.int64) * RANK + r_R[:, None],
+                    mask=asked_R[:, None] & inside_N[None, :],
+                    other=0.0,
+                )
+                b_RN = tl.where(used_R[:, None], b_RN, 0.0)
+                sum_TN = tl.dot(z_TR, b_RN, y_TN.to(tl.float32), input_precision="ieee")
+                tl.store(out_ptr + place_TN, sum_TN.to(y_TN.dtype), mask=mask_TN)
 
 
 def reference(
@@ -306,6 +353,52 @@ def reference(
     return y_TN + (parts[0] if num_members == 1 else torch.cat(parts, 1))
 
 
+class Tiles(NamedTuple):
+    """How tokens are divided when a program has several.
+
+    tokens, rows, results: of a tile. columns: of x that a program multiplies, `step` of them at a time. slots: programs
+    that divide a tile's slots among them. blocks: tiles of results that a program adds in turn.
+    """
+
+    tokens: int
+    rows: int
+    columns: int
+    step: int
+    slots: int
+    results: int
+    blocks: int
+    stages: int = 3
+    shrink_warps: int = 4
+    expand_warps: int = 8
+
+
+class Operands(NamedTuple):
+    """The arguments of the op."""
+
+    y_TN: torch.Tensor
+    x_TK: torch.Tensor
+    a_SRK: torch.Tensor
+    b_SNR: torch.Tensor
+    ranks_SM: torch.Tensor
+    slots_T: torch.Tensor
+    sizes: list[int]
+
+
+def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, dtype: torch.dtype) -> Tiles:
+    """rows: of a slot's A."""
+    if dtype == torch.float32:  # no tensor cores, and twice the bytes
+        return Tiles(32, min(32, _block(rows)), cdiv(cdiv(k, 4), 32) * 32, 32, min(num_slots, MOST_TURNS), 32, 1, 2)
+    rows = min(64, _block(rows))
+    if num_tokens > MANY_TOKENS:
+        return Tiles(64, rows, cdiv(cdiv(k, 2), 64) * 64, 64, 1, 128, 4, 4)
+    columns = 512 if rank <= 32 else 1024
+    return Tiles(64, rows, min(columns, cdiv(k, 128) * 128), 128, min(num_slots, MOST_TURNS), 128, 1)
+
+
+def _block(number: int) -> int:
+    return max(16, next_power_of_2(number))
+
+
 def launch(
     y_TN: torch.Tensor,
     x_TK: torch.Tensor,
@@ -316,60 +409,94 @@ def launch(
     sizes: list[int],
 ) -> torch.Tensor:
     """The kernels behind `reference`."""
-    y_TN, x_TK = y_TN.contiguous(), x_TK.contiguous()
+    operands = Operands(y_TN.contiguous(), x_TK.contiguous(), a_SRK, b_SNR, ranks_SM, slots_T, sizes)
     num_slots, rows, k = a_SRK.shape
-    num_tokens, num_results = y_TN.shape
-    rank, ends = b_SNR.shape[2], tuple(accumulate(sizes))
-    begins = (0, *ends[:-1])
-    of_shrink = {"K": k, "RANK": rank, "MEMBERS": len(sizes), **dependent_launch(x_TK.device)}
-    of_expand = {"N": num_results, "RANK": rank, "BEGINS": begins, "ENDS": ends, **dependent_launch(x_TK.device)}
-    if num_tokens <= FEW_TOKENS:
-        num_splits = cdiv(k, TOKEN_COLUMNS)
-        z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
-        shrink_token_kernel[(num_tokens, num_splits, len(sizes))](
-            x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens, BLOCK_R=TOKEN_RANKS, BLOCK_K=TOKEN_COLUMNS, **of_shrink
-        )
-        out_TN = torch.empty_like(y_TN)
-        expand_token_kernel[(num_tokens, cdiv(num_results, TOKEN_RESULTS))](
-            *(y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens),
-            NUM_SPLITS=num_splits,
-            BLOCK_S=next_power_of_2(num_splits),
-            BLOCK_N=TOKEN_RESULTS,
-            BLOCK_R=TOKEN_RANKS,
-            **of_expand,
-        )
-        return out_TN
-    most_ranks = MOST_RANKS if x_TK.dtype != torch.float32 else MOST_RANKS // 4  # no tensor cores, and longer programs
-    block_r = min(most_ranks, max(16, next_power_of_2(num_slots * rows)))
-    block_rank = next_power_of_2(rank)
-    tiles, row_tiles = cdiv(num_tokens, BLOCK_TOKENS), cdiv(num_slots * rows, block_r)
-    num_splits = min(MOST_SPLITS, k // BLOCK_COLUMNS, next_power_of_2(cdiv(ENOUGH_PROGRAMS, tiles * row_tiles)))
-    split_columns = cdiv(cdiv(k, max(1, num_splits)), BLOCK_COLUMNS) * BLOCK_COLUMNS
-    num_splits = cdiv(k, split_columns)
+    if len(y_TN) <= FEW_TOKENS:
+        return add_by_token(operands)
+    return add_by_tile(operands, choose_tiles(len(y_TN), k, rows, b_SNR.shape[2], num_slots, x_TK.dtype))
+
+
+def add_by_token(
+    operands: Operands, block_k: int = TOKEN_COLUMNS, block_r: int = TOKEN_RANKS, most: int = TOKEN_RESULTS
+) -> torch.Tensor:
+    y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
+    (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
+    num_splits, dependent = cdiv(k, block_k), dependent_launch(x_TK.device)
     z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
-    shrink_kernel[(tiles, row_tiles, num_splits)](
+    shrink_token_kernel[(num_tokens, num_splits, len(sizes) * cdiv(rank, block_r))](
         *(x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens),
-        NUM_SLOTS=num_slots,
-        SPLIT_COLUMNS=split_columns,
-        BLOCK_T=BLOCK_TOKENS,
+        K=k,
+        RANK=rank,
+        MEMBERS=len(sizes),
         BLOCK_R=block_r,
-        BLOCK_K=BLOCK_COLUMNS,
-        **of_shrink,
+        BLOCK_K=block_k,
+        **dependent,
     )
-    last_tiles = tuple(accumulate(cdiv(size, BLOCK_RESULTS) for size in sizes))
+    block_rank = next_power_of_2(rank)
+    block_n = max(16, min(most, TOKEN_ELEMENTS // block_rank))
+    members, tiles = _members(sizes, block_n)
     out_TN = torch.empty_like(y_TN)
-    expand_kernel[(tiles, last_tiles[-1])](
+    expand_token_kernel[(num_tokens, tiles)](
         *(y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens),
-        FIRST_TILES=(0, *last_tiles[:-1]),
-        NUM_SLOTS=num_slots,
+        N=num_results,
+        RANK=rank,
         NUM_SPLITS=num_splits,
-        BLOCK_T=BLOCK_TOKENS,
-        BLOCK_N=BLOCK_RESULTS,
-        BLOCK_S=max(1, min(most_ranks, max(16, next_power_of_2(num_slots) * block_rank)) // block_rank),
+        BLOCK_S=next_power_of_2(num_splits),
+        BLOCK_N=block_n,
         BLOCK_R=block_rank,
-        **of_expand,
+        **members,
+        **dependent,
     )
     return out_TN
+
+
+def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
+    y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
+    (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
+    num_splits, dependent = cdiv(k, tiles.columns), dependent_launch(x_TK.device)
+    token_tiles = cdiv(num_tokens, tiles.tokens)
+    z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
+    shrink_kernel[(token_tiles, tiles.slots * cdiv(rows, tiles.rows), num_splits)](
+        *(x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens),
+        K=k,
+        RANK=rank,
+        MEMBERS=len(sizes),
+        TURNS=tiles.slots,
+        SPLIT_COLUMNS=tiles.columns,
+        COLUMNS_AHEAD=0 if tiles.slots == 1 else next_power_of_2(tiles.columns + 1) // 2,
+        BLOCK_T=tiles.tokens,
+        BLOCK_R=tiles.rows,
+        BLOCK_K=tiles.step,
+        NUM_STAGES=tiles.stages,
+        num_warps=tiles.shrink_warps,
+        **dependent,
+    )
+    members, result_tiles = _members(sizes, tiles.results * tiles.blocks)
+    turns = 1 if tiles.slots == 1 else tiles.slots + 1  # tokens without an adapter are one more
+    out_TN = torch.empty_like(y_TN)
+    expand_kernel[(token_tiles, result_tiles, turns)](
+        *(y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens),
+        N=num_results,
+        RANK=rank,
+        TURNS=turns,
+        NUM_SPLITS=num_splits,
+        NUM_BLOCKS=tiles.blocks,
+        AHEAD=turns > 1,
+        BLOCK_T=tiles.tokens,
+        BLOCK_N=tiles.results,
+        BLOCK_R=_block(rank),
+        num_warps=tiles.expand_warps,
+        **members,
+        **dependent,
+    )
+    return out_TN
+
+
+def _members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Where members and their tiles of `width` results begin and end, and how many tiles there are."""
+    ends = tuple(accumulate(sizes))
+    last_tiles = tuple(accumulate(cdiv(size, width) for size in sizes))
+    return {"BEGINS": (0, *ends[:-1]), "ENDS": ends, "FIRST_TILES": (0, *last_tiles[:-1])}, last_tiles[-1]
 
 
 def _fake(y_TN: torch.Tensor, *others: object) -> torch.Tensor:

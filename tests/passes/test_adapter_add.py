@@ -115,15 +115,15 @@ def test_kernels_in_the_interpreter() -> None:
 def test_kernels_compile_for_hopper(dtype: str) -> None:
     pointers = {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "b_ptr": f"*{dtype}"}
     pointers |= {"out_ptr": f"*{dtype}", "z_ptr": "*fp32", "ranks_ptr": "*i32", "slots_ptr": "*i32"}
-    merged = {"N": 6144, "BEGINS": (0, 4096, 5120), "ENDS": (4096, 5120, 6144)}
-    most_ranks = 128 if dtype == "bf16" else 32
-    of_expand = {"FIRST_TILES": (0, 32, 40), "NUM_SPLITS": 8, "BLOCK_N": 128, "BLOCK_S": most_ranks // 16}
-    tiles = {"NUM_SLOTS": 8, "BLOCK_T": 64, "BLOCK_R": most_ranks}
+    merged = {"N": 6144, "BEGINS": (0, 4096, 5120), "ENDS": (4096, 5120, 6144), "FIRST_TILES": (0, 32, 40)}
+    tile = 64 if dtype == "bf16" else 32
+    shrink = {"K": 4096, "MEMBERS": 3, "TURNS": 8, "SPLIT_COLUMNS": 512, "COLUMNS_AHEAD": 512, "NUM_STAGES": 3}
+    expand = {"TURNS": 9, "NUM_SPLITS": 8, "NUM_BLOCKS": 1, "AHEAD": True, "BLOCK_N": 128}
     kernels: list[tuple[Any, bool, dict[str, Any]]] = [
-        (shrink_kernel, True, {"K": 4096, "MEMBERS": 3, "SPLIT_COLUMNS": 512} | tiles | {"BLOCK_K": 64}),
-        (expand_kernel, True, merged | tiles | of_expand | {"BLOCK_R": 16}),
+        (shrink_kernel, True, shrink | {"BLOCK_T": tile, "BLOCK_R": tile, "BLOCK_K": tile}),
+        (expand_kernel, True, merged | expand | {"BLOCK_T": tile, "BLOCK_R": 16}),
         (shrink_token_kernel, False, {"K": 4096, "MEMBERS": 3, "BLOCK_R": 16, "BLOCK_K": 512}),
-        (expand_token_kernel, False, merged | {"NUM_SPLITS": 24, "BLOCK_S": 32, "BLOCK_N": 256, "BLOCK_R": 16}),
+        (expand_token_kernel, False, merged | {"NUM_SPLITS": 24, "BLOCK_S": 32, "BLOCK_N": 128, "BLOCK_R": 16}),
     ]
     for kernel, on_tensor_cores, own in kernels:
         jit = getattr(kernel, "jit_function", kernel)
