@@ -183,54 +183,73 @@ def shrink_kernel(
     TURNS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     COLUMNS_AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, one slot of TURNS and tile of its rows of A, split of K):
-    z[split, token, member * RANK + r]."""
+    """Program (WINDOW tokens, one slot of TURNS and tile of its rows of A, split of K):
+    z[split, token, member * RANK + r] of the slot's tokens."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     ROWS: tl.constexpr = RANK * MEMBERS
     TILES: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
-    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_W = tl.program_id(0) * WINDOW + tl.arange(0, WINDOW)
     row_R = tl.program_id(1) % TILES * BLOCK_R + tl.arange(0, BLOCK_R)
     split = tl.program_id(2)
-    slot_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-1)
-    begin = tl.min(tl.where(slot_T < 0, NO_SLOT, slot_T), 0) + tl.program_id(1) // TILES
-    end = tl.max(slot_T, 0) + 1
+    slot_W = tl.load(slots_ptr + token_W, mask=token_W < num_tokens, other=-1)
+    begin = tl.min(tl.where(slot_W < 0, NO_SLOT, slot_W), 0) + tl.program_id(1) // TILES
+    end = tl.max(slot_W, 0) + 1
     if DEPENDENT_LAUNCH:
         if COLUMNS_AHEAD > 0:
-            used_R = _used(ranks_ptr, begin, row_R, begin < end, RANK, MEMBERS)
-            used_R = used_R & (tl.max((slot_T == begin).to(tl.int32), 0) > 0)
+            used_R = _used(ranks_ptr, tl.maximum(tl.minimum(begin, end - 1), 0), row_R, RANK, MEMBERS)
+            used_R = used_R & (tl.max((slot_W == begin).to(tl.int32), 0) > 0)
             LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth
             line_L = split * SPLIT_COLUMNS + tl.arange(0, COLUMNS_AHEAD // LINE) * LINE
             a_ptr_RL = a_ptr + (begin * ROWS + row_R)[:, None].to(tl.int64) * K + line_L[None, :]
             _ask_for_lines(a_ptr_RL, used_R[:, None] & (line_L < K)[None, :])
         gdc_wait()
     for slot in range(begin, end, TURNS):
-        own_T = slot_T == slot
-        used_R = _used(ranks_ptr, slot, row_R, True, RANK, MEMBERS)
-        if (tl.max(own_T.to(tl.int32), 0) > 0) & (tl.max(used_R.to(tl.int32), 0) > 0):
-            z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-            for k in tl.range(0, SPLIT_COLUMNS, BLOCK_K, num_stages=NUM_STAGES):
-                column_K = split * SPLIT_COLUMNS + k + tl.arange(0, BLOCK_K)
-                inside_K = column_K < K
-                x_TK = tl.load(
-                    x_ptr + token_T[:, None].to(tl.int64) * K + column_K[None, :],
-                    mask=own_T[:, None] & inside_K[None, :],
-                    other=0.0,
-                )
-                a_KR = tl.load(
-                    a_ptr + (slot * ROWS + row_R)[None, :].to(tl.int64) * K + column_K[:, None],
-                    mask=used_R[None, :] & inside_K[:, None],
-                    other=0.0,
-                )
-                z_TR = tl.dot(x_TK, a_KR, z_TR, input_precision="ieee")
-            place_T = (split * num_tokens + token_T).to(tl.int64) * ROWS
-            tl.store(z_ptr + place_T[:, None] + row_R[None, :], z_TR, mask=own_T[:, None] & used_R[None, :])
+        own_W = slot_W == slot
+        num_own = tl.sum(own_W.to(tl.int32), 0)
+        used_R = _used(ranks_ptr, slot, row_R, RANK, MEMBERS)
+        if (num_own > 0) & (tl.max(used_R.to(tl.int32), 0) > 0):
+            for first in range(0, num_own, BLOCK_T):
+                token_T, own_T = _chosen(token_W, own_W, first, WINDOW, BLOCK_T)
+                z_RT = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
+                for k in tl.range(0, SPLIT_COLUMNS, BLOCK_K, num_stages=NUM_STAGES):
+                    column_K = split * SPLIT_COLUMNS + k + tl.arange(0, BLOCK_K)
+                    inside_K = column_K < K
+                    x_TK = tl.load(
+                        x_ptr + token_T[:, None].to(tl.int64) * K + column_K[None, :],
+                        mask=own_T[:, None] & inside_K[None, :],
+                        other=0.0,
+                    )
+                    a_RK = tl.load(
+                        a_ptr + (slot * ROWS + row_R)[:, None].to(tl.int64) * K + column_K[None, :],
+                        mask=used_R[:, None] & inside_K[None, :],
+                        other=0.0,
+                    )
+                    z_RT = tl.dot(a_RK, tl.trans(x_TK), z_RT, input_precision="ieee")
+                place_T = (split * num_tokens + token_T).to(tl.int64) * ROWS
+                z_ptr_RT = z_ptr + place_T[None, :] + row_R[:, None]
+                tl.store(z_ptr_RT, z_RT, mask=used_R[:, None] & own_T[None, :])
+
+
+@triton.jit
+def _chosen(
+    token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """BLOCK_T tokens of the slot from its `first` one on, and which of them there are; all places of a small window."""
+    if BLOCK_T == WINDOW:
+        return token_W, own_W
+    else:
+        place_W = tl.cumsum(own_W.to(tl.int32), 0) - 1 - first
+        is_TW = own_W[None, :] & (place_W[None, :] == tl.arange(0, BLOCK_T)[:, None])
+        token_T = tl.max(tl.where(is_TW, token_W[None, :], -1), 1)
+        return token_T, token_T >= 0
 
 
 @triton.jit
@@ -238,13 +257,12 @@ def _used(
     ranks_ptr: tl.tensor,
     slot: tl.tensor,
     row_R: tl.tensor,
-    wanted: tl.tensor,
     RANK: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> tl.tensor:
     """Whether the slot's adapter uses these rows of A."""
-    inside_R = (row_R < RANK * MEMBERS) & wanted
-    return row_R % RANK < tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=inside_R, other=0)
+    rank_R = tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=row_R < RANK * MEMBERS, other=0)
+    return row_R % RANK < rank_R
 
 
 @quick_launches
@@ -266,42 +284,45 @@ def expand_kernel(
     NUM_SPLITS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, NUM_BLOCKS tiles of a member's results, one slot of TURNS): y + B z of its tokens.
+    """Program (WINDOW tokens, NUM_BLOCKS tiles of a member's results, one slot of TURNS): y + B z of the slot's tokens.
 
-    Tokens without an adapter are those of slot -1. BEGINS, ENDS: of each member's results. FIRST_TILES: the first tile
-    of each member. BLOCK_R: RANK or a power of two beyond.
+    Tokens without an adapter are those of slot -1. BEGINS, ENDS: of each member's results. FIRST_TILES: the first
+    program of each member. BLOCK_R: RANK or a power of two beyond.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     MEMBERS: tl.constexpr = len(ENDS)
-    member, first, last = _member_of(tl.program_id(1), BEGINS, ENDS, FIRST_TILES, NUM_BLOCKS * BLOCK_N)
-    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot_T = tl.load(slots_ptr + token_T, mask=token_T < num_tokens, other=-2)
-    begin = tl.min(tl.where(slot_T < -1, NO_SLOT, slot_T), 0) + tl.program_id(2)
-    end = tl.max(slot_T, 0) + 1
+    member, begin_N, end_N = _member_of(tl.program_id(1), BEGINS, ENDS, FIRST_TILES, NUM_BLOCKS * BLOCK_N)
+    token_W = tl.program_id(0) * WINDOW + tl.arange(0, WINDOW)
+    slot_W = tl.load(slots_ptr + token_W, mask=token_W < num_tokens, other=-2)
+    begin = tl.min(tl.where(slot_W < -1, NO_SLOT, slot_W), 0) + tl.program_id(2)
+    end = tl.max(slot_W, 0) + 1
     r_R = tl.arange(0, BLOCK_R)
     if DEPENDENT_LAUNCH:
         if AHEAD:
-            wanted = (begin >= 0) & (tl.max((slot_T == begin).to(tl.int32), 0) > 0)
+            wanted = (begin >= 0) & (tl.max((slot_W == begin).to(tl.int32), 0) > 0)
             rank = tl.load(ranks_ptr + begin * MEMBERS + member, mask=wanted, other=0)
-            result_N = first + tl.arange(0, BLOCK_N)
-            LINE: tl.constexpr = 256 // b_ptr.dtype.element_ty.primitive_bitwidth  # a sector
-            r_L = tl.arange(0, (BLOCK_R + LINE - 1) // LINE) * LINE
+            result_N = begin_N + tl.arange(0, BLOCK_N)
+            SECTOR: tl.constexpr = 256 // b_ptr.dtype.element_ty.primitive_bitwidth
+            r_L = tl.arange(0, (BLOCK_R + SECTOR - 1) // SECTOR) * SECTOR
             b_ptr_NL = b_ptr + (begin * N + result_N[:, None]).to(tl.int64) * RANK + r_L[None, :]
-            _ask_for_lines(b_ptr_NL, (result_N < last)[:, None] & (r_L < rank)[None, :])
+            _ask_for_lines(b_ptr_NL, (result_N < end_N)[:, None] & (r_L < rank)[None, :])
         gdc_wait()
     for slot in range(begin, end, TURNS):
-        own_T = slot_T == slot
-        if tl.max(own_T.to(tl.int32), 0) > 0:
-            rank = tl.load(ranks_ptr + slot * MEMBERS + member, mask=slot >= 0, other=0)
-            used_R = r_R < rank
-            # In steps of a vector: a mask that ends anywhere takes loads apart.
-            asked_R = (r_R // VECTOR * VECTOR < rank) & (r_R < RANK)
+        own_W = slot_W == slot
+        num_own = tl.sum(own_W.to(tl.int32), 0)
+        rank = tl.load(ranks_ptr + slot * MEMBERS + member, mask=slot >= 0, other=0)
+        used_R = r_R < rank
+        # In steps of a vector: a mask that ends anywhere takes loads apart.
+        asked_R = (r_R // VECTOR * VECTOR < rank) & (r_R < RANK)
+        for first in tl.range(0, num_own, BLOCK_T, num_stages=1):
+            token_T, own_T = _chosen(token_W, own_W, first, WINDOW, BLOCK_T)
             z_TR = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
             for split in tl.static_range(NUM_SPLITS):
                 place_T = (split * num_tokens + token_T).to(tl.int64) * (RANK * MEMBERS) + member * RANK
@@ -310,8 +331,8 @@ def expand_kernel(
                 )
             z_TR = tl.where(used_R[None, :], z_TR, 0.0).to(b_ptr.dtype.element_ty)
             for block in tl.range(0, NUM_BLOCKS, num_stages=1):
-                result_N = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
-                inside_N = result_N < last
+                result_N = begin_N + block * BLOCK_N + tl.arange(0, BLOCK_N)
+                inside_N = result_N < end_N
                 place_TN = token_T[:, None].to(tl.int64) * N + result_N[None, :]
                 mask_TN = own_T[:, None] & inside_N[None, :]
                 y_TN = tl.load(y_ptr + place_TN, mask=mask_TN, other=0.0)
@@ -356,10 +377,12 @@ def reference(
 class Tiles(NamedTuple):
     """How tokens are divided when a program has several.
 
-    tokens, rows, results: of a tile. columns: of x that a program multiplies, `step` of them at a time. slots: programs
-    that divide a tile's slots among them. blocks: tiles of results that a program adds in turn.
+    window: tokens among which a program looks for those of its slot. tokens, rows, results: of a tile. columns: of x
+    that a program multiplies, `step` of them at a time. slots: programs that divide a window's slots among them.
+    blocks: tiles of results that a program adds in turn.
     """
 
+    window: int
     tokens: int
     rows: int
     columns: int
@@ -369,7 +392,7 @@ class Tiles(NamedTuple):
     blocks: int
     stages: int = 3
     shrink_warps: int = 4
-    expand_warps: int = 8
+    expand_warps: int = 4
 
 
 class Operands(NamedTuple):
@@ -387,12 +410,13 @@ class Operands(NamedTuple):
 def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, dtype: torch.dtype) -> Tiles:
     """rows: of a slot's A."""
     if dtype == torch.float32:  # no tensor cores, and twice the bytes
-        return Tiles(32, min(32, _block(rows)), cdiv(cdiv(k, 4), 32) * 32, 32, min(num_slots, MOST_TURNS), 32, 1, 2)
+        return Tiles(32, 16, min(32, _block(rows)), cdiv(cdiv(k, 4), 32) * 32, 32, min(num_slots, MOST_TURNS), 32, 1, 2)
     rows = min(64, _block(rows))
     if num_tokens > MANY_TOKENS:
-        return Tiles(64, rows, cdiv(cdiv(k, 2), 64) * 64, 64, 1, 128, 4, 4)
+        return Tiles(64, 64, rows, cdiv(cdiv(k, 2), 64) * 64, 64, 1, 128, 4, 4, 4, 8)
     columns = 512 if rank <= 32 else 1024
-    return Tiles(64, rows, min(columns, cdiv(k, 128) * 128), 128, min(num_slots, MOST_TURNS), 128, 1)
+    window = min(64, _block(num_tokens))
+    return Tiles(window, 16, rows, min(columns, cdiv(k, 128) * 128), 128, min(num_slots, MOST_TURNS), 128, 1)
 
 
 def _block(number: int) -> int:
@@ -454,9 +478,9 @@ def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     num_splits, dependent = cdiv(k, tiles.columns), dependent_launch(x_TK.device)
-    token_tiles = cdiv(num_tokens, tiles.tokens)
+    windows = cdiv(num_tokens, tiles.window)
     z = torch.empty((num_splits, num_tokens, rows), dtype=torch.float32, device=x_TK.device)
-    shrink_kernel[(token_tiles, tiles.slots * cdiv(rows, tiles.rows), num_splits)](
+    shrink_kernel[(windows, tiles.slots * cdiv(rows, tiles.rows), num_splits)](
         *(x_TK, a_SRK, ranks_SM, slots_T, z, num_tokens),
         K=k,
         RANK=rank,
@@ -464,6 +488,7 @@ def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
         TURNS=tiles.slots,
         SPLIT_COLUMNS=tiles.columns,
         COLUMNS_AHEAD=0 if tiles.slots == 1 else next_power_of_2(tiles.columns + 1) // 2,
+        WINDOW=tiles.window,
         BLOCK_T=tiles.tokens,
         BLOCK_R=tiles.rows,
         BLOCK_K=tiles.step,
@@ -474,7 +499,7 @@ def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
     members, result_tiles = _members(sizes, tiles.results * tiles.blocks)
     turns = 1 if tiles.slots == 1 else tiles.slots + 1  # tokens without an adapter are one more
     out_TN = torch.empty_like(y_TN)
-    expand_kernel[(token_tiles, result_tiles, turns)](
+    expand_kernel[(windows, result_tiles, turns)](
         *(y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens),
         N=num_results,
         RANK=rank,
@@ -482,6 +507,7 @@ def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
         NUM_SPLITS=num_splits,
         NUM_BLOCKS=tiles.blocks,
         AHEAD=turns > 1,
+        WINDOW=tiles.window,
         BLOCK_T=tiles.tokens,
         BLOCK_N=tiles.results,
         BLOCK_R=_block(rank),

@@ -120,8 +120,8 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
     shrink = {"K": 4096, "MEMBERS": 3, "TURNS": 8, "SPLIT_COLUMNS": 512, "COLUMNS_AHEAD": 512, "NUM_STAGES": 3}
     expand = {"TURNS": 9, "NUM_SPLITS": 8, "NUM_BLOCKS": 1, "AHEAD": True, "BLOCK_N": 128}
     kernels: list[tuple[Any, bool, dict[str, Any]]] = [
-        (shrink_kernel, True, shrink | {"BLOCK_T": tile, "BLOCK_R": tile, "BLOCK_K": tile}),
-        (expand_kernel, True, merged | expand | {"BLOCK_T": tile, "BLOCK_R": 16}),
+        (shrink_kernel, True, shrink | {"WINDOW": 64, "BLOCK_T": 16, "BLOCK_R": tile, "BLOCK_K": tile}),
+        (expand_kernel, True, merged | expand | {"WINDOW": 64, "BLOCK_T": 16, "BLOCK_R": 16}),
         (shrink_token_kernel, False, {"K": 4096, "MEMBERS": 3, "BLOCK_R": 16, "BLOCK_K": 512}),
         (expand_token_kernel, False, merged | {"NUM_SPLITS": 24, "BLOCK_S": 32, "BLOCK_N": 128, "BLOCK_R": 16}),
     ]
