@@ -5,17 +5,19 @@ the largest rank; `ranks_SM` says how much of that each adapter uses, so a batch
 zero. A scale is multiplied into B when an adapter is placed.
 
 The first kernel (shrink) computes z = A x for all members of a merged linear at once, the second one (expand) adds B z.
-Nothing is sorted or counted, on the host or on the device, and the grids depend on shapes alone, so CUDA graphs hold
-them. There are two pairs:
+Nothing is sorted or counted on the host, and the grids depend on shapes alone, so CUDA graphs hold them. There are two
+pairs:
 
 - For few tokens a program has one token, so that all it reads follows from the token's slot and is asked for at once:
-  time is latency there, and A and B come from the L2 cache when tokens share a slot.
-- For more a program has a tile of tokens, and the slots lie beside each other in one product on tensor cores: A of all
-  slots has slots * rank rows, and z has as many columns, of which a token keeps those of its slot. Only matrices that a
-  token of the tile needs are read, and tiles of slots that none needs are skipped, so the cost of a tile does not grow
-  with the number of slots.
+  time is latency there.
+- For more a program has a window of tokens and one of its slots. It gathers the slot's tokens and multiplies them on
+  tensor cores, so A and B are read once a window, and programs whose slot no token has end at once. Where windows are
+  many, one program goes through the slots of its window, which is usually one: prompts are long.
 
-The grouping by tiles follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al.,
+What depends on slots alone is asked for before a kernel waits for the one before it. Slots are parameters, and the
+tokens' slots are written by a kernel that starts no other early; every program waits before it ends.
+
+The grouping by slots follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al.,
 arXiv:2311.03285).
 """
 
