@@ -36,6 +36,7 @@ from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, ke
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, stand_in_for
+from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowFields
@@ -98,7 +99,8 @@ def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[
     if config.device.type != "cuda":
         prompts = [BatchShape(min(max_tokens, PROMPT_TOKENS), num_requests, longest)] if max_tokens > 1 else []
         return [BatchShape(1, 1, longest), *prompts]
-    counts = kernel_token_counts(config.compile.passes)
+    of_adapters = () if config.adapters is None else Adapters.kernel_token_counts
+    counts = sorted({*kernel_token_counts(config.compile.passes), *of_adapters})
     num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
     few_tokens = min(max_tokens, PROMPT_TOKENS)
     more_counts = [(count, longest) for count in counts if max_requests < count < num_tokens]

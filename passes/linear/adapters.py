@@ -23,7 +23,7 @@ from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass,
 from compiled_engine.passes.framework.matching import emit, named
 from compiled_engine.passes.framework.parameter import KEPT, Parameter
 from compiled_engine.passes.framework.verifier import VerificationError, difference
-from compiled_engine.passes.linear.adapter_add import adapter_add, reference
+from compiled_engine.passes.linear.adapter_add import TOKEN_COUNTS, adapter_add, reference
 from compiled_engine.passes.linear.linears import linear_of, multiplied_values, why_no_linear
 
 # The row field with the slot of a request's adapter, -1 without one.
@@ -47,6 +47,7 @@ ADAPTER_SLOTS = StepTensor(
 class Adapters(GraphPass):
     name = "adapters"
     required = True
+    kernel_token_counts = TOKEN_COUNTS
 
     def __init__(self, config: AdapterConfig):
         self._config = config

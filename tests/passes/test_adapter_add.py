@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +18,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
-from compiled_engine.passes.linear.adapter_add import (
-    Operands,
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.linear.adapter_add import TOKEN_COUNTS, launch, reference
+from compiled_engine.passes.linear.adapter_operands import Operands
+from compiled_engine.passes.linear.adapter_tile_kernels import (
+    Tiles,
     add_by_tile,
-    add_by_token,
     choose_tiles,
     expand_kernel,
-    expand_token_kernel,
-    launch,
-    reference,
     shrink_kernel,
-    shrink_token_kernel,
 )
+from compiled_engine.passes.linear.adapter_token_kernels import add_by_token, expand_token_kernel, shrink_token_kernel
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.warm_up import start_up_batches
 
 
 class Case(NamedTuple):
@@ -48,6 +50,7 @@ CASES = [
     Case(70, 130, (33,), 2, 20),
     Case(66, 64, (130, 24, 8, 8), 3, 64),
     Case(9, 1100, (300, 260), 3, 24),
+    Case(150, 40, (24, 8), 1, 8),
 ]
 LARGE = [
     Case(1, 4096, (4096, 1024, 1024), 8, 16),
@@ -86,7 +89,8 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str) -> tuple[Any, ...]
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Check all tiles that any number of tokens has. What no adapter uses, and new memory, is NaN."""
+    """Check all tiles that any number of tokens has; in the interpreter those of the case's tokens and of many, in any
+    dtype. What no adapter uses, and new memory, is NaN."""
     arguments = arguments_of(case, dtype, device)
     y, _, a, b, ranks, slots, sizes = arguments
     expected = reference(
@@ -95,7 +99,10 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     unused = torch.arange(case.rank, device=device) >= ranks.unsqueeze(2)
     a.unflatten(1, unused.shape[1:])[unused] = float("nan")
     b[unused.repeat_interleave(torch.tensor(sizes, device=device), 1)] = float("nan")
-    tiles = {choose_tiles(n, case.k, a.shape[1], case.rank, case.slots, dtype) for n in (1, case.tokens, 10_000)}
+    many = TOKEN_COUNTS[-1] + 1
+    counts, dtypes = ((*TOKEN_COUNTS, many), {dtype}) if device == "cuda" else ((case.tokens, many), TOLERANCES)
+    sizes_of = case.k, a.shape[1], case.rank, case.slots
+    tiles = {choose_tiles(count, *sizes_of, each) for count, each in product(counts, dtypes)}
     for add in (launch, add_by_token, *(partial(add_by_tile, tiles=each) for each in tiles)):
         if device == "cuda":
             for size in (y.shape, (64, *y.shape)):  # the next allocations find NaN
@@ -152,6 +159,17 @@ def test_launches_are_those_of_the_kernels(hopper: Path) -> None:
     with ThreadPoolExecutor(2) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
         launch(*arguments_of(CASES[1], torch.bfloat16, "cpu"))
         assert [loading.result() is not None for loading in kernels.load()] == [True, True]
+
+
+def test_the_warm_up_meets_every_way_to_add() -> None:
+    """Those of few and of many tokens, and all tiles, whatever passes there are."""
+
+    def way_of(tokens: int) -> tuple[bool, Tiles]:
+        return tokens <= TOKEN_COUNTS[0], choose_tiles(tokens, 4096, 48, 16, 8, torch.bfloat16)
+
+    config = resolve(EngineOptions(device="cpu", mode="compiled", passes=(), enable_lora=True, max_num_seqs=4))
+    shapes = start_up_batches(replace(config, device=torch.device("cuda")))
+    assert {way_of(shape.num_tokens) for shape in shapes[1:]} == {way_of(tokens) for tokens in range(1, 1000)}
 
 
 @pytest.mark.gpu

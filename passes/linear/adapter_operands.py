@@ -1,0 +1,48 @@
+"""What the kernels of adapter_add are given: its arguments, and the tiles of a merged linear's members."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine.kernels.launch_arguments import cdiv
+
+# Elements of a load.
+VECTOR = tl.constexpr(8)
+
+
+class Operands(NamedTuple):
+    """The arguments of the op."""
+
+    y_TN: torch.Tensor
+    x_TK: torch.Tensor
+    a_SRK: torch.Tensor
+    b_SNR: torch.Tensor
+    ranks_SM: torch.Tensor
+    slots_T: torch.Tensor
+    sizes: list[int]
+
+
+def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Where members and their tiles of `width` results begin and end, and how many tiles there are."""
+    ends = tuple(accumulate(sizes))
+    last_tiles = tuple(accumulate(cdiv(size, width) for size in sizes))
+    return {"BEGINS": (0, *ends[:-1]), "ENDS": ends, "FIRST_TILES": (0, *last_tiles[:-1])}, last_tiles[-1]
+
+
+@triton.jit
+def member_of(
+    tile: tl.tensor, BEGINS: tl.constexpr, ENDS: tl.constexpr, FIRST_TILES: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The member that a tile of WIDTH results belongs to, the tile's first result, and the end of the member's."""
+    member, begin, end = tile * 0, tile * WIDTH, tile * 0 + ENDS[0]
+    for each in tl.static_range(1, len(ENDS)):
+        of_later = tile >= FIRST_TILES[each]
+        member = tl.where(of_later, each, member)
+        begin = tl.where(of_later, BEGINS[each] + (tile - FIRST_TILES[each]) * WIDTH, begin)
+        end = tl.where(of_later, ENDS[each], end)
+    return member, begin, end
