@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -355,6 +356,10 @@ class GraphMode(Enum):
         return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
+# Up to this many rows, a product of matrices takes about as long as reading its weights.
+MOST_ROWS_READ = 256
+
+
 @dataclass(frozen=True)
 class GraphConfig:
     """Graphs: the mode, and the captured sizes on CUDA, ascending.
@@ -429,6 +434,14 @@ class SpeculationConfig:
         return (1, *self.verified)
 
     @property
+    def rare(self) -> tuple[int, ...]:
+        """Of `queries`, those of few steps, which have graphs of few sizes: one row of each request where the number of
+        drafts is fixed, and where it is chosen those between no drafts and the most."""
+        if self.adapts:
+            return self.verified[:-1]
+        return (1,) if self.num_tokens else ()
+
+    @property
     def sizes_read(self) -> tuple[int, ...] | None:
         """Sizes of the graphs of steps without drafts that a head reads which may rest: those of its own graphs. None
         for any other engine."""
@@ -437,6 +450,18 @@ class SpeculationConfig:
 
 GREEDY_DRAFTS = 1e6
 """A sharpness that leaves the noise of sampling no influence."""
+
+
+def few_sizes(sizes: Sequence[int], queries: int = 1) -> tuple[int, ...]:
+    """Those of these ascending sizes that powers of two are padded to, and all that have MOST_ROWS_READ rows or more.
+
+    For batches that are rare, or of little work: up to so many rows, a few more take about as long. queries: rows of a
+    request.
+    """
+    most = MOST_ROWS_READ // queries
+    powers = (1 << power for power in range(most.bit_length()))
+    padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}
+    return tuple(sorted(padded | {size for size in sizes if size >= most}))
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:

@@ -8,7 +8,15 @@ import torch
 
 from compiled_engine.attention.backend import AttentionChoice, captured_always
 from compiled_engine.attention.case import GraphSupport, no_short_contexts
-from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelConfig, ParallelConfig, SchedulerConfig
+from compiled_engine.config import (
+    CompileConfig,
+    GraphConfig,
+    GraphMode,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    few_sizes,
+)
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.rope.rope_attend import RopeAttend
@@ -22,8 +30,6 @@ CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
 # The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
 # launching takes.
 MAX_TOKENS_AROUND_ATTENTION = 512
-# Up to this many rows, a product of matrices takes about as long as reading its weights.
-MOST_ROWS_READ = 256
 
 
 def resolve_graphs(
@@ -77,14 +83,12 @@ def graphs_of_draft_model(
 
 
 def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
-    """Graphs of the passes in which a head drafts: of the smaller sizes those that powers of two are padded to.
+    """Graphs of the passes in which a head drafts: of few of these sizes.
 
     A head is a layer and logits. Padding costs it little as long as reading its weights takes longer than multiplying,
     and kernels for short contexts would save it little.
     """
-    powers = [1 << power for power in range(MOST_ROWS_READ.bit_length())]
-    padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers}
-    return GraphConfig(GraphMode.FULL_DECODE_ONLY, tuple(sorted(padded | {s for s in sizes if s >= MOST_ROWS_READ})))
+    return GraphConfig(GraphMode.FULL_DECODE_ONLY, few_sizes(sizes))
 
 
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:

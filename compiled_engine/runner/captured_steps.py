@@ -184,7 +184,7 @@ class CapturedSteps:
         self._step, self._draft = step, draft
         fields = () if config.adapters is None else (ADAPTERS,)
         speculation = config.speculation
-        self.dispatcher = Dispatcher(graph, config.scheduler, fields, speculation.verified)
+        self.dispatcher = Dispatcher(graph, config.scheduler, fields, speculation.verified, speculation.rare)
         self._keys = StepKeys.of(self.dispatcher, config.scheduler.max_model_len, speculation.sizes_read)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]

@@ -233,7 +233,8 @@ class EagleGraphs:
         self._drafting = DraftingSteps(states)
         self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler)
-        dispatcher, longest = Dispatcher(engine.graph, scheduler, queries=self.queries), scheduler.max_model_len
+        rare, longest = engine.speculation.rare, scheduler.max_model_len
+        dispatcher = Dispatcher(engine.graph, scheduler, queries=self.queries, rare=rare)
         steps = StepKeys.of(dispatcher, longest, engine.speculation.sizes_read)
         self._follow_keys = follow_keys(steps.read.values(), longest)
         self.keys: tuple[GraphKey, ...] = (

@@ -1,7 +1,8 @@
 """Run every kind of batch once before serving, so that no request waits for a kernel; memory is measured.
 
 A warm-up batch is an ordinary batch without slots and with empty contexts, so it leaves no trace. Sampling is warmed up
-in every way that a request may ask for.
+in every way that a request may ask for. What differs in attention alone and has a graph is left to the capture, which
+begins with such a batch.
 
 In a start that may need new Triton kernels these are compiled side by side before that, since a step would wait for
 each of them in turn: parts of a step are gone through without launches. Kernels that do not depend on the model's code
@@ -127,10 +128,25 @@ def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[
     return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *verified, *short, *of_any_length]
 
 
+def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
+    """Return the batches that the warm-up runs: all but decodes with drafts or short contexts that are captured.
+
+    Other decodes have graphs too, but logits and sampling of as many rows run without one behind prompts.
+    """
+    most, longest = max(config.graph.decode_sizes, default=0), config.scheduler.max_model_len
+    return [
+        shape
+        for shape in shapes
+        if shape.num_tokens != shape.num_requests
+        or shape.num_requests > most * shape.queries
+        or (shape.queries == 1 and shape.max_seq_len == longest)
+    ]
+
+
 def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     """Run the start-up batches; returns the peak bytes of a step beyond what was there before."""
     on_gpu = config.device.type == "cuda"
-    shapes = start_up_batches(config)
+    shapes = not_captured(config, start_up_batches(config))
     if on_gpu:
         triton_digests(config.device).result()
         torch.cuda.reset_peak_memory_stats(config.device)
@@ -166,7 +182,7 @@ def draft_batches(draft: DraftModelProposer | EagleGraphs) -> list[BatchShape]:
 
 def warm_up_draft(draft: DraftModelProposer | EagleGraphs, progress: Progress) -> int:
     """Run the start-up batches of a draft model; returns the peak bytes of a pass beyond what was there before."""
-    device, shapes = draft.config.device, draft_batches(draft)
+    device, shapes = draft.config.device, not_captured(draft.config, draft_batches(draft))
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

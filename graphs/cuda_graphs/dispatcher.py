@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, few_sizes
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key, verify_key
 
 _MIXED_KINDS = {
@@ -25,22 +25,30 @@ class Dispatcher:
         scheduler: SchedulerConfig,
         fields: Sequence[KeyField] = (),
         queries: Sequence[int] = (),
+        rare: Sequence[int] = (),
     ):
-        """fields: what passes add to the keys; there is a graph of each size for each combination. queries: see
-        SpeculationConfig.verified."""
+        """fields: what passes add to the keys; there is a graph of each size for each combination. queries, rare: see
+        SpeculationConfig.verified and .rare."""
         most, longest = scheduler.max_num_seqs * max(queries, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
-        self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
-        short_keys = [decode_key(*shape, short=True) for shape in sorted(graph.short_decodes)]
+
+        def sizes_of(number: int) -> tuple[int, ...]:
+            most_requests = scheduler.max_num_batched_tokens // number
+            fitting = [size for size in sorted(graph.decode_sizes) if number == 1 or size <= most_requests]
+            return few_sizes(fitting, number) if number in rare else tuple(fitting)
+
+        decode_sizes = sizes_of(1)
+        self.decode_keys = tuple(decode_key(size, longest) for size in decode_sizes)
+        short_decodes = (shape for shape in sorted(graph.short_decodes) if shape[0] in decode_sizes)
+        short_keys = [decode_key(*shape, short=True) for shape in short_decodes]
         verify_keys: dict[int, tuple[GraphKey, ...]] = {}
         for number in queries:
-            most_requests = scheduler.max_num_batched_tokens // number
-            fitting = (size for size in graph.decode_sizes if size <= most_requests)
-            verify_keys[number] = tuple(verify_key(size, number, longest) for size in sorted(fitting))
+            sizes = sizes_of(number)
+            verify_keys[number] = tuple(verify_key(size, number, longest) for size in sizes)
             short_keys += [
                 verify_key(size, number, context, short=True)
                 for size, context in sorted(graph.short_verified)
-                if size <= most_requests
+                if size in sizes
             ]
         self.verify_keys = tuple(key for keys in verify_keys.values() for key in keys)
         self.short_keys = tuple(short_keys)

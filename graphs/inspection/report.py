@@ -242,7 +242,7 @@ def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
         draft = _graph(of_draft["graph"])
     most, adapts, taps = given.get("num_tokens", 0), given.get("adapts", False), given.get("taps", ())
     speculation = SpeculationConfig(num_tokens=most, adapts=adapts, taps=tuple(taps))
-    dispatcher = Dispatcher(_graph(config["graph"]), scheduler, queries=speculation.verified)
+    dispatcher = Dispatcher(_graph(config["graph"]), scheduler, queries=speculation.verified, rare=speculation.rare)
     longest, lengths = scheduler.max_model_len, speculation.lengths
     if draft is None:
         return dispatcher.keys

@@ -84,32 +84,73 @@ def kinds(names: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_model_len", "plain", "verified", "followed", "drafted"),
-    [(8, 4096, 12, 10, 4, 4), (64, 4096, 27, 20, 11, 7), (256, 4096, 39, 32, 23, 9), (256, 40960, 55, 48, 23, 9)],
+    ("max_num_seqs", "max_model_len", "plain", "few", "verified", "rare", "followed", "drafted"),
+    [
+        (8, 4096, 12, 12, 10, (10, 4), 4, 4),
+        (64, 4096, 27, 19, 20, (15, 7), 11, 7),
+        (256, 4096, 39, 21, 32, (20, 12), 23, 9),
+        (256, 40960, 55, 24, 48, (26, 12), 23, 9),
+    ],
 )
 def test_the_number_of_captures_on_hopper(
-    max_num_seqs: int, max_model_len: int, plain: int, verified: int, followed: int, drafted: int
+    max_num_seqs: int,
+    max_model_len: int,
+    plain: int,
+    few: int,
+    verified: int,
+    rare: tuple[int, int],
+    followed: int,
+    drafted: int,
 ) -> None:
-    """A start waits for each. With a head that may rest, and up to three drafts, there are one and three."""
+    """A start waits for each. With up to three drafts that are chosen there are none, one and three. few: of steps
+    without drafts where their number is fixed. rare: of the verification of one of three, and of a head behind it."""
     graph, scheduler = on_hopper(max_num_seqs, max_model_len)
     of_head = graphs_of_head(graph.decode_sizes)
-    without = kinds(captures(graph, scheduler, adapts=False, draft=None, head=False))
-    assert (without["decode"], without["full"], without["verify-4"]) == (plain, 59, verified)
-    assert kinds(captures(graph, scheduler, adapts=True, draft=of_head, head=True)) == {
-        **{
-            "plain": plain,
-            "decode": drafted,
-            "full": 59,
-            "verify-2": verified,
-            "verify-4": verified,
-            "follow": drafted,
-        },
-        **{"follow-verify-2": followed, "follow-verify-4": followed, "draft-1": drafted, "draft-3": drafted},
-    }
+    fixed = {"decode": few, "full": 59, "verify-4": verified}
+    chosen = {"full": 59, "verify-2": rare[0], "verify-4": verified}
+    assert kinds(captures(graph, scheduler, adapts=False, draft=None, head=False)) == fixed
+    assert kinds(captures(graph, scheduler, adapts=True, draft=None, head=False)) == {"decode": plain, **chosen}
     assert kinds(captures(graph, scheduler, adapts=False, draft=of_head, head=True)) == {
-        **{"decode": plain, "full": 59, "verify-4": verified},
-        **{"follow": followed, "follow-verify-4": followed, "draft-3": drafted},
+        **fixed,
+        **{"follow": drafted, "follow-verify-4": followed, "draft-3": drafted},
     }
+    assert kinds(captures(graph, scheduler, adapts=True, draft=of_head, head=True)) == {
+        **{"plain": plain, "decode": drafted, **chosen, "follow": drafted},
+        **{"follow-verify-2": rare[1], "follow-verify-4": followed, "draft-1": drafted, "draft-3": drafted},
+    }
+
+
+def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
+    """With their short contexts; the largest size that a step has room for is among them."""
+    sizes, short = default_capture_sizes(256), ((1, 256), (24, 512), (32, 512))
+    graph, scheduler = GraphConfig(GraphMode.FULL, sizes, (), short, short), SchedulerConfig(256, 200, 4096, "fcfs")
+    few = Dispatcher(graph, scheduler, queries=(2, 4), rare=(1, 2))
+    all_sizes = Dispatcher(graph, scheduler, queries=(2, 4))
+    assert [key.num_requests for key in few.decode_keys] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    of_two = [key.num_requests // 2 for key in few.verify_keys if key.max_query_len == 2]
+    assert of_two == [1, 2, 4, 8, 16, 32, 64, 96]
+    names = {
+        (count, queries): key.name
+        for count in (20, 70, 96)
+        for queries in (1, 2)
+        if (key := dispatched(few, count, queries))
+    }
+    assert names == {
+        **{(20, 1): "short-512 32", (20, 2): "verify-2-short-512 64"},
+        **{(70, 1): "decode 128", (70, 2): "verify-2 192", (96, 1): "decode 128", (96, 2): "verify-2 192"},
+    }
+    for count in range(1, 51):
+        assert dispatched(few, count, 4) == dispatched(all_sizes, count, 4)
+        for queries in (1, 2):
+            key, exact = dispatched(few, count, queries), dispatched(all_sizes, count, queries)
+            assert key is not None
+            assert exact is not None
+            assert exact.num_tokens <= key.num_tokens
+            assert exact.max_seq_len <= key.max_seq_len
+
+
+def dispatched(dispatcher: Dispatcher, num_requests: int, queries: int) -> GraphKey | None:
+    return dispatcher.dispatch(num_requests * queries, num_requests, queries, 300)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 8, 16, 24, 40, 72])

@@ -10,8 +10,9 @@ import torch
 
 from compiled_engine.attention.backends.triton_backend import BACKEND as TRITON
 from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.config import EngineConfig, SpeculationConfig
+from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SpeculationConfig
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
 from compiled_engine.process.progress import SilentProgress
@@ -25,7 +26,7 @@ from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_sampling import StepSampling
-from compiled_engine.runner.warm_up import compile_kernels, start_up_batches
+from compiled_engine.runner.warm_up import compile_kernels, not_captured, start_up_batches
 from compiled_engine.sampling.sampler import Sampler
 
 SPECULATIONS = {
@@ -147,3 +148,43 @@ def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
     largest = start_up_batches(on_gpu)[0].num_tokens
     assert {(tokens, wanted) for tokens, wanted in runs if tokens < largest} <= asked
     assert (1, True) in asked
+
+
+@pytest.mark.parametrize("speculation", ["none", "adaptive ngram"])
+def test_a_batch_that_is_captured_is_not_warmed_up_twice(
+    speculation: str, llm: LLM, hopper: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The captures load what the warm-up leaves out: of decodes, all that tells short contexts and drafts apart."""
+    import triton
+
+    short = ((1, 256), (2, 256), (4, 256))
+    graph = GraphConfig(GraphMode.FULL, (1, 2, 4, 5), (), short, short)
+    speculated = SPECULATIONS[speculation]
+    config = replace(llm.config, speculation=speculated, attention_backend="triton", graph=graph)
+    shapes = start_up_batches(replace(config, device=torch.device("cuda", 0)))
+    monkeypatch.setattr(warm_up, "start_up_batches", lambda config: shapes)
+    monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
+    monkeypatch.setattr(step_sampling, "verify", launch_verify)
+    monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
+    launched: set[tuple[str, str]] = set()
+
+    def note(*, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
+        launched.add((fn.name, compile["specialization_data"]))
+        return True
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    step = step_of(llm, config)
+    warm_up.warm_up(replace(config, graph=GraphConfig(GraphMode.NONE)), step, SilentProgress())
+    all_batches = set(launched)
+    launched.clear()
+    warm_up.warm_up(config, step, SilentProgress())
+    assert launched <= all_batches
+    assert (launched < all_batches) == (speculated.num_tokens > 0)
+    for key in Dispatcher(graph, config.scheduler, queries=speculated.verified, rare=speculated.rare).keys:
+        step.fill(key)
+        step.warm_up(key)
+    assert launched >= all_batches
+    left = not_captured(config, shapes)
+    assert len(left) == len(shapes) - len(short) - len([shape for shape in shapes if shape.queries > 1])
+    assert not_captured(replace(config, graph=replace(graph, decode_sizes=(1,))), shapes) != left
