@@ -24,7 +24,7 @@ PROBES_OF_HEAD = 4
 MOST_TRIES = 32
 # A number that would be this much better if its steps took no longer than those of any other is measured again, in so
 # many steps, or in at most so many if requests come or go meanwhile.
-PROMISING, STEPS_AGAIN, MOST_STEPS_AGAIN = 1.25, 3, 6
+PROMISING, STEPS_AGAIN, MOST_STEPS_AGAIN = 1.1, 3, 6
 # Acceptance of a draft before any was verified, and how many drafts this guess counts as.
 FIRST_GUESS, GUESSED_DRAFTS = 0.7, 8
 # The time of a step without the head, in times of one without drafts that the head reads, until one was measured.
