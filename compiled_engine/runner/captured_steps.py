@@ -94,7 +94,7 @@ class PaddedStep:
 
     def prepare(self, batch: InputBatch) -> None:
         """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
-        if self.proposer is not None:
+        if self.proposer is not None and not (batch.decodes_only and batch.host[1] == 1):  # the queries of a request
             self.proposer.launch(batch, self.buffers)
         prepare(batch, self.states, self.buffers)
 

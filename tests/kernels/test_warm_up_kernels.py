@@ -183,7 +183,12 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
     assert (launched < all_batches) == (speculated.num_tokens > 0)
     for key in Dispatcher(graph, config.scheduler, queries=speculated.verified, rare=speculated.rare).keys:
         step.fill(key)
+        before = set(launched)
+        launched.clear()
         step.warm_up(key)
+        searches = "ngram_kernel" in {name for name, _ in launched}
+        assert searches == (speculated.num_tokens > 0 and key.max_query_len > 1)
+        launched |= before
     assert launched >= all_batches
     left = not_captured(config, shapes)
     assert len(left) == len(shapes) - len(short) - len([shape for shape in shapes if shape.queries > 1])
