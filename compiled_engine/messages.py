@@ -220,7 +220,9 @@ class StepOutputs:
             first += count
 
     def part(self, columns: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
-        """Some of it: the requests at these places in the columns, and these others."""
+        """Some of it: the requests at these places in the columns, ascending, and these others."""
+        if self.token_ids and len(columns) == len(self.request_ids):
+            return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.counts, self.num_drafts)
         tokens: Sequence[int] = columns
         if self.counts is not None:
             slices = [tokens for _, tokens in self.rows()]

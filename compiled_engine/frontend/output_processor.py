@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TypeAlias
 
 from compiled_engine.frontend.completion import Completion
@@ -48,6 +49,18 @@ class RunningRequest:
         self._note_end(completion, now)
         return completion.finish_reason
 
+    def extend(self, engine_request_id: str, token_ids: Sequence[int], num_drafts: int) -> None:
+        """Append tokens of a step that change nothing else to one completion, which looks for no stop string."""
+        self.completions[engine_request_id].token_ids += token_ids
+        self._count_drafts(num_drafts, len(token_ids))
+
+    def _count_drafts(self, num_drafts: int, num_tokens: int) -> None:
+        """Count the drafts of a step in which a completion got so many tokens."""
+        if num_drafts:
+            self._num_drafts += 1
+            self._num_draft_tokens += num_drafts
+            self._num_accepted_tokens += max(0, num_tokens - 1)
+
     def update(self, output: EngineOutput, now: float) -> str | None:
         """Add a step's output to one completion; return its finish reason."""
         if self._num_cached_tokens is None:
@@ -65,10 +78,7 @@ class RunningRequest:
         completion = self.completions[output.request_id]
         num_known = len(completion.token_ids)
         completion.update(output)
-        if output.num_drafts:
-            self._num_drafts += 1
-            self._num_draft_tokens += output.num_drafts
-            self._num_accepted_tokens += max(0, len(completion.token_ids) - num_known - 1)
+        self._count_drafts(output.num_drafts, len(completion.token_ids) - num_known)
         self._note_end(completion, now)
         return completion.finish_reason
 
@@ -139,8 +149,9 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, Running] = {}
-        # By engine request: the destination of plain tokens; of their log-probabilities; the completion, if it checks
-        # each token.
+        # By engine request: what generates; the destination of plain tokens; of their log-probabilities; the request,
+        # if it checks each token.
+        self._generating: dict[str, RunningRequest] = {}
         self._token_sinks: dict[str, Callable[[int], None]] = {}
         self._logprob_sinks: dict[str, GrowingLogprobs] = {}
         self._watched: dict[str, RunningRequest] = {}
@@ -154,7 +165,7 @@ class OutputProcessor:
             return pooling
         state = RunningRequest(request, self._tokenizer, time.perf_counter())
         for engine_request_id, completion in state.completions.items():
-            self._states[engine_request_id] = state
+            self._states[engine_request_id] = self._generating[engine_request_id] = state
             self._token_sinks[engine_request_id] = completion.token_ids.append
             if completion.logprobs is not None:
                 self._logprob_sinks[engine_request_id] = completion.logprobs
@@ -164,7 +175,7 @@ class OutputProcessor:
 
     def forget(self, engine_request_id: str) -> None:
         """Forget an engine request: later outputs of the core for it are dropped."""
-        for by_id in (self._states, self._token_sinks, self._logprob_sinks, self._watched):
+        for by_id in (self._states, self._generating, self._token_sinks, self._logprob_sinks, self._watched):
             by_id.pop(engine_request_id, None)
 
     def process(self, outputs: StepOutputs) -> tuple[list[Running], list[str]]:
@@ -178,9 +189,7 @@ class OutputProcessor:
         if outputs.counts is None:
             self._take_single_tokens(outputs, now, changed, aborts)
         else:
-            for output in outputs.in_columns():
-                seen = changed if output.request_id in self._watched else {}
-                self._take(output, now, seen, aborts)
+            self._take_several_tokens(outputs, outputs.counts, now, changed, aborts)
         for output in outputs.others:
             self._take(output, now, changed, aborts)
         return list(changed.values()), aborts
@@ -205,6 +214,21 @@ class OutputProcessor:
                     if state.look(request_id, now) is not None:
                         self.forget(request_id)
                         aborts.append(request_id)
+
+    def _take_several_tokens(
+        self, outputs: StepOutputs, counts: Sequence[int], now: float, changed: dict[int, Running], aborts: list[str]
+    ) -> None:
+        """Process columns with any number of tokens for each request."""
+        every_num_drafts = repeat(0) if outputs.num_drafts is None else outputs.num_drafts
+        first, token_ids, generating = 0, outputs.token_ids, self._generating
+        for request_id, count, num_drafts in zip(outputs.request_ids, counts, every_num_drafts, strict=False):
+            tokens, first = slice(first, first + count), first + count
+            if request_id in self._watched or request_id in self._logprob_sinks:
+                logprobs = None if outputs.logprobs is None else outputs.logprobs.select(tokens)
+                output = EngineOutput(request_id, tuple(token_ids[tokens]), logprobs, num_drafts=num_drafts)
+                self._take(output, now, changed if request_id in self._watched else {}, aborts)
+            elif (state := generating.get(request_id)) is not None:
+                state.extend(request_id, token_ids[tokens], num_drafts)
 
     def _take(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
         """Process a step's output of one request, token by token."""

@@ -271,6 +271,23 @@ def test_accepted_drafts_are_those_in_the_output() -> None:
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 12, 2)
 
 
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("several", [1, 3])
+def test_drafts_are_counted_in_columns_too(partial: bool, several: int) -> None:
+    """Of all completions of a request, whether it is to change with each token or not."""
+    outputs = OutputProcessor(TOKENIZER)
+    (request,) = Frontend().prepare(max_tokens=9, n=2)
+    state = outputs.add(request, partial=partial)
+    ids = [each.request_id for each in request.engine_requests]
+    tokens = list(range(5, 6 + several))
+    changed, _ = outputs.process(StepOutputs([*ids, "gone"], [*tokens, 9], (), None, [several, 1, 0], [4, 2, 4]))
+    assert changed == [state] * partial
+    assert [completion.token_ids for completion in state.snapshot().outputs] == [tokens[:-1], tokens[-1:]]
+    metrics = state.snapshot().metrics
+    assert metrics is not None
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (2, 6, several - 1)
+
+
 @pytest.mark.parametrize("stop", [None, "fox"])
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_drafts_behind_a_stop_string_are_not_accepted(stop: str | None, logprobs: int | None) -> None:
