@@ -26,8 +26,6 @@ from compiled_engine.attention.backends.triton_tile import (
     scales,
     scores_of,
     seen,
-    sum_of,
-    weigh,
 )
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.attention.triton_codes import key_offset
@@ -162,19 +160,16 @@ def rope_drafts_kernel(
     tl.store(new_ptrs_Q[:, None] + d_D[None, :], k_QD, mask=mask_QD)
     tl.store(new_ptrs_Q[:, None] + V_OFFSET + d_D[None, :], v_QD, mask=mask_QD)
 
-    scores_MQ = scores_of(q_MD, k_QD, None, None, scale_log2, CAP_SCALE)
+    # One maximum of both tiles, so that neither waits for the other.
     seen_MQ = new_Q[None, :] & seen(seq_len_Q - 1, position_M, WINDOW)
-    scores_MQ = tl.where(seen_MQ, scores_MQ, float("-inf"))
-    lowest_M = tl.full([TILE_M], LOWEST, tl.float32)
-    weights_MQ, _, max_M = weigh(scores_MQ, lowest_M, scale_log2)
-    sum_M = sum_of(weights_MQ, None)
+    scores_MQ = tl.where(seen_MQ, scores_of(q_MD, k_QD, None, None, scale_log2, CAP_SCALE), float("-inf"))
+    seen_MN = cached_N[None, :] & seen(keys_N, position_M, WINDOW)
+    scores_MN = tl.where(seen_MN, scores_of(q_MD, k_ND, None, None, scale_log2, CAP_SCALE), float("-inf"))
+    max_M = tl.maximum(tl.maximum(tl.max(scores_MQ, 1), tl.max(scores_MN, 1)), LOWEST)
+    weights_MQ = tl.exp2(scores_MQ * scale_log2 - (max_M * scale_log2)[:, None])
+    weights_MN = tl.exp2(scores_MN * scale_log2 - (max_M * scale_log2)[:, None])
+    sum_M = tl.sum(weights_MQ, 1) + tl.sum(weights_MN, 1)
     acc_MD = add_values(tl.zeros([TILE_M, TILE_D], tl.float32), weights_MQ, v_QD, q_MD.dtype)
-
-    scores_MN = scores_of(q_MD, k_ND, None, None, scale_log2, CAP_SCALE)
-    scores_MN = tl.where(cached_N[None, :] & seen(keys_N, position_M, WINDOW), scores_MN, float("-inf"))
-    weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
-    acc_MD *= rescale_M[:, None]
-    sum_M = sum_M * rescale_M + sum_of(weights_MN, None)
     acc_MD = add_values(acc_MD, weights_MN, v_ND, q_MD.dtype)
     for key in range(first_key + TILE_N, end_key, TILE_N):
         acc_MD, max_M, sum_M = attend_tile(
