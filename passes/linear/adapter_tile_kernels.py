@@ -1,7 +1,7 @@
 """Adapters of many tokens: a program has a window of tokens and one of its slots.
 
-A program gathers the tokens of its slot and multiplies them on tensor cores. So A and B are read once a window, and it
-reads nothing of other slots' tokens. A window has a program for each slot that there may be; where its tokens have
+A program gathers the tokens of its slot and multiplies them on tensor cores. So it reads A and B for several tokens at
+once, and nothing of other slots' tokens. A window has a program for each slot that there may be; where its tokens have
 fewer slots, as those of a prompt, programs that would idle take their part of a slot's tokens. What a program will read
 of A or B is prefetched into the L2 cache before it waits for the kernel before it.
 
