@@ -182,19 +182,21 @@ def test_contexts_that_change_the_splits_of_drafts(
     assert contexts_of_drafts(num_requests, contexts) == expected
 
 
+@pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
 @pytest.mark.parametrize("max_seq_len", [1, 32, 256, 257, 512, 513, 5000, 40960, 1 << 20])
-def test_splits_of_codes_cover_every_context(num_kv_heads: int, max_seq_len: int) -> None:
+def test_splits_of_codes_cover_every_context(num_kv_heads: int, max_seq_len: int, scaled: bool) -> None:
     for num_requests in (1, 2, 3, 16, 17, 66, 67, 400):
-        plan = coded_plan(num_requests, num_kv_heads, max_seq_len, H200_SMS)
+        plan = coded_plan(num_requests, num_kv_heads, max_seq_len, H200_SMS, scaled)
         programs = num_requests * num_kv_heads
         assert 1 <= plan.splits.count <= MAX_SPLITS
         assert plan.splits.count == MAX_SPLITS or plan.splits.count * LONG_SPLIT >= max_seq_len
         is_short = programs <= H200_SMS and max_seq_len <= 512
         assert plan.raw_keys != is_short
-        assert plan.warps == (4 if is_short else 2)
         if is_short:
             assert plan.splits.count == (16 if num_requests <= 2 and max_seq_len > 256 else 1)
+            # All tiles of a context that is not split are under way at once.
+            assert plan.splits.count > 1 or (plan.stages - 1) * plan.keys >= max_seq_len
         elif max_seq_len <= LONG_SPLIT:
             assert plan.splits.count == max(1, min(4 * H200_SMS // programs, -(-max_seq_len // 32), MAX_SPLITS))
 

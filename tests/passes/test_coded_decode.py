@@ -41,9 +41,14 @@ from compiled_engine.passes.rope import rope_attend as op
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NUM_SMS = 132
-# Of a few short contexts, and of any others.
-PLANS = tuple(coded_plan(count, 8, context, NUM_SMS) for count, context in ((8, 256), (16, 16_000)))
-OF_PLANS = pytest.mark.parametrize("plan", PLANS, ids=[f"{plan.keys} keys, {plan.warps} warps" for plan in PLANS])
+# Of a few short contexts with scales of their own, without, and in splits; and of any others.
+PLANS = tuple(
+    coded_plan(count, 8, context, NUM_SMS, scaled)
+    for count, context, scaled in ((8, 256, True), (8, 512, False), (1, 512, True), (16, 16_000, True))
+)
+OF_PLANS = pytest.mark.parametrize(
+    "plan", PLANS, ids=[f"{plan.keys} keys, {plan.warps} warps, {plan.stages} stages" for plan in PLANS]
+)
 OF_STORAGES = pytest.mark.parametrize("storage", [elements.name for elements in CODED])
 POINTERS = {
     "slot_mapping_ptr": "*i64",
@@ -105,7 +110,9 @@ def compiled(storage: str, head_dim: int, group: int, writes: bool, plan: CodedP
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     return triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps, "launch_pdl": True}
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": plan.warps, "launch_pdl": True, "maxnreg": plan.registers or None},
     )
 
 
@@ -138,11 +145,14 @@ def test_it_fits_and_converts_in_registers(
 
 
 def test_the_plan_follows_from_programs_and_contexts() -> None:
-    assert coded_plan(8, 8, SHORT_CONTEXTS[0], NUM_SMS).splits.count == 1
-    assert coded_plan(1, 8, 32_000, NUM_SMS).splits.count == MAX_SPLITS
-    assert coded_plan(16, 8, 16_000, NUM_SMS).splits.count == 4
-    assert coded_plan(256, 8, 2000, NUM_SMS).splits.count == 1
-    assert coded_plan(256, 8, 2 * LONG_SPLIT, NUM_SMS).splits.count == 2
+    def splits(num_requests: int, max_seq_len: int) -> int:
+        return coded_plan(num_requests, 8, max_seq_len, NUM_SMS, True).splits.count
+
+    assert splits(8, SHORT_CONTEXTS[0]) == 1
+    assert splits(1, 32_000) == MAX_SPLITS
+    assert splits(16, 16_000) == 4
+    assert splits(256, 2000) == 1
+    assert splits(256, 2 * LONG_SPLIT) == 2
     assert not exists(16, 8, 128, torch.bfloat16, "cpu")
 
 

@@ -539,8 +539,10 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
 # With these sizes a tile fits into registers; query heads that share a K/V head are rows of a tile.
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
-# Programs of a multiprocessor, by their shared memory.
+# Programs of a multiprocessor, by their registers.
 PROGRAMS = 4
+# Keys of a tile where all tiles of a short context are read at once.
+SHORT_KEYS = 128
 
 
 def serves(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> bool:
@@ -562,25 +564,30 @@ def exists(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
 class CodedPlan:
     """The split of keys; keys of a tile, warps of a program, and stages of the ring buffer of tiles.
 
-    raw_keys: whether the bias of int8 keys is taken off scores, which pays for many tiles.
+    raw_keys: whether the bias of int8 keys is taken off scores, which pays for many tiles. registers: the most of a
+    thread, so that more programs share a multiprocessor; 0: no limit.
     """
 
     splits: Splits
     keys: int = 64
-    warps: int = 2
-    stages: int = 3
+    warps: int = 4
+    stages: int = 2
     raw_keys: bool = True
+    registers: int = 128
 
 
-def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> CodedPlan:
+def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
     """Choose splits and tiles by what a captured graph is keyed by, and the device; see plan_splits.
 
-    max_seq_len: the host's bound of the keys that are read. A few short contexts are not split, and have more warps;
-    otherwise keys are split until a multiprocessor has as many programs as it holds.
+    max_seq_len: the host's bound of the keys that are read. scaled: codes have scales of their own. A few short
+    contexts are not split: all their tiles are under way before the weights of the next kernel. Otherwise keys are split until a multiprocessor has as many programs as it holds.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):
-        return CodedPlan(splits, warps=4, raw_keys=False)
+        if splits.count > 1:
+            return CodedPlan(splits, stages=3, raw_keys=False, registers=0)
+        stages = 1 + next(context for context in SHORT_CONTEXTS if max_seq_len <= context) // SHORT_KEYS
+        return CodedPlan(splits, SHORT_KEYS, 8 if scaled else 4, stages, raw_keys=False, registers=0)
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
     count = min(max(PROGRAMS * num_sms // num_programs, 1), most)
     to_shorten = min(-(-max_seq_len // LONG_SPLIT), MAX_SPLITS)
@@ -667,6 +674,7 @@ def coded_decode(
         STAGES=plan.stages,
         RAW_KEYS=plan.raw_keys,
         GRAIN=GRAIN,
+        maxnreg=plan.registers or None,
         num_warps=plan.warps,
         launch_pdl=True,
     )

@@ -39,7 +39,7 @@ from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
-from compiled_engine.kv_format import is_coded
+from compiled_engine.kv_format import has_scales, is_coded
 
 # Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.
 MIN_SHARED_MEMORY = 96 << 10
@@ -154,7 +154,7 @@ class TritonBackend:
             return
         if facts.num_decodes == facts.num_requests and coded_decode_serves(q_THd, kv_cache_N2PKd):
             context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms)
+            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms, has_scales(kv_cache_N2PKd.dtype))
             coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, plan, scoring)
             return
         if not facts.listed:
@@ -222,7 +222,7 @@ class TritonBackend:
         if coded_decode_serves(q_THd, kv_cache_N2PKd):
             require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
             context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms)
+            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms, has_scales(kv_cache_N2PKd.dtype))
             new = NewKeys(k_TKd, v_TKd, rotation)
             coded_decode(q_THd, new, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, plan, scoring)
             return True
