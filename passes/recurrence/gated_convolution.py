@@ -7,7 +7,7 @@ Without them no pointwise op is left in the pieces, which then need no compiling
 
 from __future__ import annotations
 
-import itertools
+from typing import NamedTuple
 
 from torch import fx
 
@@ -20,44 +20,55 @@ class GatedConvolution(GraphPass):
     name = "gated_convolution"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each convolution with a product on either side. A factor of another shape or a gate that is computed
-        later would break it: no family has one."""
-        calls = map(named, graph.find_nodes(op="call_function", target=CONV_STATE))
-        return sum(bool(factors(call["x_TD"]) or _products(call["out_TD"])) for call in calls)
+        """One for each convolution with a product on either side that can become part of it."""
+        return sum(isinstance(_match(call), _Match) for call in graph.find_nodes(op="call_function", target=CONV_STATE))
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, CONV_STATE, _rewrite)
 
 
-def _rewrite(graph: fx.Graph, call: fx.Node) -> list[Replacement] | str | None:
+class _Match(NamedTuple):
+    """operands: of the input's product; empty if it is none. product, gate: of the result with its gate, or None."""
+
+    operands: tuple[fx.Node, ...]
+    product: fx.Node | None
+    gate: fx.Node | None
+
+
+def _match(call: fx.Node) -> _Match | str | None:
+    """The products of a convolution, why they stay, or None if it has none."""
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]
-    of_input = factors(x)[:1]
-    of_result = [(product, gate) for product in _products(out) for result, gate in factors(product) if result is out]
-    if not (of_input or of_result):
+    operands = next(iter(factors(x)), ())
+    of_result = [(user, gate) for user in out.users for result, gate in factors(user) if result is out]
+    if not (operands or of_result):
         return None
-    if of_input and set(x.users) != {call, out}:
+    product, gate = next(iter(of_result), (None, None))
+    if operands and set(x.users) != {call, out}:
         return "its input is read elsewhere too"
-    if of_result and set(out.users) != {call, of_result[0][0]}:
+    if product is not None and set(out.users) != {call, product}:
         return "its result is read elsewhere too"
-    if any(gate is out or call < gate for _, gate in of_result):
+    if any(each is out or call < each for _, each in of_result):
         return "its gate is computed after it"
-    values = [each.meta["val"] for each in (*itertools.chain(*of_input), *(gate for _, gate in of_result))]
+    values = [each.meta["val"] for each in (*operands, *(each for _, each in of_result))]
     if any((value.shape, value.dtype) != (x.meta["val"].shape, x.meta["val"].dtype) for value in values):
         return "its factors differ in shape or dtype"
-    for first, second in of_input:
-        arguments |= {"x_TD": first, "factor_TD": second}
-    replaced = out
-    for product, gate in of_result:
-        arguments["gate_TD"], replaced = gate, product
+    return _Match(operands, product, gate)
+
+
+def _rewrite(graph: fx.Graph, call: fx.Node) -> list[Replacement] | str | None:
+    match = _match(call)
+    if not isinstance(match, _Match):
+        return match
+    arguments = named(call)
+    replaced = out = arguments["out_TD"]
+    if match.operands:
+        arguments["x_TD"], arguments["factor_TD"] = match.operands
+    if match.product is not None:
+        arguments["gate_TD"], replaced = match.gate, match.product
     with graph.inserting_before(call):
         new_out = graph.node_copy(out, lambda like: arguments["x_TD"])
         emit_named(graph, CONV_STATE, arguments | {"out_TD": new_out})
     graph.erase_node(call)
     replaced.replace_all_uses_with(new_out)
     return [Replacement(replaced.name, new_out)]
-
-
-def _products(out: fx.Node) -> list[fx.Node]:
-    """The products of a result with another value."""
-    return [user for user in out.users if factors(user)]
