@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.other_names import other_name
 from compiled_engine.options import EngineOptions
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import Declaration, JsonSchema, declarations, plain, unknown_name_message
@@ -225,7 +226,11 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     for written, value in values.items():
         name, negates = names.get(str(written).replace("-", "_"), (None, False))
         if name is None:
-            raise typer.BadParameter(unknown_name_message(f"{str(path)!r} has the unknown option", str(written), names))
+            what = f"{str(path)!r} has the unknown option"
+            flags = {parameter: known for known, (parameter, _) in names.items()}
+            if (instead := other_name(str(written), flags)) is not None:
+                raise typer.BadParameter(f"{what} {str(written)!r}; {instead}")
+            raise typer.BadParameter(unknown_name_message(what, str(written), names))
         if isinstance(value, dict) or value is None:
             raise typer.BadParameter(f"{written} in {str(path)!r} must be a value or a list, got {value!r}")
         if negates and not isinstance(value, bool):

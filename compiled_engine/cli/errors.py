@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from compiled_engine.cli.other_names import other_name
 from compiled_engine.process.child import replace_missing_streams
 
 # click's UsageError: recent versions of typer have their own copy of click.
@@ -106,7 +107,7 @@ class OneLineErrors(TyperGroup):
         except UsageError as error:
             if not error.format_message():  # no command was given: its help was shown
                 sys.exit(0)
-            _exit_with(f"{error.format_message()}{_origin(error, given)}")
+            _exit_with(_of_another_engine(error) or f"{error.format_message()}{_origin(error, given)}")
         except BadInputError as error:
             _exit_with(str(error))
         except OSError as error:
@@ -117,6 +118,16 @@ class OneLineErrors(TyperGroup):
         except (typer.Abort, KeyboardInterrupt):
             sys.exit(130)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _of_another_engine(error: Any) -> str | None:
+    """The message for an option that the command does not have, but another engine; None for other errors."""
+    written, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if context is None or not written or any(written in parameter.opts for parameter in context.command.params):
+        return None
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    instead = other_name(written, flags)
+    return None if instead is None else f"No such option: {written}; {instead}"
 
 
 def _origin(error: Any, given: Sequence[str]) -> str:

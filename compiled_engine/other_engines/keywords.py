@@ -187,6 +187,7 @@ HONOURED: Rows = {
         },
     ),
     "num_gpu_blocks_override": Honoured("`num_blocks`", "num_blocks"),
+    "override_pooler_config": Honoured("`pooler_config`", "pooler_config"),
     "kvcache_block_size": Honoured("`block_size`", "block_size"),
     "num_kvcache_blocks": Honoured("`num_blocks`; -1 is what fits", "num_blocks", nothing=(-1,)),
     "device_ids": Honoured("`device`, for a list of one", read="one device"),
@@ -255,6 +256,12 @@ NOT_SUPPORTED: Rows = {
     **only("diffusion", "use an autoregressive model", diffusion_config=({},)),
     **only("the option task", "give runner and convert", task=("auto", "generate")),
     **only("a prompt given as embeddings", "give token ids", enable_prompt_embeds=False),
+    **only(
+        "naming adapters for the whole engine",
+        "give enable_lora, and lora_request=LoRARequest(name, 1, path) to each call, or --lora-modules name=path to "
+        "compiled-engine serve",
+        lora_modules=([],),
+    ),
     **only(
         "offloading weights or the KV cache to the host",
         "use a smaller model or a device with more memory",

@@ -215,6 +215,12 @@ main()
 BAD_INPUT = [
     (["generate"], "Missing option '--prompt'."),
     (["generate", "--promt", "a"], "No such option: --promt"),
+    (["generate", "--override-pooler-config", "{}"], "No such option: --override-pooler-config; use --pooler-config"),
+    (["generate", "--lora-modules", "a=b"], "--lora-modules; naming adapters for the whole engine is not supported;"),
+    (["serve", "--enforce-eager"], 'No such option: --enforce-eager; here: mode="eager"'),
+    (["serve", "--compilation-config", "3"], "--compilation-config; its keys are options of their own here"),
+    (["config", "--trust-remote-code"], "--trust-remote-code; leave it out: no code of a checkpoint is ever run"),
+    (["bench", "plot", "--enable-lora"], "No such option: --enable-lora"),
     (["confg"], "No such command 'confg'."),
     (["generate", "--prompt", "a", "--max-tokens", "many"], "(got 'many')"),
     (["generate", "--prompt", "a", "--max-tokens=many"], "Invalid value for '--max-tokens': "),

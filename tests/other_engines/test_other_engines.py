@@ -40,6 +40,7 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("block_size", 32, {"block_size": 32}),
     ("kvcache_block_size", 256, {"block_size": 256}),
     ("num_gpu_blocks_override", 9, {"num_blocks": 9}),
+    ("override_pooler_config", {"normalize": False}, {"pooler_config": {"normalize": False}}),
     ("num_kvcache_blocks", 9, {"num_blocks": 9}),
     ("num_kvcache_blocks", -1, {}),
     ("enable_prefix_caching", False, {"enable_prefix_caching": False}),
@@ -203,6 +204,7 @@ def test_all_keywords_without_effect_are_in_one_warning() -> None:
             {"num_blocks": 4, "num_gpu_blocks_override": 5},
             "num_gpu_blocks_override makes num_blocks 5, but num_blocks is 4",
         ),
+        ({"lora_modules": ["a=b"]}, "lora_modules is .*give enable_lora, and lora_request=.*allowed: \\[\\], None"),
     ],
 )
 def test_a_value_that_cannot_be_honoured_is_an_error(keywords: dict[str, Any], message: str) -> None:

@@ -1,0 +1,28 @@
+"""What an option of another engine is called here: the answer to one that a command does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, WithoutEffect
+from compiled_engine.schema import plain
+
+
+def other_name(written: str, flags: Mapping[str, str]) -> str | None:
+    """Return what to do instead of giving an option of another engine; None for a name that none has.
+
+    written: with or without dashes in front, and with dashes or underscores between words. flags: how the command
+    writes its own options, by their names.
+    """
+    match KEYWORDS.get(written.lstrip("-").replace("-", "_")):
+        case Honoured(option=str(option)) if option in flags:
+            return f"use {flags[option]}"
+        case Honoured(means=means, option=None):
+            return f"here: {plain(means)}"
+        case Only(feature=feature, instead=instead):
+            return f"{feature} is not supported; {instead}"
+        case Nested():
+            return "its keys are options of their own here, see docs/switching.md"
+        case WithoutEffect(reason=reason):
+            return f"leave it out: {reason}"
+    return None
