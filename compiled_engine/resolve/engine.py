@@ -24,8 +24,10 @@ from compiled_engine.config import (
     local_share,
 )
 from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
-from compiled_engine.models.checkpoint.adapter_folder import read_adapter
-from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.checkpoint.adapter_folder import OUTPUT, read_adapter
+from compiled_engine.models.checkpoint.build_model import build_tensors
+from compiled_engine.models.checkpoint.config_reader import DEFAULT_IGNORE, read_model_config
+from compiled_engine.models.checkpoint.linear_names import linear_names, require_linears
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
 from compiled_engine.options import EngineOptions
 from compiled_engine.pooling import PoolerConfig
@@ -89,6 +91,10 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
                 )
             model = replace(model, tie_word_embeddings=False)
             reasons["model.tie_word_embeddings"] = "the merged adapter changes the embedding or the output projection"
+    # A model that pools has no head, and few have routers: to leave these as they are is always right.
+    if asked := [each for each in options.quantization_ignore if each not in (OUTPUT, *DEFAULT_IGNORE)]:
+        names = linear_names(build_tensors(model, resolve_cache_dir(options)))
+        require_linears("quantization_ignore", asked, names)
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)

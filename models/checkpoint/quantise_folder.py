@@ -24,6 +24,7 @@ from torch import nn
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.linear_names import require_linears
 from compiled_engine.models.checkpoint.match_tensors import match_tensors
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors
@@ -101,9 +102,7 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
         if isinstance(layer, nn.Linear)
     }
     reasons |= _experts(tensors, dict(model.named_parameters(remove_duplicate=False)), read)
-    if unused := [target for target in asked if not any(matches(target, module) for module in reasons)]:
-        known = name_some([*reasons])
-        raise ValueError(f"ignore has {unused[0]!r}, which matches no linear of the model; it has {known}")
+    require_linears("ignore", asked, reasons)
 
     schemes: dict[str, LinearScheme] = {}
     kept: dict[str, str] = {}

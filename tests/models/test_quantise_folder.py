@@ -220,7 +220,7 @@ def make_infinite(tensors: dict[str, torch.Tensor]) -> None:
         (["plain", "out"], "Missing option '--scheme'."),
         (["nowhere", "out", "--scheme", "fp8"], "nowhere/config.json is missing"),
         (["fp8", "out", "--scheme", "fp8"], "fp8', which is quantised already, with compressed-tensors; allowed: a "),
-        (["plain", "out", "--scheme", "fp8", "--ignore", "lm_hed"], "ignore has 'lm_hed', which matches no linear"),
+        (["plain", "out", "--scheme", "fp8", "--ignore", "lm_hed"], "no linear of the model; did you mean 'lm_head'?"),
         (["plain", "out", "--scheme", "fp8", "--ignore", "re:.*"], "there is no linear to quantise"),
         (["plain", "out", "--scheme", "fp8", "--ignore", "re:("], "has 're:(': missing )"),
         (["plain", "out", "--scheme", "fp8", "--text", "plain/config.jsn"], "config.jsn', which cannot be read: "),

@@ -1,0 +1,48 @@
+"""Names of a model's linears, and the check that what is to stay unquantised is among them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import nn
+
+from compiled_engine.models.checkpoint.safetensors_files import name_some
+from compiled_engine.models.textbook.experts import Experts
+from compiled_engine.quantisation import matches
+from compiled_engine.schema import nearest
+
+_WEIGHT = ".weight"
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the names that rules of quantisation are compared with: of linears, and of matrices of experts.
+
+    model: textbook, or parameters alone, which do not show what is an embedding: its name is returned too.
+    """
+    return list(dict.fromkeys(_names(model)))
+
+
+def require_linears(option: str, targets: Sequence[str], names: Collection[str]) -> None:
+    """Raise ValueError for a target (see quantisation.Rule) that matches none of the names."""
+    unused = next((target for target in targets if not any(matches(target, name) for name in names)), None)
+    if unused is None:
+        return
+    near = nearest(unused, names)
+    if near is None and any(name.endswith(f".{unused}") for name in names):
+        near = rf"re:.*\.{unused}$"
+    known = f"it has {name_some([*names])}" if near is None else f"did you mean {near!r}?"
+    raise ValueError(f"{option} has {unused!r}, which matches no linear of the model; {known}")
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, own = name.rpartition(".")
+        module = modules[owner]
+        if isinstance(module, Experts):
+            if own == "gate_up_proj":
+                yield from (f"{owner}.{each.removesuffix(_WEIGHT)}" for each, _, _ in module.checkpoint_tensors())
+        elif parameter.dim() == 3 or (
+            parameter.dim() == 2 and own == "weight" and not isinstance(module, nn.Embedding)
+        ):
+            yield name.removesuffix(_WEIGHT)
