@@ -156,7 +156,7 @@ def _check_space(out: Path, plan: QuantisePlan) -> None:
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    from compiled_engine.models.checkpoint.safetensors_files import name_some
+    from compiled_engine.models.checkpoint.file_names import name_some
 
     lines = [
         f"{result['quantised']} linears in {result['scheme']}; "

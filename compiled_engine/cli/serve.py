@@ -10,6 +10,7 @@ import typer
 
 from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Command, arguments_of, read_config_file, takes_options
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.options import EngineOptions
 from compiled_engine.server.options import Limits, ServerOptions
 
 if TYPE_CHECKING:
@@ -67,12 +68,15 @@ def serve(
         raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
     _require_packages()
     with bad_input_is_reported():
-        from compiled_engine.server.api_servers import ApiServers
-        from compiled_engine.server.lora_modules import check_adapter_options
-        from compiled_engine.server.run import bind, first_signal_interrupts
+        from compiled_engine.server.lora_modules import check_adapter_folders, check_adapter_options
 
         options = ServerOptions(**server, limits=Limits(**limits))
         check_adapter_options(options, bool(engine.get("enable_lora")))
+        check_adapter_folders(options, engine.get("max_lora_rank", EngineOptions.max_lora_rank))
+
+        from compiled_engine.server.api_servers import ApiServers
+        from compiled_engine.server.run import bind, first_signal_interrupts  # imports torch
+
         bound = bind(options)
     others = ApiServers(options, bound)
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compiled_engine.messages import AdapterRef
+from compiled_engine.models.checkpoint.adapter_files import require_rank, stamp
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.folders import resolve_adapter_folder
 
@@ -67,8 +68,6 @@ class AdapterFinder:
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, or a list with one or None a prompt, got {request!r}")
-        from compiled_engine.models.checkpoint.adapter_folder import stamp  # imports torch
-
         if self._config is None:
             raise ValueError(f"lora_request is {request.lora_name!r}, but enable_lora is False; allowed: None")
         named = str(request.lora_path)
@@ -86,8 +85,6 @@ class AdapterFinder:
 
     def has_read(self, request: LoRARequest) -> bool:
         """Return whether `find` need not read files for the request."""
-        from compiled_engine.models.checkpoint.adapter_folder import stamp  # imports torch
-
         folder = self._folders.get(str(getattr(request, "lora_path", "")))
         try:
             return folder is not None and self._digests[folder][0] == stamp(folder)
@@ -113,6 +110,5 @@ class AdapterFinder:
         adapter = read_adapter(folder)
         if (reason := adapter.merged_only()) is not None:
             raise ValueError(f"{folder}: {reason}; allowed: merge_adapter, which merges it into the base model")
-        if adapter.rank > (most := self._config.max_lora_rank):
-            raise ValueError(f"{folder} has rank {adapter.rank}; allowed: up to max_lora_rank, {most}")
+        require_rank(folder, adapter.rank, self._config.max_lora_rank)
         return adapter.digest

@@ -70,6 +70,12 @@ def resolve_adapter_folder(field: str, named: str | Path, download_dir: str | Pa
     return find_adapter(repository, progress).path
 
 
+def local_adapter_folder(named: str | Path) -> Path | None:
+    """The folder that names an adapter; None for a name on the hub."""
+    is_on_hub = isinstance(named, str) and _HUB_NAME.fullmatch(named) is not None and not Path(named).exists()
+    return None if is_on_hub else Path(named).expanduser()
+
+
 def resolve_cache_dir(options: EngineOptions) -> Path | None:
     """Return the folder of compiled artifacts; None to keep none."""
     if not options.compile_cache:

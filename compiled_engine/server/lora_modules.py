@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.models.checkpoint.adapter_files import require_adapter
+from compiled_engine.resolve.folders import local_adapter_folder
 from compiled_engine.server.options import ServerOptions
 
 
@@ -25,6 +27,17 @@ def check_adapter_options(options: ServerOptions, enable_lora: bool) -> None:
         if getattr(options, name) and not enable_lora:
             raise ValueError(f"{name} is {getattr(options, name)}, but enable_lora is False; allowed: ()")
     adapters_of(options)
+
+
+def check_adapter_folders(options: ServerOptions, max_lora_rank: int) -> None:
+    """Raise ValueError for a folder of `lora_modules` that holds no adapter, or one of a larger rank. Tensors are not
+    read, and names on the hub not looked up."""
+    for request in adapters_of(options):
+        if (folder := local_adapter_folder(request.lora_path)) is not None:
+            try:
+                require_adapter(folder, max_lora_rank)
+            except ValueError as error:
+                raise ValueError(f"lora_modules has {request.lora_name!r}: {error}") from error
 
 
 def _name_and_path(entry: str) -> tuple[str, str]:

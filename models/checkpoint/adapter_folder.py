@@ -7,7 +7,6 @@ lora_alpha / r, or with rslora lora_alpha / sqrt(r) (Kalajdzievski, arXiv:2312.0
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections import Counter
@@ -16,20 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
-from compiled_engine.models.checkpoint.safetensors_files import PICKLE_PATTERNS, STORED_DTYPES, name_some
+from compiled_engine.models.checkpoint.adapter_files import (
+    LOW_RANK,
+    PREFIX,
+    WEIGHTS_FILE,
+    digest_of,
+    open_weights,
+    read_adapter_config,
+)
+from compiled_engine.models.checkpoint.file_names import name_some
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 # The modules that may be tied, as textbook models and most of transformers' name them.
 OUTPUT, EMBEDDING = "lm_head", "embed_tokens"
-# Kinds of initialisation that change the weights of the base model, which the folder does not have.
-_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Fields of adapter_config.json that must have none of these values, since they change what an adapter computes.
-_UNSUPPORTED = ("layer_replication", "alora_invocation_tokens", "trainable_token_indices", "megatron_config")
-_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<matrix>[AB])(\.weight)?")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
 # Whether a bias was trained, the config says.
 _BASE, _BASE_BIAS = ".base_layer.weight", ".base_layer.bias"
@@ -91,35 +91,9 @@ class Adapter:
         return None
 
 
-def stamp(folder: Path) -> tuple[tuple[int, ...], ...]:
-    """Return what tells a replaced file from the one that was read, without reading it. Raises ValueError if a file is
-    missing."""
-    found = []
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        try:
-            status = (folder / name).stat()
-        except OSError:
-            raise _missing(folder, name) from None
-        found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(found)
-
-
-def digest_of(folder: Path) -> str:
-    """Return the SHA-256 of both files, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
 def read_adapter(folder: Path) -> Adapter:
     """Read a folder. Raises ValueError, one line with the folder, for what is missing, damaged or not supported."""
-    stamp(folder)
-    fields = JsonFields.from_file(folder / CONFIG_FILE)
-    if (kind := fields.text("peft_type", "LORA")) != "LORA":
-        raise fields.error("peft_type", f"LORA; {kind} is not supported")
-    _check_config(fields)
+    fields = read_adapter_config(folder)
     tensors = _tensors(folder)
     low_rank: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
     magnitudes: dict[str, torch.Tensor] = {}
@@ -127,7 +101,7 @@ def read_adapter(folder: Path) -> Adapter:
     bases: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix(PREFIX)
-        if (match := _LOW_RANK.fullmatch(name)) is not None:
+        if (match := LOW_RANK.fullmatch(name)) is not None:
             key = match["module"], match["embedding"] is not None
             low_rank.setdefault(key, {})[match["matrix"]] = tensor
         elif (match := _MAGNITUDE.fullmatch(name)) is not None:
@@ -175,33 +149,13 @@ def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _check_config(fields: JsonFields) -> None:
-    initial = fields.values.get("init_lora_weights")
-    if isinstance(initial, str) and initial.lower().startswith(_CHANGED_BASES):
-        raise fields.error("init_lora_weights", "one that keeps the base weights; PEFT can convert it while saving")
-    for name in _UNSUPPORTED:
-        if fields.values.get(name):
-            raise fields.error(name, "null")
-    if fields.values.get("bias", "none") != "none":
-        raise fields.error("bias", "'none'")
-    if fields.boolean("lora_bias", False):
-        raise fields.error("lora_bias", "false")
-
-
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / WEIGHTS_FILE
-    if is_lfs_pointer(path):
-        raise ValueError(describe_lfs_pointer(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    with open_weights(folder, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED_DTYPES:
-            raise ValueError(
-                f"{path}: {name} has the dtype {tensor.dtype}; allowed: {', '.join(map(str, STORED_DTYPES))}"
-            )
+            allowed = ", ".join(map(str, STORED_DTYPES))
+            raise ValueError(f"{folder / WEIGHTS_FILE}: {name} has the dtype {tensor.dtype}; allowed: {allowed}")
     return tensors
 
 
@@ -249,11 +203,3 @@ def _by_pattern(patterns: JsonFields, module: str) -> float | None:
         if matched:
             return patterns.number(pattern)
     return None
-
-
-def _missing(folder: Path, name: str) -> ValueError:
-    if not folder.is_dir():
-        return ValueError(f"{folder} is no folder; allowed: a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
-    instead = f"; {name_some(pickles)} is a pickle file, which can run code: save the adapter as safetensors"
-    return ValueError(f"{folder / name} is missing{instead if pickles and name == WEIGHTS_FILE else ''}")

@@ -25,9 +25,10 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
-from compiled_engine.models.checkpoint.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from compiled_engine.models.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
-from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files, name_some
+from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files
 from compiled_engine.process.progress import Advance, Progress
 
 # The files with the vocabulary come last, so that where one of them is in the cache the others are, too.

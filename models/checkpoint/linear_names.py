@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
-from compiled_engine.models.checkpoint.safetensors_files import name_some
+from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.textbook.experts import Experts
 from compiled_engine.quantisation import matches
 from compiled_engine.schema import nearest

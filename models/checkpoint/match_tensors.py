@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.mxfp4 import BYTES
 from compiled_engine.models.checkpoint.pooling_folder import POOLER
 from compiled_engine.models.checkpoint.quantised_tensors import KV_SCALES, Stored, encoded, find_stored
-from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
 from compiled_engine.models.foreign.placement import Placement, Span
 from compiled_engine.models.foreign.weights import find_weight_plan
 from compiled_engine.models.textbook.experts import Experts

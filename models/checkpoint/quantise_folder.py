@@ -23,6 +23,7 @@ from torch import nn
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.models.checkpoint.file_names import PICKLE_PATTERNS, name_some
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.linear_names import require_linears
 from compiled_engine.models.checkpoint.match_tensors import match_tensors
@@ -30,10 +31,8 @@ from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors
 from compiled_engine.models.checkpoint.safetensors_files import (
     INDEX,
-    PICKLE_PATTERNS,
     find_shards,
     map_tensors,
-    name_some,
 )
 from compiled_engine.models.checkpoint.safetensors_writer import Described, SafetensorsWriter
 from compiled_engine.models.checkpoint.wrappers import text_tensors

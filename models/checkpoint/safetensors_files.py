@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from compiled_engine.models.checkpoint.file_names import name_some, pickle_names
 from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -39,7 +39,7 @@ def _shards(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
+        pickles = pickle_names(folder)
         found = f"only pickle files, which can run code: {name_some(pickles)}" if pickles else "none"
         raise ValueError(f"{folder} must hold weights as *.safetensors files, found {found}")
     return shards
@@ -77,11 +77,6 @@ def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def indexed_files(folder: Path) -> list[str]:
     """The names of the files that the index in the folder lists. Raises ValueError for a damaged index."""
     return sorted(set(_weight_map(folder).values()))
-
-
-def name_some(names: list[str], most: int = 10) -> str:
-    """The first names, and how many there are if that is more."""
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.models.checkpoint.adapter_folder import digest_of, read_adapter, stamp
+from compiled_engine.models.checkpoint.adapter_files import digest_of, stamp
+from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.models.checkpoint.adapter_folder import digest_of
+from compiled_engine.models.checkpoint.adapter_files import digest_of
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.parameter import CODES, KEPT, WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS

@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import psutil
 import pytest
+import torch
 import typer
+from adapter_folders import make_adapter
 from serve_process import SMALL, Served, served
 from typer.testing import CliRunner
 
 import compiled_engine.cli.serve as cli_serve
 from compiled_engine.cli.app import app
 from compiled_engine.cli.arguments import read_config_file
+from compiled_engine.server.lora_modules import check_adapter_folders
+from compiled_engine.server.options import ServerOptions
 
 
 @pytest.fixture
@@ -136,6 +143,50 @@ def test_options_of_adapters_are_checked_before_the_engine_starts(
     monkeypatch.setattr(cli_serve, "_start", lambda *given: pytest.fail("it starts"))
     result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
     assert (result.exit_code, message in result.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters, and folders that are none."""
+    folder = tmp_path_factory.mktemp("adapters")
+    linear = torch.nn.Sequential(OrderedDict(q_proj=torch.nn.Linear(8, 8))).requires_grad_(False)
+    for name, config in {"rank_4": {}, "bias": {"bias": "all"}, "other": {"peft_type": "IA3"}, "damaged": {}}.items():
+        make_adapter(folder / name, linear, 4, targets=("q_proj",), **config)
+    (folder / "damaged" / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("./nowhere", "lora_modules has 'a': nowhere is no folder; allowed: a folder with adapter_config.json and "),
+        ("empty", "lora_modules has 'a': empty/adapter_config.json is missing"),
+        ("bias", "bias must be 'none', got 'all'"),
+        ("other", "peft_type must be LORA; IA3 is not supported, got 'IA3'"),
+        ("damaged", "damaged/adapter_model.safetensors is damaged: "),
+        ("rank_4", "lora_modules has 'a': rank_4 has rank 4; allowed: up to max_lora_rank, 2"),
+    ],
+)
+def test_adapters_are_checked_before_anything_heavy_is_imported(path: str, message: str, folders: Path) -> None:
+    program = f"""
+import sys
+sys.modules["torch"] = None
+from compiled_engine.cli import main
+sys.argv[1:] = ["serve", "--port", "0", "--enable-lora", "--max-lora-rank", "2", "--lora-modules", "a={path}"]
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=folders)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert message in line
+
+
+def test_adapters_that_the_engine_may_have_are_left_to_it(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names on the hub as well, which are not looked up."""
+    monkeypatch.chdir(folders)
+    given = ("a=rank_4", "b=org/name", '{"name": "c", "path": "org/name@main"}')
+    check_adapter_folders(ServerOptions(lora_modules=given), 4)
 
 
 def test_a_wrong_value_of_the_environment_is_named() -> None:
