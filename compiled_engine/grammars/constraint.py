@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from threading import Event
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # llguidance's words: a grammar that allows no byte and does not allow the end, and the end of an error without a dump.
 _NOTHING_MAY_COME = "NoExtensionBias"
 _SUFFIX = "\n<non-verbose/>"
+# Lines of an error that repeat the grammar, and those that point into the line above.
+_POINTER = re.compile(r"\s*(\^*|\d+ \| .*)\s*")
 NO_TEXT = "no text has this form: its rules contradict each other, or lead to each other without end"
 
 
@@ -62,8 +65,9 @@ def failure_text(matcher: LLMatcher) -> str:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """The error of a matcher; empty if there is none."""
-    error = matcher.get_error().removesuffix(_SUFFIX)
+    """The error of a matcher as one line; empty if there is none."""
+    lines = matcher.get_error().removesuffix(_SUFFIX).splitlines()
+    error = " ".join(line.strip() for line in lines if not _POINTER.fullmatch(line))
     return NO_TEXT if error == _NOTHING_MAY_COME else error
 
 

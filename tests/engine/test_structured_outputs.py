@@ -212,6 +212,9 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {"type": "strng"}}, "structured_outputs: Invalid type: strng"),
         ({"json": {"not": {}}}, r'structured_outputs: Unimplemented keys: \["not"\]'),
         ({"regex": "(?=a)b"}, "look-ahead"),
+        ({"regex": "("}, r"structured_outputs: .*regex parse error: \( error: unclosed group$"),
+        ({"grammar": 'start: "a" b\n'}, 'unknown name: "b"$'),
+        ({"json": {"type": "string", "pattern": "("}}, r"regex parse error: \( error: unclosed group$"),
         ({"regex": ""}, "structured_outputs.regex must not be empty"),
         ({"choice": []}, "structured_outputs.choice must have at least one string"),
         ({"choice": ["a", ""]}, r"structured_outputs.choice\[1\] must not be empty"),
@@ -229,6 +232,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(llm: LLM, given: dict[st
         llm.generate(PROMPTS[0], structured(given), use_tqdm=False)
     assert llm.metrics()["steps"] == steps
     assert len(str(caught.value)) < 2000
+    assert "\n" not in str(caught.value)
 
 
 def test_objects_are_closed_where_that_is_asked_for() -> None:
