@@ -64,7 +64,7 @@ def render_chat(
     may refuse the text before it is tokenised.
 
     Raises TypeError or ValueError, naming the message and what is wrong: no template, a message of the wrong
-    form, a role that the template does not know, or what the template itself objects to.
+    form, a role or tools that the template does not know, or what the template itself objects to.
     """
     from jinja2 import TemplateError
 
@@ -73,6 +73,8 @@ def render_chat(
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt must be False when continue_final_message is True")
     template = choose_template(tokenizer.chat_template, chat_template, tools)
+    if tools and "tools" not in template:
+        raise ValueError(f"tools has {len(tools)} entries, but the chat template has no place for them; allowed: None")
     further = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(further, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict or None, got {further!r}")

@@ -36,6 +36,8 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     asked = await asked_form(serving.forms, fields.response_format, fields.structured_outputs, form_field)
     use = tool_use(fields.tool_choice, fields.tools, one_call=fields.parallel_tool_calls is False)
     tools = None if use is None else fields.tools
+    limits = serving.options.limits
+    shown_tools = tools_for_template(tools, chat, limits)
     if use is not None and chat.tools is None:
         if not use.required:
             raise bad_request(
@@ -47,14 +49,11 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     more = _more(fields)
     if tools and chat.tools is not None and chat.tools.has_special_tokens and fields.skip_special_tokens is None:
         more["skip_special_tokens"] = False
-    params = sampling_params(
-        fields, serving.default_chat_params(), serving.options.limits, serving.max_answer_tokens, **more
-    )
-    limits = serving.options.limits
+    params = sampling_params(fields, serving.default_chat_params(), limits, serving.max_answer_tokens, **more)
     continues = bool(fields.continue_final_message)
     text, token_ids = await chat.render(
         messages_for_template(fields.messages, chat, limits),
-        tools_for_template(tools, chat, limits),
+        shown_tools,
         chat.settings(fields.chat_template_kwargs, fields.reasoning_effort),
         add_generation_prompt=not continues and fields.add_generation_prompt is not False,
         continue_final_message=continues,

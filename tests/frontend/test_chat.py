@@ -102,6 +102,12 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "add_generation_prompt must be False when continue_final_message is True",
     ),
+    (
+        [USER],
+        {"chat_template": "{{ messages[0].content }}", "tools": [{"type": "function", "function": {"name": "add"}}]},
+        ValueError,
+        "tools has 1 entries, but the chat template has no place for them; allowed: None",
+    ),
 ]
 
 

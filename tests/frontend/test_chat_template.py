@@ -142,6 +142,8 @@ def test_prompts_are_those_of_transformers(
     expected = text_or_error(
         lambda: tokenizer.hf.apply_chat_template(messages, chat_template=source, tokenize=False, **plain)
     )
+    if "tools" in asked and "tools" not in source:  # transformers drops them
+        expected = "it fails"
     assert text_or_error(lambda: render_chat(tokenizer, messages, chat_template=source, **asked).text) == expected
 
 
@@ -225,7 +227,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
 
     config.write_text(json.dumps({"chat_template": "field"}))
     check("field")
-    several = [{"name": "default", "template": "first"}, {"name": "tool_use", "template": "second"}]
+    several = [{"name": "default", "template": "first"}, {"name": "tool_use", "template": "second{# tools #}"}]
     config.write_text(json.dumps({"chat_template": several}))
     check("first")
     check("second", tools=[TOOL])

@@ -261,3 +261,10 @@ def test_what_is_refused_is_named(client: openai.OpenAI, path: str, body: dict[s
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
     assert param.split("[", maxsplit=1)[0] in caught.value.message
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_no_choice_helps_where_the_template_has_no_place_for_tools(client: openai.OpenAI, choice: Any) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(openai.BadRequestError, match="chat template has no place for them"):
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=tools, tool_choice=choice)
