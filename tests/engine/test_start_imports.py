@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,8 +84,8 @@ def test_the_engine_itself_and_placing_a_model_import_no_compiler() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_warm_start_imports_no_compiler(device: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"device": device, "mode": "compiled", "max_model_len": 64, "cache_dir": str(tmp_path)}
+def test_a_warm_start_imports_no_compiler(device: str) -> None:
+    options: dict[str, Any] = {"device": device, "mode": "compiled", "max_model_len": 64}
     LLM(progress=False, **options).close()
     (modules,) = modules_of(API, **options)
     assert sorted((NEVER | COMPILERS) & modules) == []
