@@ -1,4 +1,4 @@
-"""Replicas on two nodes of a Ray cluster on this machine, each of two ranks; one of the nodes is killed under load."""
+"""Replicas on two nodes of a Ray cluster on this machine; one of the nodes is killed under load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ENGINE: dict[str, Any] = SMALL | {
     "num_blocks": 128,
     "logits_processors": [NAME],
 }
-ON_RAY: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 2, "distributed_executor": "ray"}
+ON_RAY: dict[str, Any] = {"data_parallel_size": 2, "distributed_executor": "ray"}
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
 SLOW: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "extra_args": {"fault": "slow"}}
 PARAMS = [
@@ -89,17 +89,27 @@ def cores(temporary: Path) -> list[psutil.Process]:
     return found
 
 
-def test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+# The ranks of a replica are launched by its core, and end with it, on a node as here.
+TWO_RANKS = pytest.mark.shown_by(
+    "processes/test_ray.py::test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed",
+    "processes/test_launched_workers.py::test_they_end_with_who_launched_them",
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=TWO_RANKS)])
+def test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed(
+    num_ranks: int, cluster: Cluster, tmp_path: Path
+) -> None:
     with LLM(**ENGINE) as one:
         wanted = one.generate(TEXTS, PARAMS, use_tqdm=False)
     with pytest.raises(
         ValueError, match=r"data_parallel_size is 5, .* 1 CPU on one node.* 2 nodes.*allowed: at most 4"
     ):
         LLM(**ENGINE | {"data_parallel_size": 5, "distributed_executor": "ray"})
-    with LLM(**ENGINE, **ON_RAY) as two:
+    with LLM(**ENGINE, **ON_RAY, tensor_parallel_size=num_ranks) as two:
         assert tokens(two.generate(TEXTS, PARAMS, use_tqdm=False)) == tokens(wanted)
         metrics = two.metrics()
-        assert metrics["collectives"] == "gloo"
+        assert num_ranks == 1 or metrics["collectives"] == "gloo"
         assert min(replica["generated_tokens"] for replica in metrics["replicas"]) > 0
         nodes = {
             bundle
