@@ -16,16 +16,19 @@ TORCH := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/n
 # the other.
 PARALLEL := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then :; else echo '-n 3 --dist loadfile --no-loadscope-reorder'; fi)
 
-.PHONY: demo test test-all test-gpu lint typecheck unit clean
+.PHONY: demo test test-all test-gpu lint typecheck bytecode unit clean
 
 demo: $(VENV)/.installed
 	$(BIN)/compiled-engine demo
 
-test: lint typecheck unit
+# Types are checked by one process: meanwhile another core reads the tests, once for all processes that run them.
+test: $(VENV)/.installed
+	$(MAKE) -j2 lint typecheck bytecode
+	$(MAKE) unit
 
 # With every case of the tests that are products, of which `test` runs a few, and those that others show.
-test-all: PYTEST_OPTIONS := --all
-test-all: lint typecheck unit
+test-all:
+	$(MAKE) test PYTEST_OPTIONS=--all
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -37,6 +40,10 @@ typecheck: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target .build/site .
 	cd .build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p compiled_engine
 	rm -rf build .build
+
+# pytest rewrites the asserts of each file, which takes longer than to import it.
+bytecode: $(VENV)/.installed
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only --quiet >/dev/null || true  # `unit` says why
 
 # Tests start some hundred processes. Each would compile our modules once more where Python may keep no bytecode.
 unit: $(VENV)/.installed
