@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from pass_cases import CPU, QWEN3, RANGES
@@ -157,11 +158,14 @@ def test_compiled_and_recorded_engines_read_it(expected: list[list[int]]) -> Non
 
 
 @pytest.mark.usefixtures("registered")
-def test_measurements_of_a_forward_and_the_verifier_give_it_padding() -> None:
+def test_measurements_of_a_forward_and_the_verifier_give_it_padding(tmp_path: Path) -> None:
     """Which changes nothing."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 32}
     config = resolve(
-        EngineOptions(device="cpu", block_size=BLOCK_SIZE, strict_passes=True, verify_passes=True, **limits)
+        EngineOptions(
+            model=tmp_path, device="cpu", block_size=BLOCK_SIZE, strict_passes=True, verify_passes=True, **limits
+        )
     )
     assert SignBySlot.name in config.compile.passes
     model = fuse(config, verify=True)
