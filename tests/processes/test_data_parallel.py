@@ -193,6 +193,7 @@ def test_a_server_stays_healthy_while_a_replica_lives() -> None:
             reader.start()
         while sum(figure(server, "replica_requests_running")) < 6:
             assert server.process.poll() is None
+            time.sleep(0.02)
         replicas[1].kill()
         for reader in readers:
             reader.join(60)

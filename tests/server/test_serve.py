@@ -85,6 +85,7 @@ def wait_for_tokens(server: Served, headers: dict[str, str] | None = None) -> No
         text := httpx.get(f"{server.url}/metrics", headers=headers).text
     ) or re.search(r"num_requests_running\{.*\} 0", text):
         assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def wait_for_no_listener(server: Served) -> None:
@@ -92,6 +93,7 @@ def wait_for_no_listener(server: Served) -> None:
     with contextlib.suppress(httpx.TransportError):
         while httpx.get(f"{server.url}/health"):
             assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_the_death_of_the_core_ends_the_server(config: Path) -> None:
