@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,10 @@ ONLINE = {
 }
 
 
-@dataclass(frozen=True)
-class Rounding:
+# Each call of a linear finds what it knows of its scheme by it: a tuple's hash costs the host less than a dataclass's.
+
+
+class Rounding(NamedTuple):
     """Values are `element` codes, and tiles of rows x columns of them share a scale; 0 rows or columns are all.
 
     static: the one scale is in the checkpoint; of inputs alone.
@@ -68,8 +70,7 @@ class Rounding:
         return -(-num_rows // (self.rows or num_rows)), -(-num_columns // (self.columns or num_columns))
 
 
-@dataclass(frozen=True)
-class LinearScheme:
+class LinearScheme(NamedTuple):
     """The rounding of a linear's weight [N, K] and its inputs [T, K]; inputs None: they are not rounded."""
 
     weight: Rounding
@@ -91,8 +92,8 @@ class LinearScheme:
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0
         inputs = self.inputs
         if inputs is not None and inputs.columns:
-            inputs = replace(inputs, columns=math.gcd(inputs.columns, num_columns))
-        return LinearScheme(replace(self.weight, rows=rows, columns=columns), inputs)
+            inputs = inputs._replace(columns=math.gcd(inputs.columns, num_columns))
+        return LinearScheme(self.weight._replace(rows=rows, columns=columns), inputs)
 
 
 @dataclass(frozen=True)

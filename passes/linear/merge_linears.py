@@ -103,7 +103,7 @@ def _formats_apart(group: list[Linear]) -> list[list[Linear]]:
     found: dict[Any, list[Linear]] = defaultdict(list)
     for linear in group:
         scheme = linear.quantised and linear.quantised.scheme
-        found[linear.format, scheme and replace(scheme, weight=replace(scheme.weight, rows=0))].append(linear)
+        found[linear.format, scheme and scheme._replace(weight=scheme.weight._replace(rows=0))].append(linear)
     return list(found.values())
 
 
@@ -149,7 +149,7 @@ def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | Non
     repeats = [each.scheme.weight.rows // rows for each in group]
     zeros = [each.zeros for each in group if each.zeros is not None]
     inputs = [each.input_scale for each in group if each.input_scale is not None]
-    scheme = replace(group[0].scheme, weight=replace(group[0].scheme.weight, rows=rows))
+    scheme = group[0].scheme._replace(weight=group[0].scheme.weight._replace(rows=rows))
     return Quantised(
         _pack(graph, [each.scales for each in group], repeats),
         _pack(graph, zeros, repeats) if zeros else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,8 +28,7 @@ LEAST_COLUMNS, MOST_COLUMNS = 32, 128
 TOKENS_FIRST = 64
 
 
-@dataclass(frozen=True)
-class Scaling:
+class Scaling(NamedTuple):
     """The scales of a weight, [R, C], and of its inputs, transposed, [C, T]; None for inputs that are not rounded.
 
     rows, columns: of the weight's tiles that share a scale; input_columns: of inputs that do; 0: all of them.

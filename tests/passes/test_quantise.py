@@ -143,12 +143,12 @@ def set_scheme(edit: Callable[[LinearScheme], LinearScheme]) -> Edit:
 
 
 def set_tile(rows: int, columns: int) -> Edit:
-    return set_scheme(lambda scheme: replace(scheme, weight=replace(scheme.weight, rows=rows, columns=columns)))
+    return set_scheme(lambda scheme: scheme._replace(weight=scheme.weight._replace(rows=rows, columns=columns)))
 
 
 def set_inputs(columns: int) -> Edit:
     return set_scheme(
-        lambda s: replace(s, inputs=s.inputs and replace(s.inputs, columns=columns, rows=1, static=False))
+        lambda s: s._replace(inputs=s.inputs and s.inputs._replace(columns=columns, rows=1, static=False))
     )
 
 
@@ -228,7 +228,7 @@ MUTATIONS = (
     Mutation("scales divided by", BLOCK, inverted),
     Mutation("no scale of the inputs", STATIC, none("input_scale_1")),
     Mutation("the scale of another linear's inputs", STATIC, of_another("input_scale_1")),
-    Mutation("inputs that are not rounded", TOKEN, set_scheme(lambda scheme: replace(scheme, inputs=None))),
+    Mutation("inputs that are not rounded", TOKEN, set_scheme(lambda scheme: scheme._replace(inputs=None))),
     Mutation("inputs rounded row by row", BLOCK, set_inputs(0)),
     Mutation("inputs rounded in smaller groups", BLOCK, set_inputs(16)),
     Mutation("inputs rounded in groups", TOKEN, set_inputs(32)),
