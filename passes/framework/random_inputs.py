@@ -75,7 +75,8 @@ class RandomInputs:
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)
             if parameter.role == CODES:
-                value *= 100
+                largest = torch.finfo(parameter.torch_dtype).max
+                value = (100 * value).clamp(-largest, largest)  # beyond, torch 2.11 makes NaN of them
             elif parameter.role == SCALES:  # over three decades
                 value = value.exp() / 1e3 * self._scale
             elif parameter.role == INPUT_SCALE:  # of linears that may be merged

@@ -232,7 +232,9 @@ def test_tiles_of_a_near_shape_fit(device: str, tokens: int, rows: int, steps: i
     assert tiles.parts * tiles.tokens <= 128
     assert rows % (16 if gated else 8) == 0
     assert tiles.parts <= (2 if gated else 4)
-    assert tiles.parts * tiles.tokens <= 32 or tiles.registers != 64  # with so few the assembler fails
+    # With so few registers the assembler fails, except for tiles that were measured so.
+    measured = [HopperTiles(**each) for each in load_profile(device).hopper_tiles.values()]  # type: ignore[union-attr]
+    assert tiles.parts * tiles.tokens <= 32 or tiles.registers != 64 or tiles in measured
     assert tiles.share_of_busy(rows, 132) >= 0.25
 
 
@@ -334,7 +336,7 @@ def calls_of(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_launch_costs_the_host_few_calls(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_costs_the_host_few_calls(gated: bool) -> None:
     """Boxes and their layouts are made once, and no descriptor is checked again: a start launches many thousands."""
     case = CodesCase(200, 256, 256, silu_mul=gated)
     given, scheme = codes_arguments_of(case, BY_ROWS, torch.bfloat16), LinearScheme.parse(BY_ROWS)
@@ -343,14 +345,14 @@ def test_a_launch_costs_the_host_few_calls(gated: bool, monkeypatch: pytest.Monk
     scaling, weight_NK = scaling_of(given["scales_RC"], inputs_CT, scheme), given["codes_NK"]
     tiles, products = CodesTiles(128, 64, 2), ProductTiles(2, 64, (64, 32), 2)
     few = HopperTiles(1, 8, 2)
-    monkeypatch.setattr(round_inputs, "round_inputs_kernel", NoKernel())
-    with scripted_hopper():
+    with scripted_hopper(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_inputs, "round_inputs_kernel", NoKernel())
         for module, name in (
             (hopper_linear_kernel, "hopper_linear_kernel"),
             (hopper_product_kernel, "hopper_product_kernel"),
             (hopper_codes_kernel, "hopper_codes_kernel"),
         ):
-            monkeypatch.setattr(module, name, NoKernel())
+            patch.setattr(module, name, NoKernel())
         by_rows = scaling, torch.bfloat16
         x_TK, plain_NK = given["x_TK"], torch.zeros(256, 256, dtype=torch.bfloat16)
         counts = {

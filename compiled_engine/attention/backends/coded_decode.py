@@ -580,7 +580,8 @@ def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: 
     """Choose splits and tiles by what a captured graph is keyed by, and the device; see plan_splits.
 
     max_seq_len: the host's bound of the keys that are read. scaled: codes have scales of their own. A few short
-    contexts are not split: all their tiles are under way before the weights of the next kernel. Otherwise keys are split until a multiprocessor has as many programs as it holds.
+    contexts are not split: all their tiles are under way before the weights of the next kernel. Otherwise keys are
+    split until a multiprocessor has as many programs as it holds.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):
