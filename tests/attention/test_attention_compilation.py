@@ -28,7 +28,6 @@ from compiled_engine.attention.backends.triton_listed_decode import listed_decod
 from compiled_engine.attention.backends.triton_packed import FEW_TOKENS, SEARCHED, packed_kernel, packed_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode_kernel
-from compiled_engine.attention.backends.triton_rope_drafts import KEYS, WARPS, rope_drafts_kernel
 from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
 from compiled_engine.attention.backends.work_list import HEADER, list_kernel
 from compiled_engine.kv_format import head_width
@@ -227,19 +226,6 @@ def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple
     # The first keys and values are asked for before the wait.
     before_the_wait, _, _ = ptx.partition("griddepcontrol.wait")
     assert before_the_wait.count("ld.global.v4") >= 2
-
-
-@pytest.mark.product(one_in=2)
-@pytest.mark.parametrize(("shape", "queries"), [((16, 8, 128), 4), ((32, 8, 128), 8), ((4, 2, 64), 3)])
-def test_rope_drafts(check: Callable[..., str], shape: tuple[int, int, int], queries: int) -> None:
-    """One tile of keys is held in registers while q and the keys of the step are made."""
-    rows, further = queries * shape[0] // shape[1], {f"{name}_HEAD_STRIDE": shape[2] for name in ("Q", "K", "V", "OUT")}
-    further |= {"OFFSET": 0.0, "WIDE": False, "STRIDE_MULTIPLE": 8, "DEPENDENT_LAUNCH": True, "QUERIES": queries}
-    chosen = constants(*shape, TILE_Q=16, TILE_M=max(16, triton.next_power_of_2(rows)), TILE_N=KEYS, **further)
-    chosen = {name: value for name, value in chosen.items() if name not in ("WIDTH", "scales_ptr")}
-    ptx = check(rope_drafts_kernel, torch.bfloat16, chosen, num_warps=WARPS, num_stages=2, launch_pdl=True)
-    before_the_wait, _, _ = ptx.partition("griddepcontrol.wait")
-    assert before_the_wait.count("ld.global.v4") >= 2 * KEYS * shape[2] // (8 * 32 * WARPS)
 
 
 @pytest.mark.product(one_in=1000)

@@ -22,7 +22,6 @@ from compiled_engine.attention.backends import (  # noqa: E402, F401 - modules w
     triton_packed,
     triton_prefill,
     triton_rope_decode,
-    triton_rope_drafts,
     triton_write_kv,
 )
 from compiled_engine.kernels.kernel_digest import digest_helpers_first  # noqa: E402

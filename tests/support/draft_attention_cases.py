@@ -17,12 +17,7 @@ QUERIES = (2, 3, 4, 6, 9)
 
 
 def drafted(
-    seed: int,
-    dtype: torch.dtype,
-    device: str,
-    shapes: tuple[tuple[int, int, int], ...] = SHAPES,
-    longest: int = 700,
-    storages: tuple[str, ...] = (AUTO, AUTO, *(elements.name for elements in CODED)),
+    seed: int, dtype: torch.dtype, device: str, shapes: tuple[tuple[int, int, int], ...] = SHAPES, longest: int = 700
 ) -> tuple[Case, Batch]:
     """A batch in rows of one token. Some requests have fewer drafts, and the batch ends with padding."""
     random_ = random.Random(seed)
@@ -41,7 +36,7 @@ def drafted(
         random_.choice((0, 0, 4096, 40_000)),
         random_.choice((0.0, 0.0, 5.0)),
         random_.random() < 0.3,
-        storage=random_.choice(storages),
+        storage=random_.choice((AUTO, AUTO, *(elements.name for elements in CODED))),
     )
     return case, in_rows(build(case, dtype, device, seed=seed), real, queries)
 

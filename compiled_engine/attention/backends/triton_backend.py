@@ -33,7 +33,6 @@ from compiled_engine.attention.backends.triton_listed_decode import listed_decod
 from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
-from compiled_engine.attention.backends.triton_rope_drafts import fits_one_program, rope_drafts
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
@@ -209,16 +208,9 @@ class TritonBackend:
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
         is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
-        if facts.num_decodes < facts.num_requests or not is_usual:
+        if facts.num_decodes < facts.num_requests or facts.queries > 1 or not is_usual:
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
-        if facts.queries > 1:
-            if not self._serves_drafts_at_once(facts, q_THd, kv_cache_N2PKd):
-                return False
-            require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
-            operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-            rope_drafts(*operands, inputs, facts.queries, scoring)
-            return True
         if coded_decode_serves(q_THd, kv_cache_N2PKd):
             require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
             context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
@@ -243,17 +235,6 @@ class TritonBackend:
         else:
             rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
         return True
-
-    def _serves_drafts_at_once(self, facts: BatchFacts, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> bool:
-        """Return whether requests with drafts are one kernel: over short contexts, each on a multiprocessor of its
-        own."""
-        num_kv_heads, num_requests = kv_cache_N2PKd.shape[3], facts.num_requests // facts.queries
-        if is_coded(kv_cache_N2PKd.dtype) or num_requests * num_kv_heads > _num_multiprocessors(q_THd.device):
-            return False
-        contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
-        splits = short_splits(num_requests, facts.max_seq_len, contexts)
-        fits = fits_one_program(facts.queries, q_THd.shape[1] // num_kv_heads)
-        return fits and splits is not None and splits.count == 1
 
     def _short_contexts(self, num_requests: int, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> tuple[int, ...]:
         """Context lengths up to which this many requests have kernels of their own, ascending; see `accept`."""
