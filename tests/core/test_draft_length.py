@@ -54,7 +54,7 @@ def test_drafts_that_never_are_right_cost_a_probe_at_times() -> None:
     chosen = run(length, 0.0, CHEAP, 6400)
     cost = sum(CHEAP[count] for count in chosen) / len(chosen)
     assert cost <= 1.02
-    assert chosen.count(6) == 100
+    assert 75 <= chosen.count(6) <= 100  # one step in 64, but for a few in which another number is measured again
 
 
 def test_it_follows_the_text() -> None:

@@ -127,7 +127,7 @@ def test_another_format_is_refused_with_what_is_allowed(config: dict[str, Any], 
 
 
 sizes = st.integers(0, 300)
-roundings = st.builds(Rounding, st.just("e4m3"), sizes, sizes)
+roundings = st.builds(Rounding, st.just("e4m3"), sizes, sizes, st.just(False))
 
 
 @given(roundings, st.none() | roundings | st.just(Rounding("e4m3", 0, 0, True)))
