@@ -453,15 +453,15 @@ GREEDY_DRAFTS = 1e6
 
 
 def few_sizes(sizes: Sequence[int], queries: int = 1) -> tuple[int, ...]:
-    """Those of these ascending sizes that powers of two are padded to, and all that have MOST_ROWS_READ rows or more.
+    """Those of these ascending sizes that powers of two are padded to, as long as these have at most MOST_ROWS_READ
+    rows, and all larger ones.
 
     For batches that are rare, or of little work: up to so many rows, a few more take about as long. queries: rows of a
     request.
     """
-    most = MOST_ROWS_READ // queries
-    powers = (1 << power for power in range(most.bit_length()))
+    powers = [1 << power for power in range((MOST_ROWS_READ // queries).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}
-    return tuple(sorted(padded | {size for size in sizes if size >= most}))
+    return tuple(sorted(padded | {size for size in sizes if size > max(powers, default=0)}))
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:

@@ -14,9 +14,14 @@ def other_name(written: str, flags: Mapping[str, str]) -> str | None:
     written: with or without dashes in front, and with dashes or underscores between words. flags: how the command
     writes its own options, by their names.
     """
-    match KEYWORDS.get(written.lstrip("-").replace("-", "_")):
+    name = written.lstrip("-").replace("-", "_")
+    match KEYWORDS.get(name, KEYWORDS.get(name.removeprefix("no_"))):
+        case Honoured(choices={False: {}}) if name.startswith("no_"):
+            return "leave it out: it is so by default"
         case Honoured(option=str(option)) if option in flags:
             return f"use {flags[option]}"
+        case Honoured(choices={True: chosen}) if chosen and set(chosen) <= set(flags):
+            return "use " + " ".join(f"{flags[option]} {value}" for option, value in chosen.items())
         case Honoured(means=means, option=None):
             return f"here: {plain(means)}"
         case Only(feature=feature, instead=instead):

@@ -66,9 +66,9 @@ def failure_text(matcher: LLMatcher) -> str:
 
 def error_of(matcher: LLMatcher) -> str:
     """The error of a matcher as one line; empty if there is none."""
-    lines = matcher.get_error().removesuffix(_SUFFIX).splitlines()
-    error = " ".join(line.strip() for line in lines if not _POINTER.fullmatch(line))
-    return NO_TEXT if error == _NOTHING_MAY_COME else error
+    whole = matcher.get_error().removesuffix(_SUFFIX)
+    error = " ".join(line.strip() for line in whole.splitlines() if not _POINTER.fullmatch(line))
+    return NO_TEXT if error == _NOTHING_MAY_COME else error or " ".join(whole.split())
 
 
 def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.ndarray) -> dict[int, str]:

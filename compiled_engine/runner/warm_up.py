@@ -33,6 +33,7 @@ from compiled_engine.attention.inputs import (
     padding_of,
 )
 from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, kernel_folder
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
@@ -129,18 +130,22 @@ def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[
 
 
 def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """Return the batches that the warm-up runs: all but decodes with drafts or short contexts that are captured.
+    """Return the batches that the warm-up runs: all but decodes with drafts or short contexts that a graph serves.
 
     Other decodes have graphs too, but logits and sampling of as many rows run without one behind prompts.
     """
-    most, longest = max(config.graph.decode_sizes, default=0), config.scheduler.max_model_len
-    return [
-        shape
-        for shape in shapes
-        if shape.num_tokens != shape.num_requests
-        or shape.num_requests > most * shape.queries
-        or (shape.queries == 1 and shape.max_seq_len == longest)
-    ]
+    speculation, longest = config.speculation, config.scheduler.max_model_len
+    dispatcher = Dispatcher(config.graph, config.scheduler, (), speculation.verified, speculation.rare)
+    of_decodes = {*dispatcher.decode_keys, *dispatcher.verify_keys, *dispatcher.short_keys}
+
+    def runs(shape: BatchShape) -> bool:
+        if shape.num_tokens != shape.num_requests or (shape.queries == 1 and shape.max_seq_len == longest):
+            return True
+        num_requests = shape.num_requests // shape.queries
+        key = dispatcher.dispatch(shape.num_tokens, num_requests, shape.queries, shape.max_seq_len)
+        return key not in of_decodes
+
+    return [shape for shape in shapes if runs(shape)]
 
 
 def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:

@@ -275,7 +275,7 @@ def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
         "WHOLE": whole,
         "LARGEST": rounding.largest,
         "SMALLEST": SMALLEST_MAXIMUM,
-        "num_warps": max(1, part // 256),
+        "num_warps": max(1, min(16, part // 256)),
     }
 
 

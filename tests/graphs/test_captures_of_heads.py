@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -147,6 +148,19 @@ def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
             assert exact is not None
             assert exact.num_tokens <= key.num_tokens
             assert exact.max_seq_len <= key.max_seq_len
+
+
+@pytest.mark.parametrize("most_tokens", [256, 8192])
+def test_rare_numbers_of_queries_have_graphs_for_as_many_requests(most_tokens: int) -> None:
+    for num_drafts in range(1, 17):
+        queries = tuple(1 + length for length in draft_lengths(num_drafts) if length)
+        for most in (1, 3, 16, 24, 40, 48, 72, 80, 100, 256):
+            graph = GraphConfig(GraphMode.FULL_AND_PIECEWISE, default_capture_sizes(most), (), (), ())
+            scheduler = SchedulerConfig(most, most_tokens, 4096, "fcfs")
+            few = Dispatcher(graph, scheduler, queries=queries, rare=(1, *queries))
+            every = Dispatcher(graph, scheduler, queries=queries)
+            for number, count in product((1, *queries), range(1, most + 1)):
+                assert (dispatched(few, count, number) is None) == (dispatched(every, count, number) is None)
 
 
 def dispatched(dispatcher: Dispatcher, num_requests: int, queries: int) -> GraphKey | None:

@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.attention.backends.triton_backend import BACKEND as TRITON
 from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SpeculationConfig
+from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
@@ -26,7 +26,7 @@ from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_sampling import StepSampling
-from compiled_engine.runner.warm_up import compile_kernels, not_captured, start_up_batches
+from compiled_engine.runner.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.sampling.sampler import Sampler
 
 SPECULATIONS = {
@@ -148,6 +148,16 @@ def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
     largest = start_up_batches(on_gpu)[0].num_tokens
     assert {(tokens, wanted) for tokens, wanted in runs if tokens < largest} <= asked
     assert (1, True) in asked
+
+
+def test_a_batch_without_a_graph_of_its_number_of_drafts_is_warmed_up(llm: LLM) -> None:
+    """Four requests of five rows fit into a step, but the largest graph of as many rows has three."""
+    graph = GraphConfig(GraphMode.FULL, (1, 3, 8), (), (), ())
+    scheduler = SchedulerConfig(8, 20, 128, "fcfs")
+    speculation = replace(SPECULATIONS["adaptive ngram"], num_tokens=4)
+    config = replace(llm.config, speculation=speculation, graph=graph, scheduler=scheduler)
+    shapes = [BatchShape(5 * count, 5 * count, 128, 5) for count in (1, 2, 3, 4)]
+    assert not_captured(config, shapes) == shapes[3:]
 
 
 @pytest.mark.parametrize("speculation", ["none", "adaptive ngram"])
