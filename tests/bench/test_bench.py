@@ -317,7 +317,6 @@ def test_startup_shows_its_stages() -> None:
     for kind in ("cold", "warm"):
         record = result["results"][kind]
         assert_figure(record["seconds"])
-        assert record["seconds"]["median"] > result["torch_alone"]["median"]
         assert record["cache"] == "off"
         parents = {span["name"]: span["parent"] for span in record["start_up"]}
         assert {"before the engine", "configuration", "tokenizer", "load weights"} <= parents.keys()
