@@ -31,9 +31,7 @@ ONLINE = {
 }
 
 
-# Each call of a linear finds what it knows of its scheme by it: a tuple's hash costs the host less than a dataclass's.
-
-
+# A tuple: each launch looks up its kernel by its scheme, and a dataclass's hash takes the host longer.
 class Rounding(NamedTuple):
     """Values are `element` codes, and tiles of rows x columns of them share a scale; 0 rows or columns are all.
 

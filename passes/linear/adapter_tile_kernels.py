@@ -278,6 +278,7 @@ def _block(number: int) -> int:
 
 
 def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
+    """Launch the kernels for many tokens."""
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     num_splits, dependent = cdiv(k, tiles.columns), dependent_launch(x_TK.device)

@@ -120,6 +120,7 @@ def expand_token_kernel(
 
 
 def add_by_token(operands: Operands) -> torch.Tensor:
+    """Launch the kernels for few tokens."""
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     block_r = 8 if rank <= LOW_RANK else 16

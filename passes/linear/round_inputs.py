@@ -255,8 +255,12 @@ def _constants(k: int, rounding: Rounding) -> dict[str, Any]:
         "GROUPS": block // columns,
         "LARGEST": rounding.largest,
         "SMALLEST": SMALLEST_MAXIMUM,
-        "num_warps": max(1, min(16, block // 256)),
+        "num_warps": _warps(block),
     }
+
+
+def _warps(columns: int) -> int:
+    return max(1, min(16, columns // 256))
 
 
 @cache
@@ -268,15 +272,8 @@ def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
     whole = rounding.static or not rounding.columns
     columns = part if whole else min(rounding.columns, next_power_of_2(k))
     part = max(part, columns)
-    return {
-        "K": k,
-        "COLUMNS": columns,
-        "GROUPS": part // columns,
-        "WHOLE": whole,
-        "LARGEST": rounding.largest,
-        "SMALLEST": SMALLEST_MAXIMUM,
-        "num_warps": max(1, min(16, part // 256)),
-    }
+    of_parts = {"COLUMNS": columns, "GROUPS": part // columns, "WHOLE": whole, "num_warps": _warps(part)}
+    return _constants(k, rounding) | of_parts
 
 
 def tile_of(num_tokens: int) -> int:
