@@ -16,6 +16,7 @@ from compiled_engine.attention.backends import (  # noqa: E402, F401 - modules w
     decoded_contexts,
     hopper_prefill,
     short_decode,
+    short_drafts,
     triton_decode,
     triton_draft_decode,
     triton_listed_decode,

@@ -17,7 +17,12 @@ QUERIES = (2, 3, 4, 6, 9)
 
 
 def drafted(
-    seed: int, dtype: torch.dtype, device: str, shapes: tuple[tuple[int, int, int], ...] = SHAPES, longest: int = 700
+    seed: int,
+    dtype: torch.dtype,
+    device: str,
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES,
+    longest: int = 700,
+    storages: tuple[str, ...] = (AUTO, AUTO, *(elements.name for elements in CODED)),
 ) -> tuple[Case, Batch]:
     """A batch in rows of one token. Some requests have fewer drafts, and the batch ends with padding."""
     random_ = random.Random(seed)
@@ -36,7 +41,7 @@ def drafted(
         random_.choice((0, 0, 4096, 40_000)),
         random_.choice((0.0, 0.0, 5.0)),
         random_.random() < 0.3,
-        storage=random_.choice((AUTO, AUTO, *(elements.name for elements in CODED))),
+        storage=random_.choice(storages),
     )
     return case, in_rows(build(case, dtype, device, seed=seed), real, queries)
 

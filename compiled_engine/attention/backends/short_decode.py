@@ -44,18 +44,22 @@ copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 
 @gluon.jit
-def _fold(  # type: ignore[no-untyped-def]
-    q_MD, k_DN, max_M, sum_M, num_keys, scale_log2, layout: gl.constexpr, KEYS: gl.constexpr, CAP_SCALE: gl.constexpr
+def weighed(  # type: ignore[no-untyped-def]
+    q_MD, k_DN, max_M, sum_M, seen_MN, scale_log2, layout: gl.constexpr, KEYS: gl.constexpr, CAP_SCALE: gl.constexpr
 ):
-    """(weights, rescale, max, sum) with a tile, of which num_keys are keys; weights as the tensor cores take them."""
+    """(weights, rescale, max, sum) with a tile of keys, where they are seen; weights as the tensor cores take them."""
     scores_MN = mma_v2(q_MD, k_DN, gl.zeros([q_MD.shape[0], KEYS], gl.float32, layout))
-    scores_MN = capped(scores_MN, CAP_SCALE)
-    key_N = gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
-    scores_MN = gl.where((key_N < num_keys)[None, :], scores_MN, float("-inf"))
+    scores_MN = gl.where(seen_MN, capped(scores_MN, CAP_SCALE), float("-inf"))
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
     sum_M = sum_M * rescale_M + gl.sum(weights_MN, 1)
     weights_MN = gl.convert_layout(weights_MN.to(q_MD.dtype), gl.DotOperandLayout(0, layout, 2))
     return weights_MN, rescale_M, max_M, sum_M
+
+
+@gluon.jit
+def first_keys(num_keys, layout: gl.constexpr, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Mask [1, KEYS] of the first num_keys of a tile."""
+    return (gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout)) < num_keys)[None, :]
 
 
 @gluon.jit
@@ -106,14 +110,16 @@ def attend_held(  # type: ignore[no-untyped-def]
     acc_MD,
     max_M,
     sum_M,
-    num_keys,
+    seen_MN,
     scale_log2,
     layout: gl.constexpr,
     KEYS: gl.constexpr,
     CAP_SCALE: gl.constexpr,
 ):
-    """Fold a tile, of which num_keys are keys, into the (acc, max, sum) of the queries; v_smem is under way."""
-    weights_MN, rescale_M, max_M, sum_M = _fold(q_MD, k_DN, max_M, sum_M, num_keys, scale_log2, layout, KEYS, CAP_SCALE)
+    """Fold a tile into the (acc, max, sum) of the queries, each with the keys that it sees; v_smem is under way."""
+    weights_MN, rescale_M, max_M, sum_M = weighed(
+        q_MD, k_DN, max_M, sum_M, seen_MN, scale_log2, layout, KEYS, CAP_SCALE
+    )
     async_copy.wait_group(0)
     barrier()
     v_ND = v_smem.load(gl.DotOperandLayout(1, layout, 2))
@@ -206,8 +212,9 @@ def attend_ring(  # type: ignore[no-untyped-def]
         key_N = ahead + KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, row_layout))
         block_N = blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE)
         k_DN = k_smem.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
-        weights_MN, rescale_M, max_M, sum_M = _fold(
-            q_MD, k_DN, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE
+        seen_1N = first_keys(end_key - start, layout, KEYS)
+        weights_MN, rescale_M, max_M, sum_M = weighed(
+            q_MD, k_DN, max_M, sum_M, seen_1N, scale_log2, layout, KEYS, CAP_SCALE
         )
         v_ND = v_smem.index(tile % STAGES).load(gl.DotOperandLayout(1, layout, 2))
         acc_MD = mma_v2(weights_MN, v_ND, acc_MD * rescale_M[:, None])
@@ -429,15 +436,17 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
             CAP_SCALE,
         )
     else:
+        seen_1N = first_keys(end_key - first_key, layout, KEYS)
         acc_MD, max_M, sum_M = attend_held(
-            q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - first_key, scale_log2, layout, KEYS, CAP_SCALE
+            q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, seen_1N, scale_log2, layout, KEYS, CAP_SCALE
         )
         for start in range(first_key + KEYS, end_key, KEYS):
             k_DN = load_keys(table_ptr, head_cache_ptr, start, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
             barrier()
             copy_values(v_smem, table_ptr, head_cache_ptr, start, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+            seen_1N = first_keys(end_key - start, layout, KEYS)
             acc_MD, max_M, sum_M = attend_held(
-                q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE
+                q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, seen_1N, scale_log2, layout, KEYS, CAP_SCALE
             )
     out_row_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     head_M = kv_head * GROUP + out_row_M

@@ -27,6 +27,7 @@ from compiled_engine.attention.backends.decoded_contexts import (
 )
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
+from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_draft_decode import draft_decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
@@ -208,9 +209,17 @@ class TritonBackend:
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
         is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
-        if facts.num_decodes < facts.num_requests or facts.queries > 1 or not is_usual:
+        if facts.num_decodes < facts.num_requests or not is_usual:
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
+        if facts.queries > 1:
+            tiles = self._tiles_of_drafts(facts, q_THd, kv_cache_N2PKd)
+            if tiles is None:
+                return False
+            require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
+            operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
+            short_drafts(*operands, inputs, facts.queries, scoring, tiles)
+            return True
         if coded_decode_serves(q_THd, kv_cache_N2PKd):
             require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
             context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
@@ -235,6 +244,20 @@ class TritonBackend:
         else:
             rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
         return True
+
+    def _tiles_of_drafts(
+        self, facts: BatchFacts, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor
+    ) -> ShortTiles | None:
+        """Tiles if requests with drafts are one kernel with rotation and KV write: over short contexts, if there is a
+        multiprocessor for each K/V head of a request; else None."""
+        num_requests, num_kv_heads = facts.num_requests // facts.queries, kv_cache_N2PKd.shape[3]
+        if is_coded(kv_cache_N2PKd.dtype) or num_requests * num_kv_heads > _num_multiprocessors(q_THd.device):
+            return None
+        contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
+        splits = short_splits(num_requests, facts.max_seq_len, contexts)
+        fits = fits_one_tile(facts.queries, q_THd.shape[1] // num_kv_heads)
+        # A context of more than one tile is read in turn: a larger tile would fill the registers.
+        return ShortTiles(contexts[0]) if fits and splits is not None and splits.count == 1 else None
 
     def _short_contexts(self, num_requests: int, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> tuple[int, ...]:
         """Context lengths up to which this many requests have kernels of their own, ascending; see `accept`."""

@@ -1,0 +1,141 @@
+"""Rotation, KV write and attention of requests with drafts over short contexts in one kernel: compiled for Hopper
+without a GPU, and on one against the two ops that it stands for; and which batches it serves."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from attention_cases import AUTO
+from draft_attention_cases import drafted
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from compiled_engine.attention.backends import triton_backend
+from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
+from compiled_engine.attention.backends.short_decode import ShortTiles
+from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts, short_drafts_kernel
+from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.op import attend
+from compiled_engine.passes.rope import rope_attend as op
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TILES = ShortTiles(SHORT_CONTEXTS[0])
+SHAPES = ((16, 8, 128), (32, 8, 128), (8, 2, 64), (16, 8, 64), (4, 1, 128))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "queries", "window"),
+    [(128, 4, 4, 0), pytest.param(64, 2, 7, 100, marks=pytest.mark.product(one_in=1000))],
+)
+def test_it_fits_and_reads_keys_before_the_wait(
+    head_dim: int, group: int, queries: int, window: int, tmp_path: Path
+) -> None:
+    kernel = getattr(short_drafts_kernel, "jit_function", short_drafts_kernel)
+    constants: dict[str, Any] = {f"{name}_HEAD_STRIDE": head_dim for name in ("Q", "K", "V", "OUT")}
+    constants |= {"STRIDE_MULTIPLE": 8, "OFFSET": 0.0, "WIDE": False, "WINDOW": window, "CAP_SCALE": 0.0}
+    constants |= {"GROUP": group, "BLOCK_SIZE": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "QUERIES": queries}
+    constants |= {"KEYS": TILES.keys, "WARPS": TILES.warps, "sinks_ptr": None}
+    types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
+    types |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    source = GluonASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n, kind in signature.items() if kind == "*bf16"},
+    )
+    options = {"num_warps": TILES.warps, "launch_pdl": True}
+    program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert program.metadata.shared <= 227 << 10
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(program.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= 16  # type: ignore[index]
+    before, after = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
+    assert before.count("ld.global.v4") == TILES.keys * head_dim // (8 * 32 * TILES.warps)
+    assert "cp.async.cg.shared.global" in before
+    assert "st.global" not in before
+    assert "st.global" in after
+
+
+def arguments_of(seed: int, dtype: torch.dtype, longest: int) -> tuple[list[Any], int]:
+    """Of the op, with q, k and v as views of one tensor, and the rows of each request."""
+    while True:
+        case, batch = drafted(seed, dtype, "cuda", shapes=SHAPES, longest=longest, storages=(AUTO,))
+        queries = int(batch.inputs.host_3[1])
+        if fits_one_tile(queries, case.num_heads // case.num_kv_heads):
+            break
+        seed += 1000
+    generator = torch.Generator().manual_seed(seed)
+    parts = [batch.q_THd, batch.k_TKd, batch.v_TKd]
+    q, k, v = (
+        part.unflatten(-1, (-1, case.head_dim))
+        for part in torch.cat([part.flatten(1) for part in parts], 1).split([p[0].numel() for p in parts], 1)
+    )
+    weights = tuple(torch.randn(case.head_dim, generator=generator).to("cuda", dtype) for _ in range(2))
+    angles = torch.rand(len(q), 1, case.head_dim, generator=generator).mul(7)
+    cos, sin = angles.cos().to("cuda", dtype), angles.sin().to("cuda", dtype)
+    rotation = Rotation(
+        *(weights if seed % 3 else (None, None)), 3e-4, cos, sin, *((0.5, True), (0.0, False))[seed % 2]
+    )
+    inputs = replace(batch.inputs, backend="triton")
+    out = torch.full_like(batch.q_THd, math.nan)
+    return [q, k, v, batch.kv_cache_N2PKd, out, *rotation, *batch.scoring, *inputs.flat()], queries
+
+
+def wide(argument: Any, dtype: torch.dtype) -> Any:
+    return argument.float() if isinstance(argument, torch.Tensor) and argument.dtype == dtype else argument
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest", [40, 250, 600])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_it_is_the_two_ops(dtype: torch.dtype, longest: int) -> None:
+    """It writes what they write, and is as near as they are to what they compute in fp32; contexts of one tile and of
+    several, with drafts that are missing, and rows of padding."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")
+    for seed in range(8):
+        arguments, queries = arguments_of(seed, dtype, longest)
+        one, two = ([*arguments[:3], arguments[3].clone(), arguments[4].clone(), *arguments[5:]] for _ in range(2))
+        exact = [wide(argument, dtype) for argument in two]
+        rotation, inputs = Rotation(*one[5 : 5 + op.OF_ROTATION]), op.inputs_of(tuple(one))
+        scoring = Scoring(*op.without_inputs(tuple(one[5:]))[op.OF_ROTATION :])
+        short_drafts(*one[:3], rotation, one[3], one[4], inputs, queries, scoring, TILES)
+        op.unfused(attend, *two)
+        op.unfused(attend, *exact)
+        ulp = torch.finfo(dtype).eps
+        torch.testing.assert_close(one[3], two[3], rtol=2 * ulp, atol=2 * ulp, equal_nan=True)
+        far, allowed = ((each[4].double() - exact[4].double()).abs().max() for each in (one, two))
+        assert far <= 1.5 * allowed + 2 * ulp, f"seed {seed}: off by {far}, the two ops by {allowed}"
+        assert not one[4][inputs.seq_lens_R == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "queries", "context", "expected"),
+    [(8, 4, 512, True), (9, 4, 512, False), (8, 4, 4096, False), (8, 9, 512, False), (2, 4, 256, True)],
+)
+def test_the_backend_has_it_for_short_contexts_of_few_requests_and_drafts(
+    num_requests: int, queries: int, context: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 16 multiprocessors, with two K/V heads of two heads each."""
+    served: list[Any] = []
+    monkeypatch.setattr(triton_backend, "short_drafts", lambda *arguments: served.append(arguments[-3::2]))
+    monkeypatch.setattr(triton_backend, "short_contexts", lambda *arguments: SHORT_CONTEXTS)
+    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 16)
+    rows = num_requests * queries
+    q, k, cache = torch.zeros(rows, 4, 64), torch.zeros(rows, 2, 64), torch.zeros(1, 2, 16, 2, 64)
+    seq_lens, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
+    host, slots = torch.tensor([rows, queries, context], dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    inputs = AttentionInputs(torch.arange(rows + 1).int(), seq_lens, table, slots, host, "triton")
+    operands = q, k, k, Rotation(None, None, 0.0, *torch.ones(2, rows, 1, 64)), cache, torch.empty_like(q)
+    assert triton_backend.BACKEND.attend_unrotated(*operands, inputs, Scoring(1.0)) == expected
+    assert served == [(queries, TILES)] * expected
