@@ -22,7 +22,7 @@ from compiled_engine.resolve.parallel import check_model
 from compiled_engine.tune.compile_first import Launch, compile_first
 from compiled_engine.tune.graph_linears import linears_of
 from compiled_engine.tune.hopper_tuning import hopper_cases, hopper_launches, tune_hopper_linears
-from compiled_engine.tune.linear_tuning import linear_launches, tune_linears
+from compiled_engine.tune.linear_tuning import in_registers, linear_launches, tune_linears
 from compiled_engine.tune.linears import LinearCase, TunedLinear, at_each, key
 from compiled_engine.tune.on_hopper import is_hopper
 from compiled_engine.tune.pass_gains import Gain, measure
@@ -113,9 +113,13 @@ class _Found:
     noise_us: list[float] = field(default_factory=list)
 
     def add_linears(self, cases: _Cases, progress: Progress) -> None:
+        """Tune and keep these. Of tiles that read into registers none stay that the Hopper's kernel beats: a launch
+        would take them all the same."""
         small = tune_linears(cases.small, progress)
         hopper = tune_hopper_linears(cases.hopper, small, progress)
         products = tune_products(cases.products, hopper, progress)
+        beaten = {key(each.case) for each in hopper}
+        small = [each for each in small if key(each.case) not in beaten or not in_registers(each.tiles)]
         for known, tuned in ((self.linears, small), (self.hopper_linears, hopper), (self.products, products)):
             known |= {key(each.case): each for each in tuned}
 

@@ -15,11 +15,13 @@ import torch
 
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.kernels.launch_arguments import next_power_of_2
-from compiled_engine.passes.linear.small_batch_linear_op import Tiles, launch, reference
+from compiled_engine.passes.linear.small_batch_linear_op import WHOLE_AHEAD_BYTES, Tiles, launch, reference
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
 from compiled_engine.tune.linears import HEAD, REPEATS, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, right
 
+# Registers of a thread that weights may fill.
+MOST_REGISTERS = 128
 # How many of a linear's candidates are measured in each round, and how often.
 ROUNDS = ((None, 2), (10, 3), (5, 7))
 
@@ -30,7 +32,8 @@ def candidates(case: LinearCase) -> list[Tiles]:
     if case.num_tokens == 1:
         return _one_token(case)
     tokens = min(64, max(8, next_power_of_2(case.num_tokens)))
-    return [*_split_between_programs(case, tokens), *_split_between_warps(case, tokens)]
+    found = [*_split_between_programs(case, tokens), *_split_between_warps(case, tokens)]
+    return [*found, *_in_registers(case)] if tokens == 8 else found
 
 
 def _one_token(case: LinearCase) -> list[Tiles]:
@@ -79,6 +82,34 @@ def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
         ):
             found.append(Tiles(tokens, rows, block_k, 4, num_stages=stages, norm_inside=inside))
     return found
+
+
+def _in_registers(case: LinearCase) -> list[Tiles]:
+    """Tiles for up to eight tokens whose weights do not pass through shared memory; the columns end with a step. With
+    larger weights these never were the fastest."""
+    found: list[Tiles] = []
+    if case.num_rows * case.k * 2 > WHOLE_AHEAD_BYTES:
+        return found
+    for outputs, groups, block_k in product((8, 16, 32), (2, 4, 8), (64, 128, 256, 512)):
+        rows = outputs * (2 if case.silu_mul else 1)
+        # Of a thread, for the weights of a step: few leave the memory idle, many leave none for the tokens.
+        registers = rows * block_k // 64
+        programs = case.num_rows // rows
+        if (
+            case.k % (groups * block_k) == 0
+            and 8 <= registers <= MOST_REGISTERS
+            and programs >= 60
+            and groups * programs >= 400
+        ):
+            ahead = min(case.k // (groups * block_k), MOST_REGISTERS // registers)
+            inside = {"norm_inside": True} if case.norm else {}
+            found.append(Tiles(8, rows, block_k, groups, num_warps=groups, ahead=ahead, **inside))
+    return found
+
+
+def in_registers(tiles: object) -> bool:
+    """Return whether tiles are of the kernel that reads weights into registers."""
+    return isinstance(tiles, Tiles) and tiles.ahead > 0
 
 
 def linear_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:

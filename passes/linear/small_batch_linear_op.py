@@ -38,7 +38,8 @@ class Tiles:
 
     rows: of the weight (with silu * up an even number, half of them gate). A step takes `groups` times block_k
     columns, each group by warps of its own. norm_inside: the norm is part of the kernel, not a kernel before it; in
-    float16 it is always a kernel before it.
+    float16 it is always a kernel before it. ahead: steps of weights that a thread has under way in registers, where
+    they do not pass through shared memory; 0 where they do.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 3
     norm_inside: bool = False
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.norm_inside and self.split_k > 1:
@@ -152,13 +154,14 @@ def launch(
     num_tokens, k = x_TK.shape
     num_rows = weight_NK.shape[0]
     if tiles is None:
-        on_hopper = hopper_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, x_TK.device)
+        tiles = choose_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, _device_name(x_TK.device))
+        on_hopper = None
+        if not tiles.ahead:
+            on_hopper = hopper_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, x_TK.device)
         if on_hopper is not None:
             if norm_weight_K is not None:
                 x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
             return hopper_linear(x_TK, weight_NK, bias_N, silu_mul, activation, on_hopper, residual_TM)
-    if tiles is None:
-        tiles = choose_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, _device_name(x_TK.device))
     outputs = num_rows // 2 if silu_mul else num_rows
     row_tiles, token_tiles = cdiv(num_rows, tiles.rows), cdiv(num_tokens, tiles.tokens)
     out_TM = x_TK.new_empty((num_tokens, outputs))
@@ -166,7 +169,7 @@ def launch(
     norm_inside = tiles.tokens == 1 or (tiles.norm_inside and x_TK.dtype != torch.float16)
     if norm_weight_K is not None and not norm_inside:
         x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide), None
-    options: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "K": k,
         "BIAS": bias_N is not None,
         "NORM": norm_weight_K is not None,
@@ -177,10 +180,16 @@ def launch(
         "ROWS": tiles.rows,
         "BLOCK_K": tiles.block_k,
         "num_warps": tiles.num_warps,
-        "enable_fp_fusion": True,
-        **dependent_launch(x_TK.device),
     }
     operands = (x_TK, weight_NK, bias_N, norm_weight_K, residual_TM, out_TM)
+    if tiles.ahead:
+        from compiled_engine.passes.linear.small_batch_linear_registers import register_linear_kernel  # imports Gluon
+
+        counts = outputs, num_tokens, x_TK.stride()[0]
+        sizes |= {"GROUPS": tiles.groups, "AHEAD": tiles.ahead, "launch_pdl": True}
+        register_linear_kernel[(row_tiles,)](*operands, eps, *counts, **sizes)
+        return out_TM
+    options = sizes | {"enable_fp_fusion": True, **dependent_launch(x_TK.device)}
     if tiles.tokens == 1:
         one_token_kernel[(row_tiles,)](*operands, eps, outputs, **options)
         return out_TM

@@ -24,7 +24,7 @@ from compiled_engine.passes.registry import DEFAULT_PASSES
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.tune import device_tuning, hopper_tuning, linear_tuning, product_tuning
 from compiled_engine.tune.device_tuning import MeasuredProfile, merged, profile_text
-from compiled_engine.tune.linear_tuning import candidates
+from compiled_engine.tune.linear_tuning import MOST_REGISTERS, candidates
 from compiled_engine.tune.linears import SHARED_MEMORY, LinearCase, TunedLinear, at_each
 from compiled_engine.tune.on_hopper import worthwhile
 from compiled_engine.tune.pass_gains import Gain, differing, gains, variants
@@ -39,7 +39,10 @@ def test_every_linear_has_candidates_that_fit(tokens: int, shape: str, num_ranks
         for tiles in tried:
             assert (tiles.tokens == 1) == (tokens == 1)
             assert tiles.split_k == 1 or not case.silu_mul
-            if tokens > 1:
+            if tiles.ahead:
+                assert case.k % (tiles.groups * tiles.block_k) == 0
+                assert tiles.ahead * tiles.rows * tiles.block_k // 64 <= MOST_REGISTERS
+            elif tokens > 1:
                 step = (tiles.rows + tiles.tokens) * tiles.groups * tiles.block_k * 2
                 several = tiles.groups * tiles.split_k * tiles.block_k < case.k
                 assert step * (tiles.num_stages - 1 if several else 1) <= SHARED_MEMORY
@@ -276,3 +279,26 @@ def test_a_profile_is_kept_after_the_linears_and_the_gains_of_each_shape(
     assert kept[-1] == last
     assert [profile.noise_us for profile in kept] == [0.0] * 4 + [3.0, 3.0]
     assert last.gains_us == {"silu_mul": {1: 30.0}}
+
+
+@pytest.mark.parametrize("beaten", [False, True])
+def test_tiles_in_registers_are_kept_unless_hoppers_kernel_beats_them(
+    beaten: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch prefers them to it; others stay, since a launch prefers it to these."""
+    here, there = PLAIN["qwen3-0.6b", 1][:2]
+    small = [
+        TunedLinear(replace(here, num_tokens=8), Tiles(8, 8, 256, 4, ahead=1), 4.0, 6.0, 1.0),
+        TunedLinear(replace(there, num_tokens=8), Tiles(8, 16, 128), 4.0, 6.0, 1.0),
+    ]
+    hopper = [TunedLinear(each.case, HopperTiles(1, 8, 3), 3.0, 6.0, 1.0) for each in small[1 - beaten :]]
+    monkeypatch.setattr(device_tuning, "device_name", lambda: "A GPU")
+    monkeypatch.setattr(device_tuning, "is_hopper", lambda: False)
+    monkeypatch.setattr(device_tuning, "linears_of", lambda config, num_ranks: [here, there])
+    monkeypatch.setattr(device_tuning, "compile_first", lambda launches, progress: None)
+    monkeypatch.setattr(device_tuning, "measure", lambda *others: {})
+    for name, found in (("tune_linears", small), ("tune_hopper_linears", hopper), ("tune_products", [])):
+        monkeypatch.setattr(device_tuning, name, lambda *others, found=found: found)
+    profile = device_tuning.tune_device([write_shape(tmp_path, "qwen3-0.6b")], SilentProgress())
+    assert list(profile.linears) == small[beaten:]
+    assert list(profile.hopper_linears) == hopper
