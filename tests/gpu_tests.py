@@ -32,6 +32,8 @@ TESTS = Path(__file__).parent
 RESULT = TESTS.parent / "docs" / "measurements" / "gpu_tests.json"
 MOST_PROCESSES = 14  # for each GPU
 MOST_OF_PAIRS = 4  # for each two GPUs: their tests wait for each other's ranks
+# Folders of tests that start engines: some take as long as a hundred of a kernel, and would keep the others waiting.
+OF_ENGINES = ("gpu", "engine", "graphs", "models", "recurrence")
 NUM_SLOWEST = 40  # tests of a stage whose seconds are kept
 # Where compiled models and kernels are kept: one folder for all stages, never the user's.
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
@@ -127,8 +129,8 @@ def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
     """Order tests for processes that have equal consecutive shares of them, and take what others have not begun.
 
     Long tests come first. One half of the processes begins with starts, which keep more than one core busy each and
-    find the kernels that earlier starts have left; the other half with the tests of engines. All other tests stay in
-    the order of their files, so that those of a kernel share a process.
+    find the kernels that earlier starts have left; the other half with the tests of engines, whose folders are
+    `OF_ENGINES`. All other tests stay in the order of their files, so that those of a kernel share a process.
     """
     starts: list[list[pytest.Item]] = []
     engines: dict[str, list[pytest.Item]] = {}
@@ -136,7 +138,7 @@ def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
     for item in items:
         if item.path.name == "test_gpu_starts.py":
             starts.append([item])
-        elif item.path.name.startswith("test_gpu_"):
+        elif item.path.parent.name in OF_ENGINES:
             engines.setdefault(item.nodeid.partition("[")[0], []).append(item)
         else:
             others.append(item)

@@ -77,14 +77,16 @@ class Item:
 
 
 def items_of(name: str, tests: int, cases: int) -> list[Any]:
+    """Tests of a file, which is in a folder."""
     return [Item(f"{name}::test_{test}[{case}]") for test in range(tests) for case in range(cases)]
 
 
 def test_long_tests_begin_first_in_all_processes() -> None:
     """Starts in one half of four processes, engines in the other, a test's cases in one process; then the kernels, in
     order."""
-    engines, starts = items_of("test_gpu_engine.py", 2, 3), items_of("test_gpu_starts.py", 1, 5)
-    kernels = items_of("test_attention.py", 3, 10)
+    engines = [*items_of("gpu/test_gpu_engine.py", 1, 3), *items_of("models/test_models.py", 1, 3)]
+    starts = items_of("gpu/test_gpu_starts.py", 1, 5)
+    kernels = items_of("attention/test_attention.py", 3, 10)
     order = gpu_tests.dealt([*kernels[:7], *engines, *starts, *kernels[7:]], 4)
     first, second, third, fourth = (order[start:] for start in (0, 10, 20, 30))
     assert (first[:3], second[:2]) == (starts[::2], starts[1::2])
@@ -95,7 +97,8 @@ def test_long_tests_begin_first_in_all_processes() -> None:
 @pytest.mark.parametrize("processes", [1, 2, 14])
 def test_every_test_is_dealt_once(processes: int) -> None:
     """Also where there are more long tests than a process's share."""
-    items = [*items_of("test_gpu_starts.py", 1, 9), *items_of("test_gpu_graphs.py", 2, 2), *items_of("test_a.py", 1, 4)]
+    names = {"gpu/test_gpu_starts.py": (1, 9), "gpu/test_gpu_graphs.py": (2, 2), "passes/test_a.py": (1, 4)}
+    items = [item for name, counts in names.items() for item in items_of(name, *counts)]
     order = gpu_tests.dealt(items, processes)
     assert len(order) == len(items)
     assert set(order) == set(items)
