@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +49,35 @@ def prompts(bundled_model_path: Path, count: int, longest: int = 300) -> list[li
     return cut
 
 
-def greedy_by_transformers(model: Any, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt], device="cuda")
-    out = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-    return out[0, len(prompt) :].tolist()
-
-
 @pytest.fixture(scope="module")
 def oracle(bundled_model_path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(bundled_model_path, dtype=torch.float32).cuda().eval()
 
 
+@pytest.fixture(scope="module")
+def greedy_by_transformers(oracle: Any) -> Callable[[tuple[int, ...], int], list[int]]:
+    """Return what generates so many tokens after a prompt, each once for all modes."""
+
+    @cache
+    def generated(prompt: tuple[int, ...], count: int) -> list[int]:
+        ids = torch.tensor([prompt], device="cuda")
+        out = oracle.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
+
+    return generated
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mode", MODES)
-def test_greedy_tokens_in_fp32(mode: str, backend: str, bundled_model_path: Path, oracle: Any) -> None:
+def test_greedy_tokens_in_fp32(
+    mode: str,
+    backend: str,
+    bundled_model_path: Path,
+    greedy_by_transformers: Callable[[tuple[int, ...], int], list[int]],
+) -> None:
     cut = prompts(bundled_model_path, 24)
-    expected = [greedy_by_transformers(oracle, prompt, 24) for prompt in cut]
+    expected = [greedy_by_transformers(tuple(prompt), 24) for prompt in cut]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with engine(
         mode=mode, dtype="float32", attention_backend=backend, max_num_batched_tokens=64, max_num_seqs=16
@@ -178,6 +193,14 @@ def test_nothing_is_compiled_or_captured_after_warm_up(
         assert torch.cuda.memory_reserved() <= memory + (64 << 20)
 
 
+def two_layers(folder: Path) -> Path:
+    """Qwen3-0.6B's shape with all kernels, but fewer launches to capture."""
+    shape = write_shape(folder, "qwen3-0.6b")
+    config = json.loads((shape / "config.json").read_text())
+    (shape / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    return shape
+
+
 def test_a_cold_start_compiles_its_kernels_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
@@ -187,7 +210,7 @@ def test_a_cold_start_compiles_its_kernels_side_by_side(tmp_path: Path, monkeypa
         "jit_cache_hook",
         lambda **about: compiled_by.append((threading.current_thread().name, about["repr"])),
     )
-    shape = write_shape(tmp_path, "qwen3-0.6b")
+    shape = two_layers(tmp_path)
     with engine(model=shape, load_format="dummy", dtype="bfloat16", cache_dir=tmp_path / "cache", max_num_seqs=100):
         assert not [kernel for thread, kernel in compiled_by if thread == "MainThread"]
     assert len(compiled_by) > 20
@@ -205,9 +228,7 @@ def test_further_kernels_of_a_cached_model_are_compiled_side_by_side(
         if not cache_hit:
             compiled.append((threading.current_thread().name, src.name))
 
-    shape = write_shape(tmp_path, "qwen3-0.6b")
-    config = json.loads((shape / "config.json").read_text())
-    (shape / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    shape = two_layers(tmp_path)
     options: dict[str, Any] = {
         "model": shape,
         "load_format": "dummy",
@@ -234,10 +255,12 @@ def test_further_kernels_of_a_cached_model_are_compiled_side_by_side(
     assert compiled == []
 
 
-def test_long_prompts_in_many_chunks_that_sample_nothing(bundled_model_path: Path, oracle: Any) -> None:
+def test_long_prompts_in_many_chunks_that_sample_nothing(
+    bundled_model_path: Path, greedy_by_transformers: Callable[[tuple[int, ...], int], list[int]]
+) -> None:
     """Such steps end without waiting for the device, so the next one must not overwrite what it still has to read."""
     cut = prompts(bundled_model_path, 4, longest=1500)
-    expected = [greedy_by_transformers(oracle, prompt, 4) for prompt in cut]
+    expected = [greedy_by_transformers(tuple(prompt), 4) for prompt in cut]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with engine(mode="compiled", dtype="float32", max_num_batched_tokens=16, max_num_seqs=2) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in cut], params)
