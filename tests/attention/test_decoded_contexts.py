@@ -95,6 +95,7 @@ LONG_CASES = (
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("case",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", LONG_CASES, ids=[case.name for case in LONG_CASES])
 def test_prompts_read_them_on_a_gpu(case: Case, name: str) -> None:

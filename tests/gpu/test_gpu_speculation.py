@@ -108,6 +108,7 @@ def expected(text: str) -> Iterator[list[RequestOutput]]:
         yield llm.generate(prompts, params, use_tqdm=False)
 
 
+@pytest.mark.product(one_in=3, each=("mode",))
 @pytest.mark.parametrize("num_drafts", [1, 3, 6])
 @pytest.mark.parametrize("mode", MODES)
 def test_ngram_drafts_change_no_token(mode: str, num_drafts: int, text: str, expected: list[RequestOutput]) -> None:
@@ -134,6 +135,7 @@ def first_layers(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFact
     return write_first_layers(bundled_model_path, tmp_path_factory.mktemp("draft"), 5)
 
 
+@pytest.mark.product(one_in=8, each=("mode",))
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_of_a_model_change_no_token(

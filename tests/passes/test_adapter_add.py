@@ -173,6 +173,7 @@ def test_the_warm_up_meets_every_way_to_add() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("case",))
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("case", CASES + LARGE)
 def test_kernels_on_a_gpu(case: Case, dtype: torch.dtype) -> None:

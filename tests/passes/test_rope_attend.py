@@ -173,7 +173,7 @@ def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=3)
+@pytest.mark.product(one_in=100, each=("case",))
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", DECODES, ids=NAMES)

@@ -123,7 +123,7 @@ def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=12, each=("case",))
+@pytest.mark.product(one_in=24, each=("case",))
 @OF_TILES
 @pytest.mark.parametrize(("dtype", "normed"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

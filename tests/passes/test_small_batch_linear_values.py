@@ -104,7 +104,7 @@ def test_there_are_tiles_for_every_shape(
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=3, each=("shape",))
+@pytest.mark.product(one_in=9, each=("shape",))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES + LARGE_SHAPES, ids=str)
 def test_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
