@@ -77,7 +77,9 @@ def test_a_compiled_encoder_is_found_again_without_its_code(tmp_path: Path, engi
 @pytest.mark.parametrize("mode", ["eager", "graphed"])
 def test_vectors_on_a_gpu(family: str, mode: str, tmp_path: Path, engine: Engine) -> None:
     model = make_encoder(tmp_path, family)
-    llm = engine(tmp_path, mode, device="cuda", dtype="float32")
+    # Families share the run's kernels, and compile them in this process: tests side by side have a core each.
+    shared = {} if mode == "eager" else {"cache_dir": None, "compile_workers": 0}
+    llm = engine(tmp_path, mode, device="cuda", dtype="float32", **shared)
     for _ in range(2):
         for output in llm.embed(TEXTS):
             vector = pooled(("mean",), hidden_states(model, output.prompt_token_ids))

@@ -87,7 +87,9 @@ def test_vectors_of_ragged_batches_are_those_of_the_definition(
 def test_vectors_on_a_gpu_are_those_of_the_definition(name: str, mode: str, tmp_path: Path, engine: Engine) -> None:
     modules: dict[str, Any] = KINDS[name]
     decoder = make_embedder(tmp_path, **modules)
-    llm = engine(tmp_path, mode, device="cuda", dtype="float32", num_blocks=256)
+    # Kinds share the run's kernels, and compile them in this process: tests side by side have a core each.
+    shared = {} if mode == "eager" else {"cache_dir": None, "compile_workers": 0}
+    llm = engine(tmp_path, mode, device="cuda", dtype="float32", num_blocks=256, **shared)
     for _ in range(2):
         for output in llm.embed(TEXTS):
             assert_close(output.outputs.embedding, embedding(tmp_path, decoder, output.prompt_token_ids, **modules))

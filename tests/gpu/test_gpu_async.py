@@ -49,6 +49,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
     "num_blocks": 4000,
+    "compile_workers": 0,  # tests side by side have a core each
 }
 
 

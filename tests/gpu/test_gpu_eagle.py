@@ -13,7 +13,7 @@ import torch
 from checkpoints import make_checkpoint
 from eagle_heads import make_bigram_model, write_exact_head, write_fitted_head
 from scripted_drafts import AnyLength, AtRest
-from test_gpu_speculation import ACTIVITIES, ENGINE, FEW_BLOCKS, MODES, results, workload
+from test_gpu_speculation import ACTIVITIES, ENGINE, FEW_BLOCKS, HERE, MODES, results, workload
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.engine_steps import decodes
@@ -115,7 +115,7 @@ def test_an_exact_head_is_always_right(mode: str, tmp_path: Path) -> None:
 def test_the_passes_of_a_head_are_two_launches(head: Path) -> None:
     """A step of decodes is three: the drafts, their verification, and the head's pass over what was verified."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with LLM(**ENGINE, **eagle(head, 3)) as llm:
+    with LLM(**ENGINE | HERE, **eagle(head, 3)) as llm:
         llm.generate(["def f(x):"] * 3, params, use_tqdm=False)
         before = llm.metrics()
         with torch.profiler.profile(activities=ACTIVITIES) as profile:
@@ -156,7 +156,7 @@ def test_a_step_at_which_the_head_rests_is_that_of_an_engine_without_a_head(
     monkeypatch.setattr(engine_core, "DraftLength", AtRest)
     found = []
     for drafts in (eagle(head, 3, enable_adaptive_verification=True), {}):
-        with LLM(**ENGINE, **drafts) as llm, decodes(llm, random.Random(0), num_requests, 20, 60) as core:
+        with LLM(**ENGINE | HERE, **drafts) as llm, decodes(llm, random.Random(0), num_requests, 20, 60) as core:
             found.append(launches(core, 20))
     assert found[0] == found[1]
     assert found[0][0]["cudaGraphLaunch"] == 20
@@ -166,7 +166,7 @@ def test_a_head_that_is_never_right_comes_to_rest(head: Path) -> None:
     """By itself; from then on a step is one launch, until a new request has drafts."""
     never = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0, 0.0, 0.0]}
     with (
-        LLM(**ENGINE, **eagle(head, 3, enable_adaptive_verification=True, **never)) as llm,
+        LLM(**ENGINE | HERE, **eagle(head, 3, enable_adaptive_verification=True, **never)) as llm,
         decodes(llm, random.Random(0), 3, 20, 200) as core,
     ):
         for _ in range(100):
@@ -188,7 +188,7 @@ def test_warm_up_leaves_nothing_to_compile(head: Path, monkeypatch: pytest.Monke
 
     compiled: list[str] = []
     monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
-    with LLM(**ENGINE, **eagle(head, 3, enable_adaptive_verification=True)) as llm:
+    with LLM(**ENGINE | HERE, **eagle(head, 3, enable_adaptive_verification=True)) as llm:
         triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: compiled.append(repr)
         try:
             params = [SamplingParams(temperature=0.5, seed=seed, max_tokens=30) for seed in range(8)]

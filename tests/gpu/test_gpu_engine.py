@@ -30,6 +30,11 @@ def engine(**options: Any) -> LLM:
     return LLM(device="cuda", **{"progress": False, "num_blocks": 4096} | options)
 
 
+def engine_of(mode: str, **options: Any) -> LLM:
+    """Start an engine that compiles in this process, since tests side by side have a core each."""
+    return engine(mode=mode, **({} if mode == "eager" else {"compile_workers": 0}), **options)
+
+
 def require_backend(backend: str) -> None:
     if backend == "flash_attn":
         pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
@@ -79,9 +84,7 @@ def test_greedy_tokens_in_fp32(
     cut = prompts(bundled_model_path, 24)
     expected = [greedy_by_transformers(tuple(prompt), 24) for prompt in cut]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with engine(
-        mode=mode, dtype="float32", attention_backend=backend, max_num_batched_tokens=64, max_num_seqs=16
-    ) as llm:
+    with engine_of(mode, dtype="float32", attention_backend=backend, max_num_batched_tokens=64, max_num_seqs=16) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in cut], params)
         captures, replays = llm.metrics()["captures"], llm.metrics()["graph_replays"]
         of_decodes, of_others = (1, 2, 4, 8, 16), (1, 2, 4, *range(8, 65, 8))
@@ -99,7 +102,7 @@ def test_a_prefix_that_is_completed_in_the_step_that_shares_it(mode: str, dtype:
     logprobs = {}
     for cached in (True, False):
         options = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_prefix_caching": cached}
-        with engine(mode=mode, dtype=dtype, attention_backend="triton", block_size=16, **options) as llm:
+        with engine_of(mode, dtype=dtype, attention_backend="triton", block_size=16, **options) as llm:
             found = logprobs[cached] = []
             for piece in prompts(bundled_model_path, 12, longest=200):
                 prompt = (piece * 64)[:64]
@@ -116,8 +119,8 @@ def test_bf16_logprobs(mode: str, backend: str, bundled_model_path: Path, oracle
     require_backend(backend)
     cut = prompts(bundled_model_path, 32)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-    with engine(
-        mode=mode, dtype="bfloat16", attention_backend=backend, max_num_batched_tokens=256, max_num_seqs=16
+    with engine_of(
+        mode, dtype="bfloat16", attention_backend=backend, max_num_batched_tokens=256, max_num_seqs=16
     ) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in cut], params)
     differences = []
@@ -262,7 +265,7 @@ def test_long_prompts_in_many_chunks_that_sample_nothing(
     cut = prompts(bundled_model_path, 4, longest=1500)
     expected = [greedy_by_transformers(tuple(prompt), 4) for prompt in cut]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    with engine(mode="compiled", dtype="float32", max_num_batched_tokens=16, max_num_seqs=2) as llm:
+    with engine_of("compiled", dtype="float32", max_num_batched_tokens=16, max_num_seqs=2) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in cut], params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 

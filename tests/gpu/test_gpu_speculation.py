@@ -30,13 +30,17 @@ ENGINE: dict[str, Any] = {
 # So that requests are preempted.
 FEW_BLOCKS: dict[str, Any] = {"num_blocks": 20}
 ACTIVITIES = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+# Tests side by side have a core each: engines compile in this process.
+HERE: dict[str, Any] = {"compile_workers": 0}
+COMPILED: dict[str, Any] = HERE | {"mode": "compiled"}
+GRAPHED: dict[str, Any] = HERE | {"mode": "graphed"}
 MODES: dict[str, dict[str, Any]] = {
-    "graphed": {"mode": "graphed"},
-    "graphed, one step in flight": {"mode": "graphed", "async_scheduling": False},
-    "decodes alone": {"mode": "compiled", "graph_mode": "full_decode_only"},
-    "piecewise": {"mode": "compiled", "graph_mode": "piecewise"},
-    "full and piecewise": {"mode": "compiled", "graph_mode": "full_and_piecewise"},
-    "compiled": {"mode": "compiled", "graph_mode": "none"},
+    "graphed": GRAPHED,
+    "graphed, one step in flight": GRAPHED | {"async_scheduling": False},
+    "decodes alone": COMPILED | {"graph_mode": "full_decode_only"},
+    "piecewise": COMPILED | {"graph_mode": "piecewise"},
+    "full and piecewise": COMPILED | {"graph_mode": "full_and_piecewise"},
+    "compiled": COMPILED | {"graph_mode": "none"},
     "eager": {"mode": "eager", "graph_mode": "none"},
     "eager, in torch": {"mode": "eager", "graph_mode": "none", "attention_backend": "torch"},
 }
@@ -170,7 +174,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 def test_the_passes_of_a_draft_model_are_one_launch(bundled_model_path: Path) -> None:
     """A step of decodes is two: the drafts, and their verification."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with LLM(**ENGINE, **draft_model(bundled_model_path, 3)) as llm:
+    with LLM(**ENGINE | HERE, **draft_model(bundled_model_path, 3)) as llm:
         llm.generate(["def f(x):"] * 3, params, use_tqdm=False)
         before = llm.metrics()
         with torch.profiler.profile(activities=ACTIVITIES) as profile:
@@ -193,7 +197,7 @@ def test_drafts_of_an_8_bit_cache(text: str) -> None:
     prompts, params = workload(text)
     found = []
     for config in ({}, ngram(3)):
-        with LLM(**ENGINE, kv_cache_dtype="int8", **config) as llm:
+        with LLM(**ENGINE | HERE, kv_cache_dtype="int8", **config) as llm:
             found.append(results(llm.generate(prompts, params, use_tqdm=False)))
             metrics = llm.metrics()
     assert found[0] == found[1]
@@ -210,7 +214,7 @@ def test_drafts_beside_adapters(tmp_path: Path) -> None:
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 27] * 3, [7] * 20, list(range(1, 34)), [90, 2] * 70)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=0)
     # In one step the prompts are too many tokens for a graph that ends at logits.
-    adapters = ENGINE | {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64, "max_num_batched_tokens": 256}
+    adapters = ENGINE | HERE | {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64, "max_num_batched_tokens": 256}
     found = []
     for config in ({}, ngram(3)):
         with LLM(tmp_path / "base", **adapters, **config) as llm:
@@ -228,7 +232,7 @@ def test_a_step_with_drafts_is_one_launch() -> None:
     """Of decodes, whatever is accepted."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompt = "x = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
-    with LLM(**ENGINE, **ngram(4)) as llm:
+    with LLM(**ENGINE | HERE, **ngram(4)) as llm:
         llm.generate([prompt] * 3, params, use_tqdm=False)
         before = llm.metrics()
         with torch.profiler.profile(activities=ACTIVITIES) as profile:
@@ -247,7 +251,7 @@ def test_synthetic_acceptance_reaches_its_length() -> None:
     """With drafts that are always found, since the prompt repeats itself and so does what is emitted."""
     length, params = 2.8, SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
     config = ngram(3, rejection_sample_method="synthetic", synthetic_acceptance_length=length)
-    with LLM(**ENGINE | {"max_model_len": 1024, "num_blocks": 80}, **config) as llm:
+    with LLM(**ENGINE | HERE | {"max_model_len": 1024, "num_blocks": 80}, **config) as llm:
         llm.generate([{"prompt_token_ids": [5, 6] * 20}], params, use_tqdm=False)
         metrics = llm.metrics()
     drafted = metrics["drafted_requests"]
@@ -266,7 +270,7 @@ def test_penalties_and_drafts_share_a_batch(text: str) -> None:
     ]
     prompts, found = [text[:60] * 3] * 6, []
     for config in ({}, ngram(3)):
-        with LLM(**ENGINE, **config) as llm:
+        with LLM(**ENGINE | HERE, **config) as llm:
             found.append(results(llm.generate(prompts, params, use_tqdm=False)))
     assert found[0] == found[1]
 
@@ -276,7 +280,7 @@ def test_the_prefix_of_a_step_is_not_read_in_it(text: str) -> None:
     plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, disable_spec_decode=True)
     found = []
     for config in ({}, ngram(3)):
-        with LLM(**ENGINE, **config) as llm:
+        with LLM(**ENGINE | HERE, **config) as llm:
             first = llm.generate([text[:200]], plain, use_tqdm=False)[0]
             ids = [*first.prompt_token_ids, *first.outputs[0].token_ids]
             prompts = [{"prompt_token_ids": ids[:length]} for length in range(17, len(ids), 16)]
