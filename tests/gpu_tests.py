@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -335,7 +336,9 @@ def main() -> int:
         print("these tests need an NVIDIA GPU, and PyTorch finds none", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    facts = {"commit": arguments.commit or commit(), **provenance()}
+    facts: dict[str, Any] = {"commit": arguments.commit or commit(), "machine": {}, "versions": {}}
+    # It is known long before the first stage ends, and takes as long as that needs to import everything.
+    Thread(target=lambda: facts.update(provenance())).start()
     return run_all(stages_of(TESTS), arguments.output, arguments.limit, arguments.pytest, facts)
 
 
