@@ -95,8 +95,8 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of these contexts up to which requests with drafts have splits of their own, see short_splits: the
-    kernel is the same for each, so that only the number of splits tells them apart."""
+    """Return those of these contexts up to which requests with drafts have launches of their own: splits, see
+    short_splits, or tiles, see short_drafts.tiles_of_drafts."""
     if num_requests <= FEW_REQUESTS:
         return tuple(dict.fromkeys((*short_contexts[:1], *short_contexts[-1:])))
     return short_contexts[-1:]

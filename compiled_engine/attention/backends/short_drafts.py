@@ -9,6 +9,7 @@ head. Keys and values of this step do not go through the cache: they are a tile 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from triton.experimental import gluon
@@ -16,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.attention.backends.decode_splits import FEW_REQUESTS
 from compiled_engine.attention.backends.short_decode import (
     ROWS,
     WIDTH,
@@ -252,6 +254,19 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     acc_d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     out_start_M = out_token_M * out_stride + head_M * OUT_HEAD_STRIDE
     gl.store(out_ptr + out_start_M[:, None] + acc_d_D[None, :], out_MD.to(dtype), mask=out_mask_M[:, None])
+
+
+def tiles_of_drafts(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> ShortTiles | None:
+    """Return tiles for contexts up to max_seq_len, which is the host's bound; None for contexts that are not short.
+
+    A few requests, which have graphs for each of the short contexts, have tiles of all their keys. Others have one
+    graph for all of them, and read contexts of more than one tile in turn: a larger one would keep the shorter waiting.
+    """
+    longest = max(short_contexts, default=0)
+    if max_seq_len > longest:
+        return None
+    wanted = max_seq_len if num_requests <= FEW_REQUESTS else 0
+    return ShortTiles(next(context for context in short_contexts if wanted <= context))
 
 
 def fits_one_tile(queries: int, group: int) -> bool:

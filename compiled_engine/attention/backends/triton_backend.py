@@ -27,7 +27,7 @@ from compiled_engine.attention.backends.decoded_contexts import (
 )
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
-from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
+from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts, tiles_of_drafts
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_draft_decode import draft_decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
@@ -254,10 +254,9 @@ class TritonBackend:
         if is_coded(kv_cache_N2PKd.dtype) or num_requests * num_kv_heads > _num_multiprocessors(q_THd.device):
             return None
         contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
-        splits = short_splits(num_requests, facts.max_seq_len, contexts)
-        fits = fits_one_tile(facts.queries, q_THd.shape[1] // num_kv_heads)
-        # A context of more than one tile is read in turn: a larger tile would fill the registers.
-        return ShortTiles(contexts[0]) if fits and splits is not None and splits.count == 1 else None
+        if not fits_one_tile(facts.queries, q_THd.shape[1] // num_kv_heads):
+            return None
+        return tiles_of_drafts(num_requests, facts.max_seq_len, contexts)
 
     def _short_contexts(self, num_requests: int, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> tuple[int, ...]:
         """Context lengths up to which this many requests have kernels of their own, ascending; see `accept`."""
