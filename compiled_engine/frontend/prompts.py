@@ -20,6 +20,7 @@ FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'pro
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 KNOWN = frozenset(KEYS)
 LONGEST_SALT = 256  # characters
+LONGEST_VALUE = 200  # characters of a value in an error
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [_parse("prompts", prompts)]
     if not _is_sequence(prompts):
-        raise TypeError(f"prompts must be {FORMS}, or a list of these, got {prompts!r}{_as_list(prompts)}")
+        raise TypeError(f"prompts must be {FORMS}, or a list of these, got {_shown(prompts)}{_as_list(prompts)}")
     if len(prompts) > 0 and _is_integer(prompts[0]):
         return [_parse("prompts", prompts)]
     return [_parse(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
@@ -51,7 +52,7 @@ def _parse(name: str, prompt: Any) -> Prompt:
     if not isinstance(prompt, dict | Mapping):
         if _is_sequence(prompt):
             return Prompt(name, None, _parse_token_ids(name, prompt))
-        raise TypeError(f"{name} must be {FORMS}, got {prompt!r}{_as_list(prompt)}")
+        raise TypeError(f"{name} must be {FORMS}, got {_shown(prompt)}{_as_list(prompt)}")
     if not KNOWN.issuperset(prompt):
         unknown = [key for key in prompt if key not in KEYS]
         advice = "; token ids are 'prompt_token_ids'" if unknown[0] == "input_ids" else ""
@@ -67,15 +68,21 @@ def _parse(name: str, prompt: Any) -> Prompt:
         return Prompt(f"{name}['prompt']", text, None, salt)
     name = f"{name}['prompt_token_ids']"
     if not _is_sequence(token_ids):
-        raise TypeError(f"{name} must be a list of token ids, got {token_ids!r}")
+        raise TypeError(f"{name} must be a list of token ids, got {_shown(token_ids)}{_as_list(token_ids)}")
     return Prompt(name, text, _parse_token_ids(name, token_ids), salt)
+
+
+def _shown(value: Any) -> str:
+    """A value of another type in one line: those of arrays and tensors have many, and may be long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
 def _as_list(value: Any) -> str:
     """Advice for an array, a tensor or a generator."""
     if hasattr(value, "tolist"):
         return "; its tolist() is a list"
-    return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, bytes) else ""
+    return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, str | bytes) else ""
 
 
 def check_salt(name: str, salt: Any) -> None:

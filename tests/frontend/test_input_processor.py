@@ -367,6 +367,17 @@ def test_what_could_be_a_list_is_told_how(prompts: Any, message: str) -> None:
         process({"input_ids": [3]})
 
 
+def test_errors_of_arrays_are_one_line_however_large() -> None:
+    numpy = pytest.importorskip("numpy")
+    for prompt in (numpy.zeros((2, 3), int), {"prompt_token_ids": numpy.arange(1000)}):
+        with pytest.raises(TypeError, match=r"got array\(\[.*; its tolist\(\) is a list$") as raised:
+            process(prompt)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 400
+    with pytest.raises(TypeError, match=r"got 'a'$"):
+        process({"prompt_token_ids": "a"})
+
+
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     """Unless it is cut: only whoever tokenises it knows its last tokens."""
     text = "hello world " * 1000
