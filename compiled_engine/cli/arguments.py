@@ -92,6 +92,8 @@ class Argument:
         return int(value) if is_number else value
 
     def parameter(self, panel: str, *, from_environment: bool, with_default: bool) -> inspect.Parameter:
+        if "/" in self.written:  # the second name has a column, which would cut off names of other options
+            panel = f"{panel}: on or off"
         variable = self.variable if from_environment and self.name not in READ_BY_THE_ENGINE else None
         option = typer.Option(
             None,

@@ -16,7 +16,9 @@ from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, cons
 from compiled_engine.cli.bench_plot import make_plot_folder, write_load_page
 from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
 
-LENGTHS_HELP = "a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST or lognormal:MEDIAN:SIGMA:LEAST:MOST"
+# Panels of the help: long rows of names in one panel would cut off each other's.
+TWO_NAMES = "Options with vLLM's name as well"
+ON_OR_OFF = "Options: on or off"
 
 LATENCIES = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2EL": "e2el_ms"}
 HIDDEN = ("quantiles", "std")
@@ -50,24 +52,39 @@ def serve(
         str | None, typer.Option(help="START:END or exponential:START:END: a rate that changes, instead of one.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option("--concurrency", "--max-concurrency", min=1, help="Most requests at a time.")
+        int | None,
+        typer.Option(
+            "--concurrency", "--max-concurrency", min=1, help="Most requests at a time.", rich_help_panel=TWO_NAMES
+        ),
     ] = None,
     num_requests: Annotated[
         int | None,
         typer.Option(
-            "--num-requests", "--num-prompts", min=1, help="Requests of each rate. Default: 100, or all of the dataset."
+            "--num-requests",
+            "--num-prompts",
+            min=1,
+            help="Requests of each rate. Default: 100, or all of the dataset.",
+            rich_help_panel=TWO_NAMES,
         ),
     ] = None,
     num_warmups: Annotated[int, typer.Option(min=0, help="Uncounted requests before the measurement.")] = 1,
     input_len: Annotated[
         str | None,
-        typer.Option("--input-len", "--random-input-len", help=f"Tokens of a random prompt: {LENGTHS_HELP}."),
+        typer.Option("--input-len", "--random-input-len", help="Tokens of a random prompt.", rich_help_panel=TWO_NAMES),
     ] = None,
     output_len: Annotated[
-        str | None, typer.Option("--output-len", "--random-output-len", help="Tokens to ask for, in the same forms.")
+        str | None,
+        typer.Option("--output-len", "--random-output-len", help="Tokens to ask for.", rich_help_panel=TWO_NAMES),
     ] = None,
     shared_prefix: Annotated[
-        int, typer.Option("--shared-prefix", "--random-prefix-len", min=0, help="Common tokens before each prompt.")
+        int,
+        typer.Option(
+            "--shared-prefix",
+            "--random-prefix-len",
+            min=0,
+            help="Common tokens before each prompt.",
+            rich_help_panel=TWO_NAMES,
+        ),
     ] = 0,
     num_prefixes: Annotated[int, typer.Option(min=1, help="Number of different shared prefixes.")] = 1,
     vocab_size: Annotated[int, typer.Option(min=1, help="Token ids of random prompts are below it.")] = 1000,
@@ -77,10 +94,14 @@ def serve(
             "--dataset",
             "--dataset-path",
             help="JSONL instead of random prompts: prompt (text or token ids) or messages, and output_len.",
+            rich_help_panel=TWO_NAMES,
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for answers of full length, with a field that not all servers support.")
+        bool,
+        typer.Option(
+            help="Ask for answers of full length, with a field that not all servers support.", rich_help_panel=ON_OR_OFF
+        ),
     ] = True,
     temperature: Annotated[
         float | None, typer.Option(help="Temperature of all requests. Default: the server's.")
@@ -89,7 +110,7 @@ def serve(
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, lengths and times.")] = 0,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="Bounds of a good answer, in ms: ttft=200,tpot=20,e2el=5000; may be repeated."),
+        typer.Option(help="Bounds of a good answer, in ms: ttft=200,tpot=20; may be repeated."),
     ] = None,
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report in addition to the median.")] = "90,99",
     ready_timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the server.")] = 0.0,
@@ -108,6 +129,8 @@ def serve(
     answer, E2EL until the last token. Tokens are counted by the server's usage. A part may hold several tokens; then
     ITL is the time between parts, and the result has the mean number of tokens a part.
 
+    Lengths are a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST or lognormal:MEDIAN:SIGMA:LEAST:MOST.
+
     The result has the client's own load and delay. If they are high, use more --client-processes.
 
     If a request fails, the others go on, errors are counted by kind, and the exit code is 1.
@@ -120,7 +143,7 @@ def serve(
 
       compiled-engine bench serve --request-rate 4 --num-requests 200
 
-      compiled-engine bench serve --input-len uniform:100:1024 --concurrency 64 --goodput ttft=200,tpot=20
+      compiled-engine bench serve --input-len uniform:128:1024 --concurrency 64 --goodput ttft=200,tpot=20
 
       compiled-engine bench serve --url http://host:8000 --endpoint chat --request-rate inf,25%,50%,75% --html load.html
     """

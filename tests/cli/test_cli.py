@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,28 @@ def test_help_has_examples_and_needs_no_torch() -> None:
         shown, imported = json.loads(line)
         assert ("Examples:" if command else "examples") in shown, command
         assert not imported, command
+
+
+def commands_of(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    for own, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, f"{name}{own} ")
+        else:
+            yield name + own, command
+
+
+COMMANDS = dict(commands_of(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_where_lines_have_80_characters(name: str) -> None:
+    """As they have in a pipe: no option's name is cut off, and examples can be copied."""
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name.split(), "--help"]).stdout
+    for parameter in COMMANDS[name].params:
+        options = [option for option in (*parameter.opts[:1], *parameter.secondary_opts) if option.startswith("--")]
+        assert [option for option in options if f" {option}" not in shown] == []
+    _, _, examples = inspect.cleandoc(COMMANDS[name].callback.__doc__ or "").partition("Examples:\n")
+    assert " ".join(examples.split()) in " ".join(shown.split())
 
 
 def test_without_arguments_there_is_help() -> None:
