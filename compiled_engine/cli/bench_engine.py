@@ -92,8 +92,8 @@ def print_json(result: Any) -> None:
 
 
 def console(width: int = 160) -> Console:
-    """Make a console; without a terminal its width is `width`, enough for every column."""
-    return Console(width=None if sys.stdout.isatty() else width)
+    """Make a console for plain text; without a terminal its width is `width`, enough for every column."""
+    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
 
 
 def print_rates(rates: Mapping[str, Any], out: Console) -> None:

@@ -54,8 +54,8 @@ def config(
         plans |= {"replicas": replicas} if shows_replicas else {}
         typer.echo(json.dumps(json_value(resolved) | plans, indent=2))
     else:
-        # Wide enough for paths and reasons without a terminal.
-        console = Console(width=None if sys.stdout.isatty() else 160)
+        # Wide enough for paths and reasons without a terminal. Values are text: `[red]` is no style, `:100:` no emoji.
+        console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
         console.print(config_table(resolved))
         if shows_replicas:
             where = (f"replica {number} on {', '.join(devices)}" for number, devices in enumerate(replicas))

@@ -82,7 +82,7 @@ def tune(
     for name, by_tokens in new["gains_us"].items():
         gains = ", ".join(f"{gain:+.1f} at {tokens}" for tokens, gain in by_tokens.items())
         Console().print(f"{name}: microseconds a step saved, at tokens: {gains}")
-    Console().print(f"written to {path}")
+    typer.echo(f"written to {path}")
 
 
 def _checked(path: Path) -> dict[str, Any] | None:

@@ -140,6 +140,12 @@ def test_config_as_a_table() -> None:
     assert len(rows["model.dtype"]) > 1  # the reason
 
 
+def test_config_shows_values_as_they_are(tmp_path: Path) -> None:
+    """Brackets and colons are no styles and no emoji."""
+    result = run("config", "--device", "cpu", "--cache-dir", str(tmp_path / "[red]:100:"))
+    assert "/[red]:100:" in result.stdout.replace("\n", "").replace(" ", "")
+
+
 def test_config_shows_values_that_are_lists() -> None:
     result = run("config", "--device", "cpu", "--compile-range", "64", "--compile-range", "128")
     assert result.exit_code == 0, result.stderr
