@@ -17,6 +17,7 @@ from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
 from compiled_engine.server.generation import Outputs, begun, generate
 from compiled_engine.server.logprob_shapes import ChatLogprobs, chat_logprobs, prompt_logprobs
 from compiled_engine.server.parsers.answer import AnswerParser, joined
+from compiled_engine.server.parsers.call_object import is_whole
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from compiled_engine.server.protocol import (
     AnswerMessage,
@@ -84,9 +85,14 @@ class _Answer:
         return ChatChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
 
-def finish_reason(completion: CompletionOutput, calls: bool) -> str | None:
-    """Why a completion ended, in the words of chats."""
-    return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+def finish_reason(completion: CompletionOutput, last_arguments: str | None) -> str | None:
+    """Why a completion ended, in the words of chats.
+
+    last_arguments: those of its last call, None without calls. A call that a stop string or an end-of-sequence token
+    cuts off cannot be executed, so its completion ends by "stop".
+    """
+    called = last_arguments is not None and is_whole(last_arguments)
+    return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
 
 
 async def _whole(answer: _Answer, outputs: Outputs) -> ChatResponse:
@@ -111,11 +117,12 @@ def _choice(answer: _Answer, completion: CompletionOutput) -> ChatChoice:
     parser = answer.prompt.make_parser()
     pieces = answer.shown(joined(parser.push(completion.text) + parser.finish()))
     message = message_of(pieces, answer.prompt.make_call_id)
+    last = message.tool_calls[-1].function.arguments if message.tool_calls else None
     return ChatChoice(
         index=completion.index,
         message=message,
         logprobs=answer.logprobs(completion),
-        finish_reason=finish_reason(completion, message.tool_calls is not UNSET),
+        finish_reason=finish_reason(completion, last),
         stop_reason=completion.stop_reason,
         token_ids=completion.token_ids if answer.fields.return_token_ids else None,
     )
@@ -146,7 +153,7 @@ class _Part:
     def __init__(self, answer: _Answer) -> None:
         self._answer = answer
         self._parser: AnswerParser = answer.prompt.make_parser()
-        self._calls = False
+        self._last_arguments: str | None = None  # of calls
 
     def choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
         """The events that a completion's next part makes: one for each piece, and one for its end."""
@@ -162,7 +169,7 @@ class _Part:
         if choices:
             choices[0].logprobs, choices[0].token_ids = logprobs, token_ids
         if completion.finish_reason is not None:
-            reason = finish_reason(completion, self._calls)
+            reason = finish_reason(completion, self._last_arguments)
             choices.append(
                 ChunkChoice(
                     index=completion.index, delta=Delta(), finish_reason=reason, stop_reason=completion.stop_reason
@@ -177,11 +184,12 @@ class _Part:
             case Reasoning(text):
                 return Delta(reasoning_content=text, reasoning=text)
             case CallStart(index, name):
-                self._calls = True
+                self._last_arguments = ""
                 function = CalledFunction(name=name, arguments="")
                 call = ToolCall(index=index, id=self._answer.prompt.make_call_id(), type="function", function=function)
                 return Delta(tool_calls=[call])
             case CallArguments(index, text):
+                self._last_arguments = (self._last_arguments or "") + text
                 return Delta(tool_calls=[ToolCall(index=index, function=CalledFunction(arguments=text))])
 
 

@@ -24,6 +24,7 @@ from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request, sho
 from compiled_engine.server.generation import begun, generate
 from compiled_engine.server.logprob_shapes import TextLogprobs, TokenLogprob
 from compiled_engine.server.parsers.answer import joined
+from compiled_engine.server.parsers.call_object import is_whole
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from compiled_engine.server.protocol import (
     RESPONSES_HABITS,
@@ -381,6 +382,8 @@ class ResponseEvents:
         elif isinstance(item, ReasoningItem):
             yield self._part("response.reasoning_text.done", text=item.content[0].text)
         else:
+            if status == "completed" and not is_whole(item.arguments):  # a stop string may have cut it off
+                item.status = "incomplete"
             yield self._of_item("response.function_call_arguments.done", name=item.name, arguments=item.arguments)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._open = None

@@ -150,6 +150,27 @@ def test_a_cut_call_ends_by_length(client: openai.OpenAI, engine: ScriptedEngine
     assert answer.choices[0].message.tool_calls[0].function.arguments == '{"a": '  # type: ignore[index, union-attr]
 
 
+@pytest.mark.parametrize(
+    ("end", "reason", "status"),
+    [('{"a": 1}', "tool_calls", "completed"), ('{"a": [1]', "stop", "incomplete"), ("{", "stop", "incomplete")],
+)
+def test_a_call_that_a_stop_string_cuts_off_is_none_to_execute(
+    client: openai.OpenAI, engine: ScriptedEngine, end: str, reason: str, status: str
+) -> None:
+    engine.chunks = [f"{CALL}<tool_call>", f'{{"name": "add", "arguments": {end}']
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    answer = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert answer.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == reason
+    calls = answer.choices[0].message.tool_calls or []
+    assert [call.function.arguments for call in calls] == ['{"a": 1, "b": 2}', end]  # type: ignore[union-attr]
+    response = client.responses.create(model=MODEL, input="What is 1 + 2?", tools=FUNCTION)
+    assert [(item.arguments, item.status) for item in response.output] == [  # type: ignore[union-attr]
+        ('{"a": 1, "b": 2}', "completed"),
+        (end, status),
+    ]
+
+
 def test_an_engine_that_fails(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.finish_reason = "error"
     with pytest.raises(openai.InternalServerError):

@@ -157,6 +157,11 @@ class CallObject:
         return self.name is not None
 
 
+def is_whole(arguments: str) -> bool:
+    """Return whether the arguments of a call are JSON: an answer may end within them."""
+    return decoded(arguments) is not None
+
+
 NULL = ("null",)  # the result of `decoded` for null, since None means that the text is no JSON
 
 
