@@ -66,11 +66,16 @@ def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[
 def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
     name, activation = family.activation
     if fields.text(name, activation) != activation:
-        raise fields.error(name, activation)
+        raise _only_of_transformers(fields, name, activation)
     if fields.values.get("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "false or null")
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.error("partial_rotary_factor", "1.0")
+        raise _only_of_transformers(fields, "partial_rotary_factor", "1.0")
+
+
+def _only_of_transformers(fields: JsonFields, name: str, allowed: str) -> ValueError:
+    """The error for a value that the textbook lacks, and transformers' code has."""
+    return ValueError(f"{fields.error(name, allowed)}; model_impl='transformers' runs the code of transformers instead")
 
 
 def _attention_scale(fields: JsonFields, default: float | None) -> float | None:
@@ -121,7 +126,7 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
     if kind not in ROPE_KINDS:
         raise scaling.error(kind_field, f"one of {', '.join(ROPE_KINDS)}")
     if scaling.number("partial_rotary_factor", 1.0) != 1.0:
-        raise scaling.error("partial_rotary_factor", "1.0")
+        raise _only_of_transformers(scaling, "partial_rotary_factor", "1.0")
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":

@@ -334,9 +334,9 @@ def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
         ("tie_word_embeddings", "no", "true or false"),
         ("rope_theta", "big", "above 0"),
         ("rope_scaling", [2.0], "object"),
-        ("hidden_act", "gelu", "silu"),
+        ("hidden_act", "gelu", "silu, got 'gelu'; model_impl='transformers' runs"),
         ("hidden_act", 3, "string"),
-        ("partial_rotary_factor", 0.5, "1.0"),
+        ("partial_rotary_factor", 0.5, "1.0, got 0.5; model_impl='transformers' runs"),
         ("quantization_config", {"quant_method": "mxfp4"}, "model_impl='transformers'"),
     ],
 )
@@ -359,7 +359,10 @@ def test_a_wrong_value_is_named_with_what_is_allowed(field: str, value: Any, all
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "1"},
             "original_max_position",
         ),
-        ({"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.25},
+            "partial_rotary_factor must be 1.0, got 0.25; model_impl='transformers' runs",
+        ),
     ],
 )
 def test_a_wrong_rope_field_is_named(scaling: dict[str, Any], field: str, tmp_path: Path) -> None:
