@@ -42,9 +42,11 @@ ARGUMENTS = {
     "prompt_adapter_request": "there are no prompt adapters",
     "guided_options_request": "use SamplingParams(structured_outputs=...)",
     "mm_processor_kwargs": "models take only text",
-    "chat_template_content_format": "contents are strings, or lists of strings",
+    "chat_template_content_format": "a content is a string, or parts {'type': 'text', 'text': str} that are joined",
     "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
 }
+# Values that ask for what is the case, beside None.
+HELD = {"chat_template_content_format": ("auto", "string")}
 # Further ones of the methods that pool.
 POOLING_ARGUMENTS = {
     "truncate_prompt_tokens": "give PoolingParams(truncate_prompt_tokens=...)",
@@ -54,10 +56,11 @@ POOLING_ARGUMENTS = {
 
 
 def refuse_arguments(method: str, given: Mapping[str, Any], *, pools: bool = False) -> None:
-    """Raise TypeError for an argument that the method does not have; one of another engine's that is None is none."""
+    """Raise TypeError for an argument that the method does not have; one of another engine's that is None, or asks for
+    what is the case, is none."""
     known = ARGUMENTS | POOLING_ARGUMENTS if pools else ARGUMENTS
     for name, value in given.items():
         if name not in known:
             raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
-        if value is not None:
+        if value is not None and value not in HELD.get(name, ()):
             raise TypeError(f"LLM.{method}() has no {name}, which is {value!r}; {known[name]}")

@@ -211,6 +211,17 @@ def test_arguments_of_others_say_what_to_do_unless_they_are_none(llm: LLM, name:
         llm.generate([PROMPT], GREEDY, **{name: None, f"x{name}": None})
 
 
+@pytest.mark.parametrize("value", ["auto", "string"])
+def test_a_format_of_contents_that_is_the_case_has_no_effect(llm: LLM, value: str) -> None:
+    """vLLM's default is "auto"."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    [output] = llm.chat(messages, GREEDY, chat_template_content_format=value, use_tqdm=False)
+    [plain] = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert (output.prompt, output.outputs[0].token_ids) == (plain.prompt, plain.outputs[0].token_ids)
+    with pytest.raises(TypeError, match=r"which is 'openai'; a content is a string, or parts {'type': 'text', "):
+        llm.chat(messages, GREEDY, chat_template_content_format="openai")
+
+
 def test_a_name_that_nobody_has_is_an_ordinary_error(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"'LLM' object has no attribute 'wings'$"):
         llm.wings  # noqa: B018
