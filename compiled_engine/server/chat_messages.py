@@ -73,6 +73,16 @@ class Tool(msgspec.Struct, kw_only=True):
     function: FunctionDefinition
 
 
+def begins_an_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Return whether the prompt ends with the beginning of an answer. Raises ApiError 400 if the request has the last
+    message continued as well."""
+    if add_generation_prompt and continue_final_message:
+        raise bad_request(
+            "add_generation_prompt", "add_generation_prompt must be false where continue_final_message is true"
+        )
+    return add_generation_prompt is not False and not continue_final_message
+
+
 def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
     """Raises ApiError 400 naming the message that is wrong."""
     if not messages:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.server.chat_messages import Tool, messages_for_template, tools_for_template
+from compiled_engine.server.chat_messages import Tool, begins_an_answer, messages_for_template, tools_for_template
 from compiled_engine.server.errors import bad_request, blamed_on_request, shown
 from compiled_engine.server.forms import ToolUse, answer_form, asked_form
 from compiled_engine.server.parsers.answer import AnswerParser
@@ -50,13 +50,12 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     if tools and chat.tools is not None and chat.tools.has_special_tokens and fields.skip_special_tokens is None:
         more["skip_special_tokens"] = False
     params = sampling_params(fields, serving.default_chat_params(), limits, serving.max_answer_tokens, **more)
-    continues = bool(fields.continue_final_message)
     text, token_ids = await chat.render(
         messages_for_template(fields.messages, chat, limits),
         shown_tools,
         chat.settings(fields.chat_template_kwargs, fields.reasoning_effort),
-        add_generation_prompt=not continues and fields.add_generation_prompt is not False,
-        continue_final_message=continues,
+        add_generation_prompt=begins_an_answer(fields.add_generation_prompt, fields.continue_final_message),
+        continue_final_message=bool(fields.continue_final_message),
         check=lambda text: serving.check_text(text, params, "messages"),
     )
     form = await answer_form(serving.forms, chat, text, use, asked)

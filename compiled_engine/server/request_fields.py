@@ -44,6 +44,7 @@ OTHER_FORMS = (  # earlier names, and those of other servers
 REFUSED: dict[str, Refused] = {
     "best_of": Refused("more completions than are returned are not generated; give n", (1,)),
     "suffix": Refused("text cannot be inserted before a suffix", ("",)),
+    "echo": Refused("an answer of a chat does not repeat the message that it continues", (False,)),
     "functions": Refused("it is deprecated; give tools", ([],)),
     "function_call": Refused("it is deprecated; give tool_choice", ("none",)),
     "modalities": Refused("answers are text", (["text"],)),

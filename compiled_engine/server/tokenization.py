@@ -10,7 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.frontend.prompts import has_long_text
-from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for_template, tools_for_template
+from compiled_engine.server.chat_messages import (
+    ChatMessage,
+    Tool,
+    begins_an_answer,
+    messages_for_template,
+    tools_for_template,
+)
 from compiled_engine.server.errors import bad_request
 from compiled_engine.server.replies import json_response, read_body, unless_gone
 from compiled_engine.server.sampling_fields import TokenId
@@ -74,12 +80,11 @@ async def _tokenized(serving: Serving, fields: TokenizeRequest) -> TokenizeRespo
         tools = tools_for_template(fields.tools, chat, serving.options.limits)
         settings = chat.settings(fields.chat_template_kwargs)
     if chat is not None and fields.messages is not None:
-        generation_prompt = fields.add_generation_prompt is not False
         _, tokens = await chat.render(
             messages_for_template(fields.messages, chat, serving.options.limits),
             tools,
             settings,
-            add_generation_prompt=generation_prompt and not fields.continue_final_message,
+            add_generation_prompt=begins_an_answer(fields.add_generation_prompt, fields.continue_final_message),
             continue_final_message=bool(fields.continue_final_message),
         )
         ids = list(tokens)

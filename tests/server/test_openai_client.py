@@ -16,6 +16,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
+CONTINUES = {"continue_final_message": True}
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +254,13 @@ def test_many_chats_at_once(server: RunningServer) -> None:
         ("chat/completions", {"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort"),
         ("chat/completions", {"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template"),
         ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        ("chat/completions", {"messages": MESSAGES, "echo": True}, "echo"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, **CONTINUES, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
+        ("../tokenize", {"messages": MESSAGES, **CONTINUES, "add_generation_prompt": True}, "add_generation_prompt"),
     ],
 )
 def test_what_is_refused_is_named(client: openai.OpenAI, path: str, body: dict[str, Any], param: str) -> None:

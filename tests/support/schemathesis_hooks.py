@@ -19,7 +19,10 @@ def filter_case(context: Any, case: Any) -> bool:
     body = case.body
     if not isinstance(body, dict):
         return True
-    contradictions = (forbids_all, has_other_lengths, has_other_completions, stops_at_no_text, may_not_compile)
+    contradictions = (
+        *(forbids_all, has_other_lengths, has_other_completions, stops_at_no_text, may_not_compile),
+        continues_and_begins,
+    )
     return not any(contradicts(body) for contradicts in contradictions)
 
 
@@ -50,6 +53,11 @@ def has_other_completions(body: dict[str, Any]) -> bool:
 def stops_at_no_text(body: dict[str, Any]) -> bool:
     """Stop strings are looked for in text, which an answer that is not detokenised has not."""
     return body.get("detokenize") is False and bool(body.get("stop"))
+
+
+def continues_and_begins(body: dict[str, Any]) -> bool:
+    """An answer continues the last message or begins anew."""
+    return body.get("continue_final_message") is True and body.get("add_generation_prompt") is True
 
 
 def may_not_compile(body: dict[str, Any]) -> bool:
