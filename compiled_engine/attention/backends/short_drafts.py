@@ -41,7 +41,8 @@ def _heads(  # type: ignore[no-untyped-def]
     cos_ptr,
     sin_ptr,
     start_M,
-    angle_M,
+    cos_start_M,
+    sin_start_M,
     mask_M,
     eps,
     layout: gl.constexpr,
@@ -49,15 +50,15 @@ def _heads(  # type: ignore[no-untyped-def]
     OFFSET: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """[M, HEAD_DIM] of the heads that start at ptr + start_M, normed and rotated; angle_M: where their cos and sin
-    start. All loads are issued before the first is waited for."""
+    """[M, HEAD_DIM] of the heads that start at ptr + start_M, normed and rotated; cos_start_M, sin_start_M: where their
+    cos and sin start. All loads are issued before the first is waited for."""
     d_1D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))[None, :]
     other_1D = (d_1D + HEAD_DIM // 2) % HEAD_DIM
     mask_M1 = mask_M[:, None]
     x_MD = gl.load(ptr + start_M[:, None] + d_1D, mask=mask_M1, other=0.0)
     y_MD = gl.load(ptr + start_M[:, None] + other_1D, mask=mask_M1, other=0.0)
-    cos_MD = gl.load(cos_ptr + angle_M[:, None] + d_1D, mask=mask_M1, other=0.0)
-    sin_MD = gl.load(sin_ptr + angle_M[:, None] + d_1D, mask=mask_M1, other=0.0)
+    cos_MD = gl.load(cos_ptr + cos_start_M[:, None] + d_1D, mask=mask_M1, other=0.0)
+    sin_MD = gl.load(sin_ptr + sin_start_M[:, None] + d_1D, mask=mask_M1, other=0.0)
     x_weight_1D = None
     y_weight_1D = None
     if weight_ptr is not None:
@@ -187,6 +188,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
         sin_ptr,
         gl.multiple_of(token_M * q_stride, STRIDE_MULTIPLE) + (kv_head * GROUP + m_M % GROUP) * Q_HEAD_STRIDE,
         gl.multiple_of(token_M * cos_stride, STRIDE_MULTIPLE),
+        gl.multiple_of(token_M * sin_stride, STRIDE_MULTIPLE),
         mask_M,
         eps,
         row_layout,
@@ -201,6 +203,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
         sin_ptr,
         gl.multiple_of(own_M * k_stride, STRIDE_MULTIPLE) + kv_head * K_HEAD_STRIDE,
         gl.multiple_of(own_M * cos_stride, STRIDE_MULTIPLE),
+        gl.multiple_of(own_M * sin_stride, STRIDE_MULTIPLE),
         new_M,
         eps,
         row_layout,
