@@ -55,6 +55,9 @@ class Tiles:
     def __post_init__(self) -> None:
         if self.norm_inside and self.split_k > 1:
             raise ValueError(f"norm_inside with split_k {self.split_k}: no split sees a whole row; allowed: split_k 1")
+        if self.ahead and (self.tokens, self.split_k) != (8, 1):
+            given = f"ahead {self.ahead} with tokens {self.tokens} and split_k {self.split_k}"
+            raise ValueError(f"{given}: that kernel serves up to eight tokens; allowed: tokens 8 and split_k 1")
 
 
 @cache

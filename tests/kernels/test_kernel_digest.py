@@ -27,6 +27,7 @@ from compiled_engine.attention.backends import (  # noqa: E402, F401 - modules w
 )
 from compiled_engine.kernels.kernel_digest import digest_helpers_first  # noqa: E402
 from compiled_engine.passes import registry  # noqa: E402, F401
+from compiled_engine.passes.linear import small_batch_linear_registers  # noqa: E402, F401
 from compiled_engine.sampling import filters_triton, gumbel_triton, logprobs_triton  # noqa: E402, F401
 
 if triton.knobs.runtime.interpret:

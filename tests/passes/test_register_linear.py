@@ -149,6 +149,13 @@ def test_a_shape_that_was_measured_with_it_has_it_also_where_hopper_has_another(
     assert bool(asked) == (not measured)
 
 
+@pytest.mark.parametrize(("tokens", "split_k"), [(32, 1), (8, 2)])
+def test_tiles_of_more_tokens_or_splits_are_refused(tokens: int, split_k: int) -> None:
+    """The kernel would leave them out."""
+    with pytest.raises(ValueError, match=f"ahead 2 with tokens {tokens} and split_k {split_k}.*allowed: tokens 8"):
+        Tiles(tokens, 16, 64, split_k=split_k, ahead=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
