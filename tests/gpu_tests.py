@@ -337,7 +337,7 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     facts: dict[str, Any] = {"commit": arguments.commit or commit(), "machine": {}, "versions": {}}
-    # It is known long before the first stage ends, and takes as long as that needs to import everything.
+    # This takes seconds, most of them for imports, and is done long before the first stage ends.
     Thread(target=lambda: facts.update(provenance())).start()
     return run_all(stages_of(TESTS), arguments.output, arguments.limit, arguments.pytest, facts)
 

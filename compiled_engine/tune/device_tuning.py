@@ -113,7 +113,7 @@ class _Found:
     noise_us: list[float] = field(default_factory=list)
 
     def add_linears(self, cases: _Cases, progress: Progress) -> None:
-        """Tune and keep these. Of tiles that read into registers none stay that the Hopper's kernel beats: a launch
+        """Tune and keep these. Tiles that read into registers are left out where Hopper's kernel beats them: a launch
         would take them all the same."""
         small = tune_linears(cases.small, progress)
         hopper = tune_hopper_linears(cases.hopper, small, progress)

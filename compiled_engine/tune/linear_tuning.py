@@ -85,8 +85,8 @@ def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
 
 
 def _in_registers(case: LinearCase) -> list[Tiles]:
-    """Tiles for up to eight tokens whose weights do not pass through shared memory; the columns end with a step. With
-    larger weights these never were the fastest."""
+    """Tiles for up to eight tokens whose weights do not pass through shared memory; steps divide the columns.
+    With larger weights these were never the fastest."""
     found: list[Tiles] = []
     if case.num_rows * case.k * 2 > WHOLE_AHEAD_BYTES:
         return found

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 
-# Rows of the tensor cores' left operand, of which tokens are half; rows of the weight in the right one.
+# Rows of the tensor cores' left operand, and how many of them are tokens.
 LEFT = gl.constexpr(16)
 TOKENS = gl.constexpr(8)
 # Neighbours that a thread loads at once: 16 bytes.
@@ -27,7 +27,7 @@ WIDTH = gl.constexpr(8)
 def _asked_for(  # type: ignore[no-untyped-def]
     tiles, w_ptr, offsets_GKN, step: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr
 ):
-    """The tiles and behind them that of a step, if there is such a step."""
+    """The tiles followed by that of a step, if there is such a step."""
     if step < STEPS:
         tiles = tiles + (gl.load(w_ptr + (offsets_GKN + step * STEP), eviction_policy="evict_first"),)  # noqa: RUF005
     return tiles

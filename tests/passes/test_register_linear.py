@@ -135,7 +135,7 @@ def test_a_launch_is_the_formula(way: str, dtype: torch.dtype, kind: dict[str, b
 def test_a_shape_that_was_measured_with_it_has_it_also_where_hopper_has_another(
     measured: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of the Hopper's kernel stay in the profile for shapes that are near."""
+    """Tiles of Hopper's kernel stay in the profile for shapes that are near."""
     tiles = WAYS["one step"] if measured else Tiles(8, 16, 128)
     asked: list[Any] = []
     monkeypatch.setattr(small_batch_linear_op, "choose_tiles", lambda *shape: tiles)

@@ -126,7 +126,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     WARPS: gl.constexpr,
 ):
     """One program per (K/V head, request). The strides without HEAD are those of tokens. Rows of a request follow one
-    another, those of padding last, see draft_decode; QUERIES: of them. KEYS: of a tile."""
+    another, those of padding last, see draft_decode. QUERIES: rows of a request; KEYS: of a tile."""
     kv_head = gl.program_id(0)
     first_row = gl.program_id(1).to(gl.int64) * QUERIES
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
@@ -262,8 +262,8 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
 def tiles_of_drafts(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> ShortTiles | None:
     """Return tiles for contexts up to max_seq_len, which is the host's bound; None for contexts that are not short.
 
-    A few requests, which have graphs for each of the short contexts, have tiles of all their keys. Others have one
-    graph for all of them, and read contexts of more than one tile in turn: a larger one would keep the shorter waiting.
+    A few requests, which have a graph for each of the short contexts, have a tile for all their keys. Others have one
+    graph for all contexts, and read the tiles of a longer one in turn: larger tiles would slow down shorter contexts.
     """
     longest = max(short_contexts, default=0)
     if max_seq_len > longest:
