@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from adapter_folders import LINEARS, OPTIONS, assert_is_of, make_adapter, merged
+from adapter_folders import BASE, LINEARS, OPTIONS, assert_is_of, make_adapter, merged
 from checkpoints import make_checkpoint
 from left_over import wait_until
 from torch import nn
@@ -53,7 +53,7 @@ class Adapted(NamedTuple):
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     path = tmp_path_factory.mktemp("adapted")
-    model = make_checkpoint(path / "base", "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    model = make_checkpoint(path / "base", "qwen3", **BASE)
     folders = {
         name: make_adapter(path / str(seed), model, seed=seed, **how) for seed, (name, how) in enumerate(WAYS.items())
     }
@@ -283,7 +283,7 @@ def test_other_models_and_two_ranks(which: str, tmp_path: Path, pytestconfig: py
     if which != BOTH and not pytestconfig.getoption("--all"):
         pytest.skip(f"{BOTH!r} runs the paths of each: --all")
     family, options, shape = OTHERS[which]
-    model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=2, **shape)
+    model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=1, **shape)
     targets = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj") if family == "phi3" else LINEARS
     folders = [
         make_adapter(tmp_path / str(seed), model, 4, targets=(*targets, "lm_head"), seed=seed) for seed in range(2)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_folders import LINEARS, OPTIONS, make_adapter
+from adapter_folders import BASE, LINEARS, OPTIONS, make_adapter
 from checkpoints import make_checkpoint
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    model = make_checkpoint(base, "qwen3", num_hidden_layers=2)
+    model = make_checkpoint(base, "qwen3", **BASE)
     folder = tmp_path_factory.mktemp("adapters")
     targets = {1: LINEARS, 8: (*LINEARS, "lm_head"), 64: LINEARS}
     return [make_adapter(folder / str(rank), model, rank, targets=targets[rank], seed=rank) for rank in targets]

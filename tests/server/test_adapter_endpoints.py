@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from adapter_folders import OPTIONS, make_adapter
+from adapter_folders import BASE, OPTIONS, make_adapter
 from checkpoints import make_checkpoint
 from running_server import MODEL, RunningServer
 from torch import nn
@@ -44,7 +44,7 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = tmp_path_factory.mktemp("served")
-    model = make_checkpoint(path / "base", "qwen3", num_hidden_layers=2)
+    model = make_checkpoint(path / "base", "qwen3", **BASE)
     first = make_adapter(path / "first", model, 4, seed=1)
     options = ServerOptions(
         port=0, lora_modules=(f"first={first}",), allowed_lora_folder=(str(path / "allowed"),), web_page=False

@@ -19,7 +19,8 @@ from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-# Of engines with adapters on a CPU; with the same model they share what is compiled.
+# The shape of the model that engines have adapters for. With these options on a CPU they share what is compiled.
+BASE: dict[str, Any] = {"num_hidden_layers": 2, "tie_word_embeddings": True}
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "progress": False,
