@@ -264,6 +264,9 @@ OPTIONS: dict[str, Any] = {
     "num_blocks": 16,
     "max_model_len": 64,
 }
+# Two entries of the compile cache that tests of `compiled-engine inspect` and of other engines have as well.
+FIRST: dict[str, Any] = {"max_num_batched_tokens": 64, "compile_ranges": (8,)}
+SECOND: dict[str, Any] = {"max_num_batched_tokens": 32}
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
 
 
@@ -282,7 +285,7 @@ def test_two_engines_and_the_callers_own_compile_keep_to_their_folders(
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2 + 1
 
-    with LLM(**OPTIONS, max_num_batched_tokens=64) as first, LLM(**OPTIONS, max_num_batched_tokens=32) as second:
+    with LLM(**OPTIONS, **FIRST) as first, LLM(**OPTIONS, **SECOND) as second:
         entries = [Path(llm.metrics()["cache_entry"]) for llm in (first, second)]
         before = [contents(entry) for entry in entries]
         assert entries[0] != entries[1]
@@ -293,7 +296,7 @@ def test_two_engines_and_the_callers_own_compile_keep_to_their_folders(
         assert complete(first) == complete(second)
     assert list(callers.rglob("*.py"))
     assert [contents(entry) for entry in entries] == before
-    with LLM(**OPTIONS, max_num_batched_tokens=64) as again:
+    with LLM(**OPTIONS, **FIRST) as again:
         metrics = again.metrics()
         assert (metrics["cache"], metrics["traces"], metrics["compiles"]) == ("hit", 0, 0)
         assert complete(again)

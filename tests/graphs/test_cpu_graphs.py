@@ -22,7 +22,7 @@ from compiled_engine.passes.linear.small_batch_linear_op import on_cpu
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 8, "max_num_batched_tokens": 32}
 # Requests end one after the other, so there are batches of eight sizes, and prompts among decodes.
 PROMPTS = [{"prompt_token_ids": [7 * i + j for j in range(1, 4 + 9 * i)]} for i in range(10)]
 PARAMS = [SamplingParams(max_tokens=4 + 5 * i, temperature=0.8, seed=i, ignore_eos=True, logprobs=3) for i in range(10)]

@@ -185,9 +185,9 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 
 
 def test_depyfs_folder_and_torchs_structured_trace(tmp_path: Path, bundled_model_path: Path) -> None:
-    """A model without weights in a process of its own: nothing reads them, and only JSON is on stdout."""
+    """A layer without weights in a process of its own: nothing reads them, and only JSON is on stdout."""
     config = json.loads((bundled_model_path / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    config |= {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     program = [sys.executable, "-c", "from compiled_engine.cli import main; main()", "inspect"]
     arguments = [*COMPILED, "--model", str(tmp_path), "--load-format", "dummy", "--no-cache"]
