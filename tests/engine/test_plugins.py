@@ -71,7 +71,7 @@ class Here(GraphPass):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "qwen3", num_attention_heads=4, num_key_value_heads=2)
+    make_checkpoint(path, "qwen3", num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
     return path
 
 
