@@ -82,7 +82,11 @@ def test_adapters_are_loaded_and_unloaded_while_it_serves(served: Served) -> Non
     make_adapter(folder, served.model, 8, seed=3)
     replaced = served.post("/v1/load_lora_adapter", lora_name="second", lora_path=str(folder), load_inplace=True)
     assert replaced.status_code == 200
-    assert served.tokens("second") != before
+    assert (after := served.tokens("second")) != before
+    other = make_adapter(served.folder / "other", served.model, 8, seed=4)
+    replaced = served.post("/v1/load_lora_adapter", lora_name="second", lora_path=str(other), load_inplace=True)
+    assert replaced.status_code == 200
+    assert served.tokens("second") != after
     unloaded = served.post("/v1/unload_lora_adapter", lora_name="second")
     assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'second' removed successfully.")
     assert served.post("/v1/completions", model="second", prompt=[1]).status_code == 404
