@@ -153,7 +153,12 @@ def plain(target: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("given", [{}, {"tensor_parallel_size": 2, "async_scheduling": True}], ids=str)
+ONE_RANK = pytest.mark.shown_by("engine/test_eagle.py::test_steps_with_as_many_drafts_as_pay_have_the_same_tokens")
+
+
+@pytest.mark.parametrize(
+    "given", [pytest.param({}, marks=ONE_RANK), {"tensor_parallel_size": 2, "async_scheduling": True}], ids=str
+)
 def test_a_head_of_noise_only_costs_steps(given: dict[str, Any], target: Path, tmp_path: Path, plain: LLM) -> None:
     config = head_config(target)
     head = write_head(tmp_path, config, random_tensors(config, seed=3))

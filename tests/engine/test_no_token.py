@@ -54,6 +54,7 @@ def generate(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams])
     return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@pytest.mark.product(one_in=3, each=("llm", "nan_from"))
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("nan_from", [0, 1, 4])
 def test_nan_ends_its_request_alone(llm: LLM, sampling: dict[str, Any], nan_from: int) -> None:

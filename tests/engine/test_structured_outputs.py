@@ -177,6 +177,7 @@ def test_a_matcher_that_gives_up_ends_its_request_alone(llm: LLM) -> None:
     assert generate(llm, structured({"choice": ["fine"]}))[0].text == "fine"
 
 
+@pytest.mark.product(one_in=4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_made_to_cost_too_much_costs_its_request_alone(llm: LLM, name: str) -> None:
     plain = SamplingParams(**PLAIN)

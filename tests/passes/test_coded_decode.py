@@ -116,7 +116,7 @@ def compiled(storage: str, head_dim: int, group: int, writes: bool, plan: CodedP
     )
 
 
-@pytest.mark.product(one_in=16)
+@pytest.mark.product(one_in=32)
 @OF_PLANS
 @pytest.mark.parametrize("writes", [True, False], ids=["writes", "reads"])
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def near_forms() -> list[tuple[HopperTiles, int, bool]]:
     return [(tiles, k, gated) for (tiles, gated), k in found.items()]
 
 
-@pytest.mark.product(one_in=12)
+@pytest.mark.product(one_in=24)
 @pytest.mark.parametrize(("tiles", "k", "gated"), near_forms(), ids=str)
 def test_tiles_of_a_near_shape_are_compiled(tiles: HopperTiles, k: int, gated: bool, tmp_path: Path) -> None:
     """With the registers that they name, and without a stack."""

@@ -122,7 +122,7 @@ FORMS |= {(tiles, k, activation is not None) for tiles, _, _, k, activation, _ i
 FORMS |= {(tiles, 1024, gated) for tiles, gated in LIMITS}
 
 
-@pytest.mark.product(one_in=30)
+@pytest.mark.product(one_in=60)
 @pytest.mark.parametrize(("tiles", "k", "gated"), sorted(FORMS, key=str), ids=str)
 def test_it_fits(tiles: ProductTiles, k: int, gated: bool, tmp_path: Path) -> None:
     """In shared memory and registers, with products as wide as the parts; results are turned by stmatrix."""
