@@ -52,6 +52,10 @@ _traces = logging.getLogger("torch.__trace")
 _traces.propagate = True
 _traces.handlers.clear()
 
+# Traces allocate so much that with Python's own thresholds everything is looked through again and again. Each file of
+# tests begins with such a collection, see kept_out_of_collections.
+THRESHOLDS = 20_000, 20, 100
+
 # How fast a machine is may not decide whether a test passes.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -67,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     So do kernels that tests launch without an engine. In Triton's own folder, processes that compile a kernel at the
     same time replace each other's libraries, see CheckedFiles.put.
     """
+    if not torch.cuda.is_available():  # garbage may hold a GPU's memory
+        gc.set_threshold(*THRESHOLDS)
     if CACHE_VARIABLE not in os.environ:
         os.environ[CACHE_VARIABLE] = config.stash[own_cache_dir] = tempfile.mkdtemp(prefix="compiled-engine-tests-")
     if VARIABLE not in os.environ:
