@@ -4,24 +4,19 @@ the formula; what is launched, and which linears it serves."""
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
+from gluon_compilation import compiled_for_hopper, stack_bytes
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from compiled_engine.passes.linear import small_batch_linear_op, small_batch_linear_registers
 from compiled_engine.passes.linear.hopper_linear import HopperTiles
 from compiled_engine.passes.linear.small_batch_linear_op import Tiles, choose_tiles, launch
 from compiled_engine.passes.linear.small_batch_linear_registers import register_linear_kernel
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H100 = "NVIDIA H100 80GB HBM3"
 # One step and several, of which all or some are ahead; warps alone and in groups; one block of rows and several.
 WAYS = {
@@ -41,8 +36,7 @@ KINDS: list[dict[str, bool]] = [
 ]
 
 
-def compiled_for_hopper(tiles: Tiles, k: int, norm: bool, silu_mul: bool) -> Any:
-    kernel = getattr(register_linear_kernel, "jit_function", register_linear_kernel)
+def compiled(tiles: Tiles, k: int, norm: bool, silu_mul: bool) -> Any:
     constants: dict[str, Any] = {
         "K": k,
         "BIAS": False,
@@ -56,38 +50,24 @@ def compiled_for_hopper(tiles: Tiles, k: int, norm: bool, silu_mul: bool) -> Any
         "GROUPS": tiles.groups,
         "AHEAD": tiles.ahead,
     }
-    types = {"eps": "fp32"} | dict.fromkeys(["num_outputs", "num_tokens", "x_stride"], "i32")
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
-    aligned = [name for name, kind in signature.items() if kind == "*bf16" or name == "x_stride"]
-    source = GluonASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": tiles.num_warps, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compiled_for_hopper(register_linear_kernel, constants, {"eps": "fp32"}, num_warps=tiles.num_warps)
 
 
 @pytest.mark.parametrize(("rows", "k", "norm", "silu_mul"), [(1024, 2048, False, False), (6144, 1024, True, True)])
 def test_weights_are_in_registers_before_the_wait_and_nothing_else_is_read(
-    rows: int, k: int, norm: bool, silu_mul: bool, tmp_path: Path
+    rows: int, k: int, norm: bool, silu_mul: bool
 ) -> None:
     """In the tiles of the profile: 16 bytes at a time, in the order in which the tensor cores take them."""
     tiles = choose_tiles(4, rows, k, silu_mul, torch.bfloat16, H100)
     assert tiles.ahead > 0
-    program = compiled_for_hopper(tiles, k, norm, silu_mul)
+    program = compiled(tiles, k, norm, silu_mul)
     before, after = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
     weights = tiles.rows * tiles.block_k * tiles.ahead // (8 * 32)
     assert before.count("ld.global") == len(re.findall(r"ld\.global\S*v4", before)) == weights
     assert "st.global" in after
     assert "st.global" not in before
     assert len(re.findall(r"mma\.sync", after)) == tiles.rows * k // tiles.groups // (8 * 16)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert "STACK:0" in usage.stdout
+    assert stack_bytes(program) == 0
 
 
 class Kernel:

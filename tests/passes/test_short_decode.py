@@ -4,17 +4,13 @@ stands for; and which batches it serves."""
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from attention_cases import PADDING, Case, decodes
+from gluon_compilation import compiled_for_hopper, stack_bytes
 from test_rope_attend import DECODES, TOLERANCE, WITH_PADDING, arguments_of, copied
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from compiled_engine.attention.backends.decode_splits import LONG_SPLIT, SHORT_CONTEXTS
 from compiled_engine.attention.backends.short_decode import (
@@ -32,7 +28,6 @@ from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of
 from compiled_engine.attention.op import attend
 from compiled_engine.passes.rope import rope_attend as op
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Bytes of a thread's stack: addresses, where a tile would be kilobytes.
 MOST_STACK = 96
 NUM_SMS = 132
@@ -48,7 +43,6 @@ CASES = (
 
 
 def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, tiles: ShortTiles) -> Any:
-    kernel = getattr(short_decode_kernel, "jit_function", short_decode_kernel)
     constants: dict[str, Any] = {
         "STRIDE_MULTIPLE": 8,
         "Q_HEAD_STRIDE": head_dim,
@@ -68,17 +62,9 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
         "STAGES": tiles.stages,
     } | ({} if sinks else {"sinks_ptr": None})
     types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
-    types |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    aligned = [name for name, kind in signature.items() if kind == "*bf16" and name != "sinks_ptr"]
-    source = GluonASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": tiles.warps, "launch_pdl": True, "maxnreg": tiles.registers or None}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    types |= {"eps": "fp32", "scale_log2": "fp32"}
+    options = {"num_warps": tiles.warps, "maxnreg": tiles.registers or None}
+    return compiled_for_hopper(short_decode_kernel, constants, types, ("sinks_ptr",), **options)
 
 
 @OF_TILES
@@ -91,14 +77,11 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
     ],
 )
 def test_it_fits_and_reads_keys_before_the_wait(
-    head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, tiles: ShortTiles, tmp_path: Path
+    head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, tiles: ShortTiles
 ) -> None:
     program = compiled(head_dim, group, window, sinks, cap_scale, tiles)
     assert program.metadata.shared <= 227 << 10
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= MOST_STACK  # type: ignore[index]
+    assert stack_bytes(program) <= MOST_STACK
     before, after = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
     assert "ld.global.v4" in before
     assert "cp.async.cg.shared.global" in before

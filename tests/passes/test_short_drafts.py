@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from attention_cases import AUTO
 from draft_attention_cases import drafted
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from gluon_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.attention.backends import triton_backend
 from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
@@ -26,7 +22,6 @@ from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.attention.op import attend
 from compiled_engine.passes.rope import rope_attend as op
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TILES = [ShortTiles(keys) for keys in SHORT_CONTEXTS]
 OF_TILES = pytest.mark.parametrize("tiles", TILES, ids=[f"{tiles.keys} keys" for tiles in TILES])
 # Bytes of a thread's stack: addresses, where a tile would be kilobytes.
@@ -40,36 +35,25 @@ SHAPES = ((16, 8, 128), (32, 8, 128), (8, 2, 64), (16, 8, 64), (4, 1, 128))
     [(128, 4, 4, 0), pytest.param(64, 2, 7, 100, marks=pytest.mark.product(one_in=1000))],
 )
 def test_it_fits_and_reads_keys_before_the_wait(
-    head_dim: int, group: int, queries: int, window: int, tiles: ShortTiles, tmp_path: Path
+    head_dim: int, group: int, queries: int, window: int, tiles: ShortTiles
 ) -> None:
-    kernel = getattr(short_drafts_kernel, "jit_function", short_drafts_kernel)
     constants: dict[str, Any] = {f"{name}_HEAD_STRIDE": head_dim for name in ("Q", "K", "V", "OUT")}
     constants |= {"STRIDE_MULTIPLE": 8, "OFFSET": 0.0, "WIDE": False, "WINDOW": window, "CAP_SCALE": 0.0}
     constants |= {"GROUP": group, "BLOCK_SIZE": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "QUERIES": queries}
     constants |= {"KEYS": tiles.keys, "WARPS": tiles.warps, "sinks_ptr": None}
     types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
-    types |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    source = GluonASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n, kind in signature.items() if kind == "*bf16"},
-    )
-    options = {"num_warps": tiles.warps, "launch_pdl": True}
-    program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    types |= {"eps": "fp32", "scale_log2": "fp32"}
+    program = compiled_for_hopper(short_drafts_kernel, constants, types, num_warps=tiles.warps)
     assert program.metadata.shared <= 227 << 10
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= MOST_STACK  # type: ignore[index]
+    assert stack_bytes(program) <= MOST_STACK
     before, after = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
     assert before.count("ld.global.v4") == tiles.keys * head_dim // (8 * 32 * tiles.warps)
     assert "cp.async.cg.shared.global" in before
     assert "st.global" not in before
     assert "st.global" in after
     # Of the arguments none is left unread: two more are scratch memory, which there is not.
-    assert len(set(re.findall(r"ld\.param.*\[(\w+)\]", program.asm["ptx"]))) == len(signature) - len(constants)
+    num_arguments = len(getattr(short_drafts_kernel, "jit_function", short_drafts_kernel).arg_names) - len(constants)
+    assert len(set(re.findall(r"ld\.param.*\[(\w+)\]", program.asm["ptx"]))) == num_arguments
 
 
 def arguments_of(seed: int, dtype: torch.dtype, longest: int) -> tuple[list[Any], int]:
