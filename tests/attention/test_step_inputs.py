@@ -168,15 +168,14 @@ def test_codes_of_short_contexts_are_read_by_one_kernel_if_requests_are_few(
 @pytest.mark.parametrize(
     ("num_requests", "contexts", "expected"),
     [
-        *((count, (256, 512), (256, 512)) for count in (1, 2)),
-        (2, (256, 512, 16384), (256, 16384)),
-        (2, (512,), (512,)),
+        *((count, (256, 512), (256, 512)) for count in (1, 16)),
         (2, (), ()),
-        (3, (256, 512), (512,)),
-        (3, (), ()),
+        (17, (512,), (512,)),
+        (33, (512, 16384), (16384,)),
+        (33, (), ()),
     ],
 )
-def test_contexts_that_change_the_splits_of_drafts(
+def test_contexts_that_change_the_launches_of_drafts(
     num_requests: int, contexts: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     assert contexts_of_drafts(num_requests, contexts) == expected

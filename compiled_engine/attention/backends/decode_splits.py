@@ -95,11 +95,9 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of these contexts up to which requests with drafts have launches of their own: splits, see
-    short_splits, or tiles, see short_drafts.tiles_of_drafts."""
-    if num_requests <= FEW_REQUESTS:
-        return tuple(dict.fromkeys((*short_contexts[:1], *short_contexts[-1:])))
-    return short_contexts[-1:]
+    """Return those of these contexts up to which requests with drafts have launches of their own: tiles, see
+    short_drafts.tiles_of_drafts, or splits, see short_splits. More requests read contexts of all lengths alike."""
+    return short_contexts if num_requests <= MOST_SHORT_REQUESTS else short_contexts[-1:]
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:

@@ -1,9 +1,9 @@
 """Gluon kernel: decodes with drafts whose keys are not split, with the norm and rotation of q and k and the write of k
 and v before it.
 
-As in short_decode.py, one program handles all keys of a request and K/V head, and loads the first ones before it waits
-for the kernels before it. Its queries are the rows of one tile: those of each token for each head that shares the K/V
-head. Keys and values of this step do not go through the cache: they are a tile of their own.
+As in short_decode.py, one program handles all keys of a request and K/V head. They are one tile, loaded before the
+program waits for the kernels before it. Its queries are the rows of another: those of each token for each head that
+shares the K/V head. Keys and values of this step do not go through the cache: they are a tile of their own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.decode_splits import FEW_REQUESTS
 from compiled_engine.attention.backends.short_decode import (
     ROWS,
     WIDTH,
     ShortTiles,
     attend_held,
-    barrier,
     copy_values,
     load_keys,
 )
@@ -126,7 +124,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     WARPS: gl.constexpr,
 ):
     """One program per (K/V head, request). The strides without HEAD are those of tokens. Rows of a request follow one
-    another, those of padding last, see draft_decode. QUERIES: rows of a request; KEYS: of a tile."""
+    another, those of padding last, see draft_decode. QUERIES: rows of a request; KEYS: of the tile, at least those of any context."""
     kv_head = gl.program_id(0)
     first_row = gl.program_id(1).to(gl.int64) * QUERIES
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
@@ -242,16 +240,6 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     sum_M += gl.convert_layout(gl.sum(new_weights_MN, 1), gl.SliceLayout(1, layout))
     new_weights_MN = gl.convert_layout(new_weights_MN.to(dtype), gl.DotOperandLayout(0, layout, 2))
     acc_MD = mma_v2(new_weights_MN, new_v_smem.load(gl.DotOperandLayout(1, layout, 2)), acc_MD)
-    q_MD = q_smem.load(gl.DotOperandLayout(0, layout, WIDTH))
-    for start in range(first_key + KEYS, end_key, KEYS):
-        k_DN = load_keys(table_ptr, head_cache_ptr, start, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-        barrier()
-        copy_values(v_smem, table_ptr, head_cache_ptr, start, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-        key_N += KEYS
-        seen_MN = (key_N < end_key)[None, :] & seen(key_N, position_M, WINDOW)
-        acc_MD, max_M, sum_M = attend_held(
-            q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, seen_MN, scale_log2, layout, KEYS, CAP_SCALE
-        )
     head_M = kv_head * GROUP + out_m_M % GROUP
     out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, head_M, out_mask_M, scale_log2)
     acc_d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
@@ -259,17 +247,10 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     gl.store(out_ptr + out_start_M[:, None] + acc_d_D[None, :], out_MD.to(dtype), mask=out_mask_M[:, None])
 
 
-def tiles_of_drafts(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> ShortTiles | None:
-    """Return tiles for contexts up to max_seq_len, which is the host's bound; None for contexts that are not short.
-
-    A few requests, which have a graph for each of the short contexts, have a tile for all their keys. Others have one
-    graph for all contexts, and read the tiles of a longer one in turn: larger tiles would slow down shorter contexts.
-    """
-    longest = max(short_contexts, default=0)
-    if max_seq_len > longest:
-        return None
-    wanted = max_seq_len if num_requests <= FEW_REQUESTS else 0
-    return ShortTiles(next(context for context in short_contexts if wanted <= context))
+def tiles_of_drafts(max_seq_len: int, short_contexts: Sequence[int]) -> ShortTiles | None:
+    """Return the tile for contexts up to max_seq_len, which is the host's bound; None for contexts that are not short.
+    A larger tile than needed takes longer."""
+    return next((ShortTiles(context) for context in short_contexts if max_seq_len <= context), None)
 
 
 def fits_one_tile(queries: int, group: int) -> bool:
@@ -290,7 +271,7 @@ def short_drafts(
     tiles: ShortTiles,
 ) -> None:
     """Launch the kernel for rows of one query each, of which as many as `queries` in turn share a request; see
-    fits_one_tile. The tiles keep keys in registers, and the cache has the dtype of q."""
+    fits_one_tile. The tile holds the keys of any context, in registers; the cache has the dtype of q."""
     num_rows, num_heads, head_dim = q_THd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     scale_log2, cap_scale = scales(scoring)

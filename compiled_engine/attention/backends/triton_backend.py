@@ -256,7 +256,7 @@ class TritonBackend:
         contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
         if not fits_one_tile(facts.queries, q_THd.shape[1] // num_kv_heads):
             return None
-        return tiles_of_drafts(num_requests, facts.max_seq_len, contexts)
+        return tiles_of_drafts(facts.max_seq_len, contexts)
 
     def _short_contexts(self, num_requests: int, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> tuple[int, ...]:
         """Context lengths up to which this many requests have kernels of their own, ascending; see `accept`."""
