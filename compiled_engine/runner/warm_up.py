@@ -116,9 +116,11 @@ def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[
     decodes = [BatchShape(size, size, longest) for size in sizes]
     short = [BatchShape(size, size, context) for size, context in graph.short_decodes]
     # Without a graph the bound is the longest context itself; kernels follow from it, and the splits of a few requests.
-    bounds = [] if graph.mode.captures_decodes else [1 << i for i in range(5, longest.bit_length())]
-    few = sorted({1, min(4, max_requests)})
-    shapes = [*product(few, bounds), *product(sizes, bounds[:1])]
+    captured = max(graph.decode_sizes, default=0) if graph.mode.captures_decodes else 0
+    without = [size for size in sizes if size > captured]
+    few = [size for size in sorted({captured + 1, min(4, max_requests)}) if captured < size <= max_requests]
+    bounds = [1 << i for i in range(5, longest.bit_length())]
+    shapes = [*product(few, bounds), *product(without, bounds[:1])]
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     verified: list[BatchShape] = []
     for number in queries:

@@ -21,6 +21,8 @@ from compiled_engine.attention.backends.decode_splits import (
     short_splits,
 )
 from compiled_engine.attention.backends.short_decode import ShortTiles
+from compiled_engine.config import GraphConfig, GraphMode
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.warm_up import start_up_batches
@@ -111,11 +113,17 @@ def test_short_contexts_are_read_whole_unless_requests_are_few() -> None:
     assert short_splits(2, 1, ()) is None
 
 
+@pytest.mark.parametrize("captured", [(), (1, 2), (1, 8), (1, 48)], ids=str)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
-def test_decodes_without_graphs_are_split_in_ways_that_the_warm_up_has_met(num_kv_heads: int) -> None:
-    """Their bound is the longest context; the kernel that combines is compiled for powers of two of splits."""
+def test_decodes_are_split_in_ways_that_the_warm_up_has_met(num_kv_heads: int, captured: tuple[int, ...]) -> None:
+    """The bound is the longest context, or that of a graph if there is one for so many; the kernel that combines is
+    compiled for powers of two of splits."""
     config = resolve(EngineOptions(device="cpu", mode="eager", max_num_seqs=48, max_model_len=2048))
-    shapes = start_up_batches(replace(config, device=torch.device("cuda")))
+    contexts = {size: short_contexts_of(size, num_kv_heads, H200_SMS) for size in captured}
+    short_decodes = tuple((size, each) for size in captured for each in contexts[size] if each < 2048)
+    graph = GraphConfig(GraphMode.FULL_DECODE_ONLY, captured, (), short_decodes) if captured else config.graph
+    shapes = start_up_batches(replace(config, device=torch.device("cuda"), graph=graph))
+    dispatcher = Dispatcher(graph, config.scheduler)
 
     def of(kernel: str, splits: Splits) -> set[tuple[str, int]]:
         combined = {("combined", (splits.count - 1).bit_length())} if splits.count > 1 else set()
@@ -135,4 +143,6 @@ def test_decodes_without_graphs_are_split_in_ways_that_the_warm_up_has_met(num_k
     warm = set().union(*(kernels(s.num_requests, s.max_seq_len) for s in shapes if s.host_3[0]))
     for num_requests in range(1, 49):
         for max_seq_len in range(1, 2049, 31):
-            assert kernels(num_requests, max_seq_len) <= warm
+            key = dispatcher.dispatch(num_requests, num_requests, 1, max_seq_len)
+            launched = (num_requests, max_seq_len) if key is None else (key.num_requests, key.max_seq_len)
+            assert kernels(*launched) <= warm, launched
