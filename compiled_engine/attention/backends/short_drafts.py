@@ -124,7 +124,8 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     WARPS: gl.constexpr,
 ):
     """One program per (K/V head, request). The strides without HEAD are those of tokens. Rows of a request follow one
-    another, those of padding last, see draft_decode. QUERIES: rows of a request; KEYS: of the tile, at least those of any context."""
+    another, those of padding last, see draft_decode. QUERIES: rows of a request; KEYS: of the tile, which holds the
+    longest context."""
     kv_head = gl.program_id(0)
     first_row = gl.program_id(1).to(gl.int64) * QUERIES
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
