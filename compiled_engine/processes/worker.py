@@ -9,12 +9,11 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from compiled_engine.core.control import ControlError, Failed, apply
-from compiled_engine.core.executor import RANK_CALLS, InProcessExecutor, PendingOutput
+from compiled_engine.core.control import ControlError, Failed
+from compiled_engine.core.executor import InProcessExecutor, PendingOutput
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
 from compiled_engine.parallel.gloo import leave
@@ -66,7 +65,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
             group, link = connect(start.config, rank)
         with in_group(group):
             worker = Worker(start, rank, timeline, group, link, connection, results)
-            _send(connection, Ready(worker.executor.num_blocks, worker.metrics()["cache_key"]))
+            _send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
             Heartbeats(layout.size, heartbeats).beat(rank)
             worker.run(steps)
     except BaseException as error:
@@ -79,7 +78,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
 
 
 class Worker:
-    """One rank, and what its control calls do."""
+    """Executes the steps and control calls of one rank."""
 
     def __init__(
         self,
@@ -178,29 +177,12 @@ class Worker:
 
     def _answer(self, number: int, call: ControlCall) -> Answered:
         try:
-            return Answered(number, apply(call, self, RANK_CALLS))
+            (value,) = self.executor.call(call)
         except ControlError as error:
             return Answered(number, error=str(error))
-
-    def load_adapter(self, path: str, digest: str) -> None:
-        """See Runner.load_adapter."""
-        self.executor.runner.load_adapter(path, digest)
-
-    def begin_load_adapter(self, path: str, digest: str) -> None:
-        """See Runner.begin_load_adapter."""
-        self.executor.runner.begin_load_adapter(path, digest)
-
-    def has_read_adapter(self, digest: str) -> bool:
-        """See Runner.has_read_adapter."""
-        return self.executor.runner.has_read_adapter(digest)
-
-    def drop_adapter(self, digest: str) -> None:
-        """See Runner.drop_adapter."""
-        self.executor.runner.drop_adapter(digest)
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the metrics of this rank's runner, and how collectives are transported."""
-        return self.executor.runner.metrics() | {"collectives": self._group.kind}
+        if call.name == "metrics":
+            value = value | {"collectives": self._group.kind}
+        return Answered(number, value)
 
 
 class _Raised:
