@@ -35,8 +35,8 @@ def event(value: Any, name: str | None = None) -> bytes:
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
-async def with_errors(events: AsyncGenerator[bytes, None], last: bytes = DONE) -> AsyncGenerator[bytes, None]:
-    """The events and `last`. Where they fail, an event with the error comes instead of what is missing."""
+async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield the events, then DONE. If they fail, an event with the error replaces the missing ones."""
     async with aclosing(events):
         try:
             async for each in events:
@@ -46,7 +46,7 @@ async def with_errors(events: AsyncGenerator[bytes, None], last: bytes = DONE) -
         except Exception:
             log.exception("a stream failed")
             yield event(ApiError(500, UNEXPECTED).response())
-    yield last
+    yield DONE
 
 
 class EventStream:

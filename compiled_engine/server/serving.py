@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Protocol
 
 from starlette.requests import Request
 
@@ -19,6 +17,7 @@ from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.input_processor import check_text
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.adapter_names import AdapterNames
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, shown
 from compiled_engine.server.long_work import LongWork
@@ -79,18 +78,6 @@ class Admission:
         self._figures.forget(process, self._taken)
 
 
-class AdapterList(Protocol):
-    """Adapters by name, see server/adapters.py."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def get(self, name: str) -> LoRARequest | None: ...
-
-    async def load(self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False) -> None: ...
-
-    async def unload(self, engine: AsyncLLM, name: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Serving:
     """names: of the model; answers have the first. chat: None without a tokenizer or a template.
@@ -111,7 +98,7 @@ class Serving:
     texts: LongWork
     max_new_tokens: int | None
     created: int
-    adapters: AdapterList
+    adapters: AdapterNames
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 

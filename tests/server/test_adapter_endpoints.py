@@ -16,7 +16,7 @@ from torch import nn
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.adapters import LoRARequest
-from compiled_engine.server.adapters import AdapterNames
+from compiled_engine.server.adapter_names import AdapterNames
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.lora_modules import adapters_of
 from compiled_engine.server.options import ServerOptions

@@ -1,0 +1,51 @@
+"""The adapters that a server has names for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.server.errors import bad_request, shown
+
+
+class AdapterNames:
+    """Adapters by name, in the order in which they came."""
+
+    def __init__(self, requests: Iterable[LoRARequest] = ()) -> None:
+        self._requests = {request.lora_name: request for request in requests}
+        self._digests: dict[str, str] = {}
+        self._next_id = len(self._requests) + 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def get(self, name: str) -> LoRARequest | None:
+        return self._requests.get(name)
+
+    async def load(self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False) -> None:
+        """Have the engine read an adapter, then give it the name, which with `in_place` another may have. Raises
+        ApiError 400 for a name that is taken, TypeError, ValueError or OSError for what is no adapter."""
+        request = LoRARequest(name, self._next_id, path)
+        self._next_id += 1
+        self._require_free(name, in_place)
+        digest = await engine.load_adapter(request)
+        self._require_free(name, in_place)  # another request may have loaded it meanwhile
+        before = self._digests.get(name)
+        self._digests[name], self._requests[name] = digest, request
+        await self._drop(engine, before)
+
+    async def unload(self, engine: AsyncLLM, name: str) -> None:
+        """Take the name away; requests under way go on."""
+        del self._requests[name]
+        await self._drop(engine, self._digests.pop(name, None))
+
+    def _require_free(self, name: str, in_place: bool) -> None:
+        if name in self._requests and not in_place:
+            raise bad_request("lora_name", f"lora_name {shown(name)} is loaded already; load_inplace replaces it")
+
+    async def _drop(self, engine: AsyncLLM, digest: str | None) -> None:
+        """Drop an adapter that has lost its name, unless it has another one."""
+        if digest is not None and digest not in self._digests.values():
+            await engine.unload_adapter(digest)
