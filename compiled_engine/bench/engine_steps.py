@@ -7,14 +7,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 
 from compiled_engine.bench.bounds import Chunk
-from compiled_engine.bench.workloads import Rounds, random_prompts, repeated, summary
+from compiled_engine.bench.workloads import random_prompts, summary
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.llm import LLM
@@ -151,16 +150,22 @@ LAPS = ("schedule", "prepare", "launch", "wait", "output")
 
 
 def step_split(
-    llm: LLM, batch_sizes: Sequence[int], num_steps: int, rounds: Rounds, progress: Progress
+    llm: LLM, batch_sizes: Sequence[int], num_steps: int, warm_up: int, repeats: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """Return for each batch size: microseconds a step of each lap, `host` (all but wait), `step` (wall), `device`
     (first to last kernel; None without CUDA), and `device_idle`, the share of the wall time in which no step was on the
     device; with drafts `tokens`, how many a step yields for a request, and `token`, microseconds for each; else None.
-    Each is the median and the spread of the rounds, which are means over num_steps steps."""
+    Each is the median and the spread of `repeats` rounds, which are means over num_steps steps; `warm_up` rounds before
+    them do not count."""
     found = []
     for batch_size in batch_sizes:
-        once = partial(_sample, llm, random.Random(rounds.seed), batch_size, num_steps)
-        samples = repeated(once, rounds, progress)
+        generator = random.Random(llm.config.model.seed)
+        samples = []
+        with progress.stage("measure", total=warm_up + repeats) as advance:
+            for _ in range(warm_up + repeats):
+                samples.append(_sample(llm, generator, batch_size, num_steps))
+                advance(1)
+        samples = samples[warm_up:]
         record: dict[str, Any] = {"batch_size": batch_size}
         for name in samples[0]:
             values = [value for sample in samples if (value := sample[name]) is not None]

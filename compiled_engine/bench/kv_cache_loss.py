@@ -28,15 +28,15 @@ LONG_TEXTS = 8
 WINDOW = 512
 
 
-def held_out_model(kv_dtype: str, max_model_len: int = 2048) -> FusedModel:
-    """The bundled model with a cache of this format, in fp32, executed op by op."""
+def held_out_model(kv_dtype: str) -> FusedModel:
+    """Return the bundled model with a cache of this format, in fp32, executed op by op."""
     options = EngineOptions(
         device="cpu",
         mode="compiled",
         kv_cache_dtype=kv_dtype,
         block_size=BLOCK_SIZE,
         attention_backend="torch",
-        max_model_len=max_model_len,
+        max_model_len=2048,
         compile_ranges=(),
     )
     return fuse(resolve(options))

@@ -9,26 +9,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from compiled_engine.llm import LLM
-from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
 
 # Prompts of workload T hold token ids up to this one.
 LARGEST_TOKEN_ID = 10_000
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """The rounds of a measurement: `warm_up` ones that are not counted, then `repeats` that are; `seed` of prompts."""
-
-    warm_up: int = 1
-    repeats: int = 3
-    seed: int = 0
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
@@ -71,13 +59,3 @@ def request_lengths(
         for _ in range(num_requests)
     ]
     return prompts, [generator.randint(*output_lens) for _ in range(num_requests)]
-
-
-def repeated(once: Callable[[], T], rounds: Rounds, progress: Progress) -> list[T]:
-    """The results of the measured rounds."""
-    results = []
-    with progress.stage("measure", total=rounds.warm_up + rounds.repeats) as advance:
-        for _ in range(rounds.warm_up + rounds.repeats):
-            results.append(once())
-            advance(1)
-    return results[rounds.warm_up :]

@@ -9,19 +9,17 @@ import typer
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.bench_engine import (
-    AsJson,
     Batch,
     Repeats,
     ShapeName,
     WarmUp,
     command_line,
-    console,
     engine_options,
-    print_json,
     require_fit,
     resolved,
 )
-from compiled_engine.cli.errors import bad_input_is_reported, make_folder
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, console, make_folder, print_json
 
 
 @takes_engine_options
@@ -59,7 +57,6 @@ def step(
     from compiled_engine.bench.engine_steps import CONTEXT, draft_choice, outputs_needed, step_split
     from compiled_engine.bench.engine_steps import profile as write_profile
     from compiled_engine.bench.results import conditions
-    from compiled_engine.bench.workloads import Rounds
     from compiled_engine.llm import LLM
     from compiled_engine.process.progress import RichProgress
 
@@ -70,7 +67,7 @@ def step(
         if profile is not None:
             make_folder("profile", profile)
         with LLM(**options) as llm:
-            results = step_split(llm, sizes, steps, Rounds(warm_up, repeats, config.model.seed), RichProgress())
+            results = step_split(llm, sizes, steps, warm_up, repeats, RichProgress())
             choice = draft_choice(llm.metrics())
             if profile is not None:
                 for size in sizes:

@@ -209,9 +209,6 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self._fail(str(exc) if exc is not None else "closed by the server")
 
-    def on_status(self, status: bytes) -> None:
-        self.status = self._parser.get_status_code()
-
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 from compiled_engine.bench.processes import Started, started
 from compiled_engine.bench.results import host_provenance
 from compiled_engine.bench.serving.client import Job, Outgoing, Report
-from compiled_engine.bench.serving.figures import figures_of, records_of
+from compiled_engine.bench.serving.figures import PERCENTILES, figures_of, records_of
 from compiled_engine.bench.serving.requests import Endpoint, PlannedRequest, Ramp, RandomPrompts, Rate, arrival_times
 from compiled_engine.bench.serving.target import Target
 from compiled_engine.process.progress import Progress
@@ -25,10 +25,10 @@ from compiled_engine.process.progress import Progress
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plan of a load test; see `compiled-engine bench serve --help`.
+    """A load test; see `compiled-engine bench serve --help`.
 
     prompts: random ones, drawn for each run, or those of a dataset, the same for each. fields: of every request's body,
-    besides its prompt and length. wanted: requests of a run.
+    besides its prompt and length. wanted: requests of a run. goodput: bounds of latencies in ms.
     """
 
     target: Target
@@ -38,16 +38,16 @@ class LoadPlan:
     wanted: int
     fields: Mapping[str, Any]
     rates: tuple[Rate, ...]
-    ramp: Ramp | None
-    burstiness: float
     concurrency: int | None
-    warm_ups: int
     timeout_s: float
     processes: int
     seed: int
-    goodput: Mapping[str, float]
-    percentiles: tuple[float, ...]
-    detailed: bool
+    ramp: Ramp | None = None
+    burstiness: float = 1.0
+    warm_ups: int = 0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    percentiles: tuple[float, ...] = PERCENTILES
+    detailed: bool = False
 
     def requests(self, generator: np.random.Generator) -> Sequence[PlannedRequest]:
         """Return the requests of one run."""
