@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 
-from compiled_engine.bench.plots import DARK, LIGHT, SHOWN, Theme, draw_ablation, draw_load, subtitle_of, whole_name
-from compiled_engine.bench.results import has_figures
+from compiled_engine.bench.plots import DARK, LIGHT, draw, subtitle_of, whole_name
+from compiled_engine.bench.results import LATENCIES, has_figures
 
 STYLE = """
 :root { --paper: #fbfbf9; --ink: #1f2328; --muted: #646c76; --line: #e3e3de; --accent: #0a6c74; --bad: #b3261e; }
@@ -40,9 +40,9 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 
-def pictures(draw: Callable[[Theme], Mapping[str, bytes]]) -> list[dict[str, str]]:
+def pictures(result: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return each plot for light and for dark pages, as text to embed; `text` describes it."""
-    light, dark = draw(LIGHT), draw(DARK)
+    light, dark = draw(result, LIGHT), draw(result, DARK)
     return [
         {"text": name.replace("_", " "), "light": _base64(light[name]), "dark": _base64(dark[name])} for name in light
     ]
@@ -151,7 +151,7 @@ def render_ablation(result: Mapping[str, Any]) -> str:
         command="compiled-engine bench ablation",
         subtitle=subtitle_of(result),
         whole=whole_name(records),
-        plots=pictures(lambda theme: draw_ablation(result, theme)),
+        plots=pictures(result),
         headings=headings,
         bounds=bounds,
         rows=[_ablation_row(record, list(result["bound"]["tpot_ms"])) for record in records],
@@ -232,10 +232,10 @@ def render_load(result: Mapping[str, Any], notes: Sequence[str]) -> str:
         result,
         command="compiled-engine bench serve",
         notes=notes,
-        plots=pictures(lambda theme: draw_load(result, theme)),
+        plots=pictures(result),
         headings=HEADINGS,
         rows=[_load_row(run) for run in runs],
-        latencies=[table for name in SHOWN if (table := _latency(name, runs)) is not None],
+        latencies=[table for name in LATENCIES if (table := _latency(name, runs)) is not None],
         errors=[
             {"title": f"{run['name']}: {count} x {kind}", "message": run["first_errors"][kind]}
             for run in runs
@@ -270,4 +270,4 @@ def _latency(name: str, runs: list[Run]) -> dict[str, Any] | None:
         return None
     headings = [key for key in measured[0][name] if key not in HIDDEN]
     rows = [[run["name"], *(f"{run[name][key]:,.2f}" for key in headings)] for run in measured]
-    return {"name": SHOWN[name], "headings": headings, "rows": rows}
+    return {"name": LATENCIES[name], "headings": headings, "rows": rows}

@@ -1,4 +1,7 @@
-"""The plots of results, drawn from their JSON: an ablation's bars and lines, a table's curves, a load test."""
+"""The plots of results, drawn from their JSON: an ablation's bars and lines, a table's curves, a load test.
+
+The functions `draw_...` return PNGs by name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from compiled_engine.bench.results import has_figures
+from compiled_engine.bench.results import LATENCIES, has_figures
 
 DOTS_PER_INCH = 160
 WIDTH_INCHES = 9.0
@@ -115,13 +118,9 @@ def subtitle_of(result: Mapping[str, Any]) -> str:
     return f"{model['name']}, {model['dtype']}, {device}; prompts of {workload['prompt_len']} tokens"
 
 
-def write_ablation(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write step_batch_N.png for the least and the largest batch, and step_by_batch.png; their paths."""
-    return write_pngs(draw_ablation(result, LIGHT), folder)
-
-
 def draw_ablation(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Name -> PNG. Variants without figures are left out."""
+    """Draw step_batch_N for the least and the largest batch, and step_by_batch. Variants without figures are left
+    out."""
     batches = sorted(result["bound"]["step_ms"], key=int)
     records = [record for record in result["variants"] if has_figures(record)]
     drawn: dict[str, bytes] = {}
@@ -309,27 +308,18 @@ CURVE_INCHES = 4.2
 Row = Mapping[str, Any]
 
 
-def write_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write curve_MODEL_NAME.png for each model and curve that has points; their paths."""
-    return write_pngs(draw_curves(result, LIGHT), folder)
-
-
-def curves_of(result: Mapping[str, Any]) -> dict[tuple[str, str], list[Row]]:
-    """(model, curve) -> its points. Points without figures are left out, and so are curves with less than two."""
+def draw_curves(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
+    """Draw curve_MODEL_NAME for each model and curve with at least two measured points."""
+    machine = result["machine"]
+    device = machine.get("gpu") or machine["processor"]
     curves: dict[tuple[str, str], list[Row]] = {}
     for row in result["rows"]:
         if "curve" in row and "measured" in row:
             curves.setdefault((row["model"], row["curve"]), []).append(row)
-    return {key: rows for key, rows in curves.items() if len(rows) > 1}
-
-
-def draw_curves(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Name -> PNG."""
-    machine = result["machine"]
-    device = machine.get("gpu") or machine["processor"]
     return {
         f"curve_{model.lower().replace(' ', '_')}_{curve}": _draw_curve(curve, rows, f"{model}, {device}", theme)
-        for (model, curve), rows in curves_of(result).items()
+        for (model, curve), rows in curves.items()
+        if len(rows) > 1
     }
 
 
@@ -400,20 +390,14 @@ def _curve_panel(axes: Axes, points: Sequence[tuple[int, float, list[float], flo
 
 
 LOAD_INCHES = 3.6
-SHOWN = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 # Left edges of panels, by how many there are, and their width.
 PANELS = {2: ((0.07, 0.56), 0.4), 3: ((0.06, 0.39, 0.72), 0.26)}
 
 Run = Mapping[str, Any]
 
 
-def write_load(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write NAME.png for each; their paths."""
-    return write_pngs(draw_load(result, LIGHT), folder)
-
-
 def draw_load(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Name -> PNG: load_by_rate, if there are several runs, and latencies and course of each that has figures."""
+    """Draw load_by_rate, if there are several runs, and latencies and course of each run with answers."""
     runs = [run for run in result["runs"] if run["completed"]]
     subtitle = f"{result['served_model']}, {result['load']['requests']} requests a run"
     drawn = {}
@@ -461,12 +445,12 @@ def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
         axes = figure.add_axes((left, 0.15, width, 0.58))
         for name, colour in zip(names, (theme.strong, theme.lines[3]), strict=False):
             if run[name] is not None:
-                axes.plot(run[name]["quantiles"], range(101), color=colour, linewidth=2, label=SHOWN[name])
+                axes.plot(run[name]["quantiles"], range(101), color=colour, linewidth=2, label=LATENCIES[name])
         axes.set_ylim(0, 100)
         axes.set_xlim(left=0)
         if len(names) > 1:
             _legend(axes, theme, "lower right")
-        _label(axes, f"{' and '.join(SHOWN[name] for name in names)}: % within", "ms", theme)
+        _label(axes, f"{' and '.join(LATENCIES[name] for name in names)}: % within", "ms", theme)
     write_title(figure, f"Latencies, {run['name']}", subtitle, theme)
     return png_of(figure)
 
@@ -504,3 +488,9 @@ def _plain_log_ticks(axes: Axes) -> None:
     ticks = log_ticks(low, high)
     axes.set_yticks(ticks, [short(tick) for tick in ticks])
     axes.minorticks_off()
+
+
+def draw(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
+    """Draw the plots of a result; none without figures."""
+    by_benchmark = {"ablation": draw_ablation, "table": draw_curves, "serve": draw_load}
+    return by_benchmark[result["benchmark"]](result, theme)

@@ -87,6 +87,8 @@ def require_httptools() -> None:
         raise ValueError("this benchmark needs httptools: python -m pip install 'compiled-engine[bench]'")
 
 
+# The latencies of a load test, by their names in results.
+LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 PACKAGES = ("compiled-engine", "torch", "triton", "transformers", "flash-attn")
 
 

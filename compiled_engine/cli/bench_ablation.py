@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,20 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.bench_engine import (
-    AsJson,
-    Batch,
-    Quick,
-    ShapeName,
-    aligned,
-    command_line,
-    console,
-    engine_options,
-    print_json,
-    print_rates,
-)
-from compiled_engine.cli.bench_plot import make_plot_folder, write_ablation_and_page
-from compiled_engine.cli.errors import bad_input_is_reported, read_text, written_to
+from compiled_engine.cli.bench_engine import Batch, Quick, ShapeName, command_line, engine_options, print_rates
+from compiled_engine.cli.bench_plot import PAGES, make_plot_folder, write_page, write_plots
+from compiled_engine.cli.errors import bad_input_is_reported, read_text
+from compiled_engine.cli.output import AsJson, aligned, console, print_json, write_json
 
 Output = Annotated[
     Path | None,
@@ -95,9 +84,9 @@ def ablation(
         plan = make_plan(options, shape, asked)
         result = run(plan, repeats or (1 if quick else 3), RichProgress()) | {"command": command_line()}
         if output is not None:
-            with written_to(output):
-                (output / RESULTS).write_text(json.dumps(result, indent=2) + "\n")
-                write_ablation_and_page(result, output)
+            write_json(output / RESULTS, result)
+            write_plots(result, output)
+            write_page(result, output / PAGES["ablation"])
     if as_json:
         print_json(result)
     else:

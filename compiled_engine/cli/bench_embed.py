@@ -11,18 +11,9 @@ from rich.table import Table
 
 from compiled_engine.bench.serving.embedding import BESIDE, WORKLOADS
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.bench_engine import (
-    AsJson,
-    Repeats,
-    ShapeName,
-    aligned,
-    command_line,
-    console,
-    engine_options,
-    print_json,
-    write_json,
-)
-from compiled_engine.cli.errors import bad_input_is_reported, make_room
+from compiled_engine.cli.bench_engine import Repeats, ShapeName, command_line, engine_options
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, aligned, console, make_room, print_json, write_json
 
 
 @takes_engine_options

@@ -1,8 +1,7 @@
-"""The parts that benchmark commands share: options, the configuration to measure, tables and files of figures."""
+"""The parts that benchmark commands share: options, the configuration to measure, the command line of a result."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -14,15 +13,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from compiled_engine.bench.shapes import SHAPES
-from compiled_engine.cli.errors import written_to
+from compiled_engine.bench.shapes import SHAPES, write_shape
 
 HIDDEN = "..."
 CACHES = "; a small model may stay in caches, and be faster"
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ShapeName = Annotated[str | None, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
 WarmUp = Annotated[int, typer.Option("--warm-up", min=0, help="Uncounted rounds before the measured ones.")]
@@ -33,8 +29,6 @@ Quick = Annotated[bool, typer.Option("--quick", help="A small run: seconds to a 
 @contextmanager
 def engine_options(options: dict[str, Any], shape: str | None) -> Iterator[dict[str, Any]]:
     """Yield the engine's options, with a folder of a known shape as its model if `shape` is given."""
-    from compiled_engine.bench.shapes import write_shape
-
     with tempfile.TemporaryDirectory() as folder:
         if shape is not None:
             if "model" in options:
@@ -80,22 +74,6 @@ def without_password(url: str) -> str:
     return re.sub(r"(?<=://)[^/@\s]*@", "", url)
 
 
-def write_json(path: Path | None, result: Any) -> None:
-    """Write a result to its file, if there is one."""
-    if path is not None:
-        with written_to(path):
-            path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def print_json(result: Any) -> None:
-    typer.echo(json.dumps(result, indent=2))
-
-
-def console(width: int = 160) -> Console:
-    """Make a console for plain text; without a terminal its width is `width`, enough for every column."""
-    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
-
-
 def print_rates(rates: Mapping[str, Any], out: Console) -> None:
     """Print the rates that the bounds assume."""
     out.print(
@@ -104,12 +82,3 @@ def print_rates(rates: Mapping[str, Any], out: Console) -> None:
         style="dim",
         highlight=False,
     )
-
-
-def aligned(table: Table, num_names: int) -> Table:
-    """Figures to the right."""
-    for column in table.columns[num_names:]:
-        column.justify = "right"
-    for column in table.columns[:num_names]:
-        column.no_wrap = True
-    return table

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from compiled_engine.cli.bench_engine import AsJson, command_line, print_json, write_json
-from compiled_engine.cli.errors import bad_input_is_reported, written_to
+from compiled_engine.cli.bench_engine import command_line
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, print_json, write_json, written_to
 
 
 def families(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.bench.shapes import SHAPES
-from compiled_engine.cli.bench_engine import AsJson, command_line
+from compiled_engine.cli.bench_engine import command_line
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, print_json
 
 
 def load(
@@ -40,7 +40,7 @@ def load(
             raise ValueError(f"model is {model} and shape is {shape}; allowed: exactly one of the two")
         result = _measure_load(model, shape, folder or Path(temporary), device, repeats)
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        print_json(result)
         return
     table = Table("", "", title=f"{result['bytes'] / 1e9:.1f} GB to {result['device']}")
     table.add_row("read, GB/s", ", ".join(f"{rate:.2f}" for rate in result["read_gb_per_s"]))

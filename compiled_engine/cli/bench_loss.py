@@ -9,8 +9,9 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json
+from compiled_engine.cli.bench_engine import command_line
 from compiled_engine.cli.errors import bad_input_is_reported, read_text
+from compiled_engine.cli.output import AsJson, aligned, console, print_json
 
 
 def loss(

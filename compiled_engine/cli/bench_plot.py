@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
-from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import make_folder, written_to
+
+# The benchmarks with plots, and what a result needs to have one.
+PLOTTED = {"ablation": "variant with figures", "table": "points of a curve", "serve": "answer"}
+PAGES = {"ablation": "ablation.html", "serve": "load.html"}
 
 
 def plot(
@@ -32,14 +37,19 @@ def plot(
     with bad_input_is_reported():
         from compiled_engine.bench.results import read_result
 
-        result = read_result("results", results, *KINDS)
-        kind = KINDS[result["benchmark"]]
+        result = read_result("results", results, *PLOTTED)
+        require_matplotlib("output", output)
+        from compiled_engine.bench.plots import LIGHT, draw, write_pngs
+
         try:
-            if not kind.has_any(result):
-                raise ValueError(f"results is {str(results)!r}, which has no {kind.what}")
-            make_plot_folder("output", output)
+            drawn = draw(result, LIGHT)
+            if not drawn:
+                raise ValueError(f"results is {str(results)!r}, which has no {PLOTTED[result['benchmark']]}")
+            make_folder("output", output)
             with written_to(output):
-                paths = kind.write(result, output)
+                paths = write_pngs(drawn, output)
+                if result["benchmark"] in PAGES:
+                    paths.append(write_page(result, output / PAGES[result["benchmark"]]))
         except KeyError as error:
             raise ValueError(f"results is {str(results)!r}, which lacks {error}: another version made it") from error
     for path in paths:
@@ -47,74 +57,33 @@ def plot(
 
 
 def make_plot_folder(name: str, folder: Path) -> None:
-    """ValueError, naming the option, where plots cannot be made."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"{name} is {str(folder)!r}, but plots need matplotlib: install compiled-engine[bench], or leave it out"
-        )
+    """Make a folder for plots. Raises ValueError, naming the option, where plots cannot be made."""
+    require_matplotlib(name, folder)
     make_folder(name, folder)
 
 
-def write_ablation_and_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write an ablation's plots and its page, ablation.html; their paths."""
-    from compiled_engine.bench.pages import render_ablation
-    from compiled_engine.bench.plots import write_ablation
+def require_matplotlib(name: str, path: Path) -> None:
+    """Raise ValueError, naming the option that asks for plots, if there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{name} is {str(path)!r}, but plots need matplotlib: install compiled-engine[bench], or leave it out"
+        )
 
-    paths = write_ablation(result, folder)
-    return [*paths, write_page(folder / "ablation.html", render_ablation(result))]
+
+def write_plots(result: Mapping[str, Any], folder: Path) -> None:
+    from compiled_engine.bench.plots import LIGHT, draw, write_pngs
+
+    with written_to(folder):
+        write_pngs(draw(result, LIGHT), folder)
 
 
-def write_load_page(result: Mapping[str, Any], path: Path) -> Path:
-    """Write a load test's page; its path."""
-    from compiled_engine.bench.pages import render_load
+def write_page(result: Mapping[str, Any], path: Path) -> Path:
+    """Write the page of an ablation or a load test; return its path."""
+    from compiled_engine.bench.pages import render_ablation, render_load
     from compiled_engine.bench.serving.figures import notes
 
-    return write_page(path, render_load(result, notes(result["runs"])))
-
-
-def write_page(path: Path, page: str) -> Path:
-    path.write_text(page, encoding="utf-8")
+    is_load = result["benchmark"] == "serve"
+    page = render_load(result, notes(result["runs"])) if is_load else render_ablation(result)
+    with written_to(path):
+        path.write_text(page, encoding="utf-8")
     return path
-
-
-def _write_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    from compiled_engine.bench.plots import write_curves
-
-    return write_curves(result, folder)
-
-
-def _write_load_and_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    from compiled_engine.bench.plots import write_load
-
-    return [*write_load(result, folder), write_load_page(result, folder / "load.html")]
-
-
-def _has_variants(result: Mapping[str, Any]) -> bool:
-    from compiled_engine.bench.results import has_figures
-
-    return any(has_figures(record) for record in result.get("variants", ()))
-
-
-def _has_curves(result: Mapping[str, Any]) -> bool:
-    from compiled_engine.bench.plots import curves_of
-
-    return bool(curves_of(result))
-
-
-def _has_answers(result: Mapping[str, Any]) -> bool:
-    return any(run["completed"] for run in result["runs"])
-
-
-class _Kind(NamedTuple):
-    """A benchmark with plots that can be drawn again. what: the fields that it needs."""
-
-    what: str
-    has_any: Callable[[Mapping[str, Any]], bool]
-    write: Callable[[Mapping[str, Any], Path], list[Path]]
-
-
-KINDS = {
-    "ablation": _Kind("variant with figures", _has_variants, write_ablation_and_page),
-    "table": _Kind("points of a curve", _has_curves, _write_curves),
-    "serve": _Kind("answer", _has_answers, _write_load_and_page),
-}

@@ -11,16 +11,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.bench.results import require_httptools
-from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json, write_json
-from compiled_engine.cli.bench_plot import make_plot_folder, write_load_page
-from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
+from compiled_engine.bench.results import LATENCIES, require_httptools
+from compiled_engine.cli.bench_engine import command_line
+from compiled_engine.cli.bench_plot import make_plot_folder, write_page, write_plots
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, aligned, console, make_room, print_json, write_json
 
 # Panels of the help: long rows of names in one panel would cut off each other's.
 TWO_NAMES = "Options with vLLM's name as well"
 ON_OR_OFF = "Options: on or off"
 
-LATENCIES = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2EL": "e2el_ms"}
 HIDDEN = ("quantiles", "std")
 
 # Options that a published result must not contain.
@@ -186,7 +186,11 @@ def serve(
             )
         )
         result = measure(plan, SilentProgress() if quiet else RichProgress()) | {"command": command_line(SECRETS)}
-        _write(result, output, plots, html)
+        write_json(output, result)
+        if plots is not None:
+            write_plots(result, plots)
+        if html is not None:
+            write_page(result, html)
     if as_json:
         print_json(result)
     else:
@@ -203,18 +207,6 @@ def _check_outputs(output: Path | None, plots: Path | None, html: Path | None) -
         make_plot_folder("html", html.absolute().parent)
     if plots is not None:
         make_plot_folder("plots", plots)
-
-
-def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, html: Path | None) -> None:
-    write_json(output, result)
-    if plots is not None:
-        from compiled_engine.bench.plots import write_load
-
-        with written_to(plots):
-            write_load(result, plots)
-    if html is not None:
-        with written_to(html):
-            write_load_page(result, html)
 
 
 def print_load(result: Mapping[str, Any]) -> None:
@@ -246,13 +238,13 @@ def print_load(result: Mapping[str, Any]) -> None:
 def _print_latencies(result: Mapping[str, Any], out: Console) -> None:
     columns: list[str] = []
     for run in result["runs"]:
-        found: Mapping[str, Any] = next((run[name] for name in LATENCIES.values() if run[name] is not None), {})
+        found: Mapping[str, Any] = next((run[name] for name in LATENCIES if run[name] is not None), {})
         columns = columns or [name for name in found if name not in HIDDEN]
     if not columns:
         return
     table = aligned(Table("rate", "ms", *columns, box=SIMPLE_HEAD, show_edge=False), 2)
     for run in result["runs"]:
-        for shown, name in LATENCIES.items():
+        for name, shown in LATENCIES.items():
             if run[name] is not None:
                 cells = [f"{run[name][each]:,.2f}" for each in columns]
                 table.add_row(run["name"] if shown == "TTFT" else "", shown, *cells)

@@ -10,17 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.bench_engine import (
-    AsJson,
-    Repeats,
-    ShapeName,
-    command_line,
-    console,
-    engine_options,
-    print_json,
-    resolved,
-)
+from compiled_engine.cli.bench_engine import Repeats, ShapeName, command_line, engine_options, resolved
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.cli.output import AsJson, console, print_json
 
 BAR_WIDTH = 40
 

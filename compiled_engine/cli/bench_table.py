@@ -13,9 +13,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json, print_rates, write_json
-from compiled_engine.cli.bench_plot import make_plot_folder
-from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
+from compiled_engine.cli.bench_engine import command_line, print_rates
+from compiled_engine.cli.bench_plot import make_plot_folder, write_plots
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, aligned, console, make_room, print_json, write_json
 
 # Wide enough for every column if there is no terminal.
 WIDTH = 200
@@ -87,10 +88,7 @@ def table(
 
         result = complete(measure(plan, repeats, RichProgress(), keep))
         if plots is not None:
-            from compiled_engine.bench.plots import write_curves
-
-            with written_to(plots):
-                write_curves(result, plots)
+            write_plots(result, plots)
     if as_json:
         print_json(result)
     else:

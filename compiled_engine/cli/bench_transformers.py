@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.bench.shapes import SHAPES
-from compiled_engine.cli.bench_engine import AsJson, Repeats, aligned, command_line, console, print_json
+from compiled_engine.cli.bench_engine import Repeats, command_line
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, aligned, console, print_json
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, console, print_json
 from compiled_engine.graphs.cache.diff import Difference, differences, flatten
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.folder import CacheFolder
@@ -29,7 +27,6 @@ from compiled_engine.process.cache_root import default_root
 
 cache = typer.Typer(help="Inspect the compile cache, and clean it up.", rich_markup_mode="rich", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 CacheDir = Annotated[Path | None, typer.Option(help="The cache. Default: where the engine keeps it.")]
 Key = Annotated[str, typer.Argument(help="The key of an entry, or how it begins.", show_default=False)]
 
@@ -54,10 +51,10 @@ def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None
         leftovers = folder.leftovers() if folder else []
     if as_json:
         records = [entry_record(entry) for entry in found]
-        _print_json({"cache_dir": str(root), "entries": records, "leftovers": [str(path) for path in leftovers]})
+        print_json({"cache_dir": str(root), "entries": records, "leftovers": [str(path) for path in leftovers]})
         return
     if found:
-        print_table(entry_table(found))
+        console(200).print(entry_table(found))
     typer.echo(f"{counted(found)}, {size(sum(entry.size_bytes for entry in found))}, in {root}")
     if leftovers:
         typer.echo(
@@ -79,7 +76,7 @@ def show(key: Key, *, cache_dir: CacheDir = None, as_json: AsJson = False) -> No
     with bad_input_is_reported():
         entry = _entry(existing_cache(_root(cache_dir)), key)
     if as_json:
-        _print_json(entry_record(entry) | {"factors": entry.factors})
+        print_json(entry_record(entry) | {"factors": entry.factors})
     else:
         typer.echo("\n".join(entry_lines(entry)))
 
@@ -98,7 +95,7 @@ def diff(a: Key, b: Key, *, cache_dir: CacheDir = None, as_json: AsJson = False)
         found = differences(first.factors, second.factors)
     here, there = f"in {short(first.key)}", f"in {short(second.key)}"
     if as_json:
-        _print_json({"a": first.key, "b": second.key, "differences": difference_records(found, here, there)})
+        print_json({"a": first.key, "b": second.key, "differences": difference_records(found, here, there)})
     else:
         typer.echo("\n".join(difference_lines(found, here, there)))
 
@@ -133,7 +130,7 @@ def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
     near = None if own else nearest(reports, json.loads(json.dumps(factors)))
     if as_json:
         there = f"in entry {short(near.entry.key)}" if near else ""
-        _print_json(
+        print_json(
             {
                 "key": key,
                 "cache_dir": str(config.compile.cache_dir),
@@ -172,7 +169,7 @@ def verify(
         found = _reports(folder) if key is None else [_entry(folder, key)]
         kernels = damaged_kernels(_root(cache_dir)) if key is None else []
     if as_json:
-        _print_json({"entries": [entry_record(entry) for entry in found], "damaged_kernels": kernels})
+        print_json({"entries": [entry_record(entry) for entry in found], "damaged_kernels": kernels})
     else:
         for entry in found:
             typer.echo(f"{short(entry.key)} {f'damaged: {entry.damage}' if entry.damage else 'ok'}")
@@ -211,7 +208,7 @@ def prune(
         done = prune_cache(folder, now=time.time(), dry_run=dry_run, **limits) if folder else []
     if as_json:
         records = [asdict(item) | {"path": str(item.path)} for item in done]
-        _print_json({"dry_run": dry_run, "pruned": records})
+        print_json({"dry_run": dry_run, "pruned": records})
         return
     for item in done:
         verb = "kept, in use by another process" if not item.removed else "would delete" if dry_run else "deleted"
@@ -252,10 +249,6 @@ def _entry(folder: CacheFolder | None, wanted: str) -> EntryReport:
     key = find_key(folder.entry_keys() if folder else [], wanted)
     assert folder is not None
     return report(folder, key)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))
 
 
 def entry_record(entry: EntryReport) -> dict[str, Any]:
@@ -309,7 +302,7 @@ def entry_table(entries: Sequence[EntryReport]) -> Table:
             ago(entry.last_used),
             f"damaged: {entry.damage}" if entry.damage else "ok",
         )
-        table.add_row(*map(escape, cells))
+        table.add_row(*cells)
     return table
 
 
@@ -343,11 +336,6 @@ def explanation(key: str, own: EntryReport | None, near: Nearest | None) -> list
     there = f"in entry {short(near.entry.key)}"
     head = f"miss: entry {short(key)} would be built. The nearest is {short(near.entry.key)}; what differs:"
     return [head, *(f"  {line}" for line in difference_lines(near.differences, "here", there))]
-
-
-def print_table(table: Table) -> None:
-    # Wide enough for all columns without a terminal.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def counted(entries: Sequence[EntryReport]) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.device_plan import rank_plan, rank_table, stage_shares, stage_table
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import AsJson, console, print_json
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 def config(
     *,
     engine: dict[str, Any],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the configuration that the engine would run with, and why.
 
@@ -49,21 +47,20 @@ def config(
     plan = rank_plan(resolved) if resolved.parallel.tensor_parallel_size > 1 else None
     stages = stage_shares(resolved) if resolved.parallel.num_stages > 1 else []
     if as_json:
-        plans: dict[str, Any] = {} if plan is None else {"ranks": plan.as_json()}
-        plans |= {"stages": [stage.as_json() for stage in stages]} if stages else {}
+        plans: dict[str, Any] = {} if plan is None else {"ranks": asdict(plan)}
+        plans |= {"stages": [asdict(stage) for stage in stages]} if stages else {}
         plans |= {"replicas": replicas} if shows_replicas else {}
-        typer.echo(json.dumps(json_value(resolved) | plans, indent=2))
+        print_json(json_value(resolved) | plans)
     else:
-        # Wide enough for paths and reasons without a terminal. Values are text: `[red]` is no style, `:100:` no emoji.
-        console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
-        console.print(config_table(resolved))
+        out = console()
+        out.print(config_table(resolved))
         if shows_replicas:
             where = (f"replica {number} on {', '.join(devices)}" for number, devices in enumerate(replicas))
-            console.print(f"{len(replicas)} replicas, each in processes of its own: {'; '.join(where)}")
+            out.print(f"{len(replicas)} replicas, each in processes of its own: {'; '.join(where)}")
         if stages:
-            console.print(stage_table(stages))
+            out.print(stage_table(stages))
         if plan is not None:
-            console.print(rank_table(plan))
+            out.print(rank_table(plan))
 
 
 def replica_plan(config: EngineConfig) -> list[list[str]]:

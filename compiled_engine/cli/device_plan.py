@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -45,9 +45,6 @@ class RankPlan:
     most_blocks: int | None
     collectives_a_step: int
     slices: tuple[Slice, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rank_plan(config: EngineConfig) -> RankPlan:
@@ -143,9 +140,6 @@ class StageShare:
     weight_bytes: int
     block_bytes: int
     most_blocks: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def stage_shares(config: EngineConfig) -> list[StageShare]:

@@ -44,44 +44,6 @@ def bad_input_is_reported(
         raise BadInputError(str(error)) from error
 
 
-@contextmanager
-def written_to(path: Path) -> Iterator[None]:
-    """Around what writes a file: its OSError names the file also where the disk is full, which Python leaves out."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def make_folder(name: str, folder: Path) -> None:
-    """Make a folder for results, before the work.
-
-    Raises ValueError, naming the option, for a file in its place or way, and where it cannot be written to."""
-    given = f"{name} is {str(folder)!r}"
-    for part in (folder, *folder.parents):
-        if part.exists() and not part.is_dir():
-            raise ValueError(f"{given}, {'a file' if part == folder else f'but {part} is a file'}; allowed: a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{given}, a folder that cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{given}; allowed: a folder that can be written to")
-
-
-def make_room(name: str, path: Path | None) -> None:
-    """Make the folder of a file for results, before the work; None: no file.
-
-    Raises ValueError, naming the option, if the path is a folder, and what `make_folder` raises.
-    """
-    if path is not None:
-        if path.is_dir():
-            raise ValueError(f"{name} is {str(path)!r}, a folder; allowed: a file")
-        make_folder(name, path.absolute().parent)
-
-
 def read_text(name: str, path: Path) -> str:
     """Read a file of text. Raises ValueError, naming the option, if it cannot be read, is not UTF-8, or empty."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ import typer
 
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import print_json
 from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def generate(
     if as_json:
         # The engine counts from its construction; a user waits from the start of the process.
         metrics = {**counted, **measured, "start_s": ready_s, "engine_start_s": counted["start_s"]}
-        typer.echo(json.dumps({"outputs": completion_records(outputs), "metrics": metrics}, indent=2))
+        print_json({"outputs": completion_records(outputs), "metrics": metrics})
         return
     if len(prompt) > 1 or params.n > 1:
         print_completions(outputs)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.errors import BadInputError, bad_input_is_reported, make_folder, written_to
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.cli.output import make_folder, written_to
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig

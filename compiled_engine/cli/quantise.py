@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compiled_engine.cli.errors import bad_input_is_reported, make_room, read_text, written_to
+from compiled_engine.cli.errors import bad_input_is_reported, read_text
+from compiled_engine.cli.output import AsJson, make_room, print_json, written_to
 
 if TYPE_CHECKING:
     from compiled_engine.config import ModelConfig
@@ -46,7 +46,7 @@ def quantise(
     download_dir: Annotated[
         Path | None, typer.Option(help="Folder for downloads. Default: the cache of huggingface_hub.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint with the weights of its linears and experts in FP8, in the format of compressed-tensors.
 
@@ -97,7 +97,10 @@ def quantise(
     if losses:
         before, after = losses
         result |= {"num_tokens": before.num_tokens, "loss_before": before.nats, "loss_after": after.nats}
-    typer.echo(json.dumps(result, indent=2) if as_json else "\n".join(_lines(result)))
+    if as_json:
+        print_json(result)
+    else:
+        typer.echo("\n".join(_lines(result)))
 
 
 def _plan(

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output import make_room, written_to
 
 
 def tune(

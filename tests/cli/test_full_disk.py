@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
-from compiled_engine.cli.errors import written_to
+from compiled_engine.cli.output import written_to
 
 FULL = Path("/dev/full")  # every write to it fails like that
 SMALL = ("--mode", "eager", "--device", "cpu", "--max-model-len", "64", "--num-blocks", "64")
