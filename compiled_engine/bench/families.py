@@ -93,25 +93,8 @@ _GRANITE = ("granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
 # Types whose variety is in code, which their defaults run.
 _PLAIN = (
     *("afmoe", "apertus1p5_text", "aria_text", "beam", "cohere2_moe", "ctrl", "exaone", "exaone_moe", "flint"),
-    *(
-        "gpt-sw3",
-        "hunyuan_v1_moe",
-        "hy_v3",
-        "hyperclovax",
-        "internlm3",
-    ),
-    *(
-        "iquestcoder",
-        "kolibri1",
-        "laguna",
-        "mellum",
-        "minimax_m2",
-        "moshi",
-        "nanochat",
-        "phimoe",
-        "sarvam_moe",
-        "solar_open",
-    ),
+    *("gpt-sw3", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "kolibri1", "laguna"),
+    *("mellum", "minimax_m2", "moshi", "nanochat", "phimoe", "sarvam_moe", "solar_open"),
 )
 _NARROW_MROPE = {"rope_parameters": _PLAIN_ROPE | {"mrope_section": [2, 3, 3]}}
 _TOWER: dict[str, Any] = {

@@ -10,7 +10,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import torch
 from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
 from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
 from compiled_engine.bench.results import provenance
+from compiled_engine.config import EngineConfig
+from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.graphs.compiler.build import apply_passes, trace_rank, trace_whole
 from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.trace import without_storage
@@ -131,40 +133,54 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = [*llm.generate(given, params), *llm.generate(given, cached)]
         rate = tokens_per_s(llm)
-    narrow = load_oracle(folder, dtype).to(device) if dtype != torch.float32 else None
-    wide = load_oracle(folder, torch.float64) if dtype == torch.float32 else None
-    oracle = oracle.to(device)
-    differences: list[float] = []
-    of_transformers: list[float] = []
-    from_float64: list[tuple[float, float]] = []
+    models = {torch.float32: oracle.to(device)}
+    if dtype == torch.float32:
+        models[torch.float64] = load_oracle(folder, torch.float64)
+    else:
+        models[dtype] = load_oracle(folder, dtype).to(device)
+    engine: list[float] = []
+    transformers: dict[torch.dtype, list[float]] = {each: [] for each in models}
     tokens_equal = True
     for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
-        completion = output.outputs[0]
-        ids = torch.tensor([prompt + list(completion.token_ids)], device=device)
-        exact_TV = oracle(ids).logits[0].float().log_softmax(-1)
-        narrow_TV = exact_TV if narrow is None else narrow(ids).logits[0].float().log_softmax(-1)
-        wide_TV = None if wide is None else wide(ids.cpu()).logits[0].log_softmax(-1)
-        greedy = slice(len(prompt) - 1, -1)
-        choices = [each_TV[greedy].argmax(-1) for each_TV in (exact_TV, wide_TV) if each_TV is not None]
-        chosen = [{int(one) for one in row} for row in zip(*choices, strict=True)]
-        tokens_equal &= all(token in allowed for token, allowed in zip(completion.token_ids, chosen, strict=True))
-        before = list(output.prompt_logprobs[1:]) if output.prompt_logprobs else []
-        entries = [*before, *(completion.logprobs or [])]
-        first = ids.shape[1] - len(entries)
-        for position, entry in enumerate(entries, start=first):
-            for token_id, logprob in (entry or {}).items():
-                exact = exact_TV[position - 1, token_id].item()
-                differences.append(abs(logprob.logprob - exact))
-                of_transformers.append(abs(narrow_TV[position - 1, token_id].item() - exact))
-                if wide_TV is not None:
-                    widest = wide_TV[position - 1, token_id].item()
-                    from_float64.append((abs(logprob.logprob - widest), abs(exact - widest)))
-    count = len(differences)
-    ours, theirs = tuple(max(column) for column in zip(*from_float64, strict=True)) or (None, None)
-    routed = narrow is not None and any(getattr(oracle.config.get_text_config(), name, 0) for name in _EXPERTS)
-    medians = (statistics.median(differences), statistics.median(of_transformers)) if routed else None
-    means = sum(differences) / count, sum(of_transformers) / count
-    return Difference(max(differences), *means, rate, ours, theirs, medians, tokens_equal)
+        token_ids = output.outputs[0].token_ids
+        tables = {each: _logprobs(model, [*prompt, *token_ids]) for each, model in models.items()}
+        exact = [table_TV for each, table_TV in tables.items() if each in (torch.float32, torch.float64)]
+        likeliest = [table_TV[len(prompt) - 1 : -1].argmax(-1).tolist() for table_TV in exact]
+        tokens_equal &= all(token in allowed for token, *allowed in zip(token_ids, *likeliest, strict=True))
+        for position, token_id, logprob in _entries(output):
+            engine.append(logprob)
+            for each, table_TV in tables.items():
+                transformers[each].append(table_TV[position - 1, token_id].item())
+    reference = transformers[torch.float32]
+    ours, theirs = _distances(engine, reference), _distances(transformers[dtype], reference)
+    from_float64: tuple[float | None, float | None] = None, None
+    if (wide := transformers.get(torch.float64)) is not None:
+        from_float64 = max(_distances(engine, wide)), max(_distances(reference, wide))
+    routed = any(getattr(oracle.config.get_text_config(), name, 0) for name in _EXPERTS)
+    medians = (statistics.median(ours), statistics.median(theirs)) if routed and dtype != torch.float32 else None
+    means = sum(ours) / len(ours), sum(theirs) / len(theirs)
+    return Difference(max(ours), *means, rate, *from_float64, medians, tokens_equal)
+
+
+def _logprobs(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return log-probabilities [T, V], in float64 of a model in float64, in float32 of others."""
+    logits_TV = model(torch.tensor([token_ids], device=model.device)).logits[0]
+    return (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()).log_softmax(-1)
+
+
+def _entries(output: RequestOutput) -> Iterator[tuple[int, int, float]]:
+    """Yield position, token id and the engine's log-probability, of prompt and completion."""
+    completion = output.outputs[0]
+    of_prompt = list(output.prompt_logprobs[1:]) if output.prompt_logprobs else []
+    entries = [*of_prompt, *(completion.logprobs or [])]
+    first = len(output.prompt_token_ids) + len(completion.token_ids) - len(entries)
+    for position, entry in enumerate(entries, start=first):
+        for token_id, logprob in (entry or {}).items():
+            yield position, token_id, logprob.logprob
+
+
+def _distances(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [abs(value - other) for value, other in zip(values, others, strict=True)]
 
 
 def tokens_per_s(llm: LLM) -> float:
@@ -179,11 +195,8 @@ def tokens_per_s(llm: LLM) -> float:
 
 
 def fused_model(folder: Path, options: dict[str, Any], *, verify: bool = False) -> FusedModel:
-    """The checkpoint in the folder after the passes for up to 8 tokens, and for more. options: of `LLM`."""
-    given = {"dtype": "float32"} | OPTIONS | {"compile_ranges": (8,), "block_size": BLOCK_SIZE} | options
-    del given["progress"]
-    config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
-    return fuse(config, verify=verify)
+    """Return the checkpoint in the folder after the passes for up to 8 tokens, and for more. options: of `LLM`."""
+    return fuse(_compiled_config(folder, {"block_size": BLOCK_SIZE, **options}), verify=verify)
 
 
 def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, ...]:
@@ -191,12 +204,16 @@ def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, 
 
     Raises VerificationError where the ranks together do not compute what the undivided model does.
     """
-    given = OPTIONS | {"dtype": "float32", "compile_ranges": (8,), "verify_passes": True} | options
-    del given["progress"]
-    config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
+    config = _compiled_config(folder, {"verify_passes": True, **options})
     model, signature = without_storage(build_model(config.local_model), config.device), forward_signature(config)
     traced, whole = trace_rank(config, model, signature), trace_whole(config, build_model)
     return tuple(report for one in signature.ranges for report in apply_passes(config, traced, one, whole)[1])
+
+
+def _compiled_config(folder: Path, options: Mapping[str, Any]) -> EngineConfig:
+    given: dict[str, Any] = {"dtype": "float32", **OPTIONS, "compile_ranges": (8,), **options}
+    del given["progress"]
+    return resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
 
 
 def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:

@@ -9,6 +9,7 @@ import logging
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
     json_value,
@@ -60,41 +62,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
     reasons: dict[str, str] = {}
     device = resolve_device(options.device, reasons)
-    folder = resolve_model_folder(options, reasons, progress)
-    model, model_reasons = read_model_config(
-        folder.path,
-        hub_name=folder.hub_name,
-        revision=folder.revision,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        load_format=options.load_format,
-        seed=options.seed,
-        device_type=device.type,
-        model_impl=options.model_impl,
-        cache_dir=resolve_cache_dir(options),
-        quantization=options.quantization,
-        quantization_ignore=options.quantization_ignore,
-        pooling=PoolingOptions(options.runner, options.convert, PoolerConfig.of(options.pooler_config or {})),
-    )
-    reasons |= model_reasons
-    if options.merge_adapter is not None:
-        if options.load_format == "dummy":
-            raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
-        found = resolve_adapter_folder("merge_adapter", options.merge_adapter, options.download_dir, progress)
-        adapter = read_adapter(found)  # errors are raised before work starts
-        model = replace(model, merged_adapter=found)
-        if model.tie_word_embeddings and adapter.parts_tied_weights:
-            if model.transformers is not None:
-                raise ValueError(
-                    f"merge_adapter is {str(found)!r}, which changes one of an embedding and an output projection that "
-                    "are tied, in a model of transformers; allowed: enable_lora, or model_impl 'textbook' if it has one"
-                )
-            model = replace(model, tie_word_embeddings=False)
-            reasons["model.tie_word_embeddings"] = "the merged adapter changes the embedding or the output projection"
-    # A model that pools has no head, and few have routers: to leave these as they are is always right.
-    if asked := [each for each in options.quantization_ignore if each not in (OUTPUT, *DEFAULT_IGNORE)]:
-        names = linear_names(build_tensors(model, resolve_cache_dir(options)))
-        require_linears("quantization_ignore", asked, names)
+    model = _model(options, device, reasons, progress)
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)
@@ -103,39 +71,16 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             f"quantization is {options.quantization!r}, but the mode is eager, which computes with the weights of the "
             "checkpoint; allowed: None, or another mode"
         )
-    kv_dtype = BY_OPTION[options.kv_cache_dtype]
-    if kv_dtype == AUTO:
-        reasons["cache.kv_dtype"] = f"kv_cache_dtype is auto: keys and values are stored in {json_value(model.dtype)}"
-    if kv_dtype == FP8 and not compiled:
-        raise ValueError(
-            f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the mode is eager, which reads no scales of keys and "
-            "values; allowed: auto, int8, or another mode"
-        )
+    kv_dtype = _kv_dtype(options, model, compiled, reasons)
     rank_state_bytes = state_bytes(model, parallel.tensor_parallel_size)
     scheduler = _scheduler(options, model, device, rank_state_bytes, reasons)
-    caches_prefixes = options.enable_prefix_caching
     num_snapshots = resolve_snapshots(options, rank_state_bytes, scheduler.max_num_seqs, device, reasons)
     if model.recurrences is not None:
         recurrences = replace(model.recurrences, num_rows=scheduler.max_num_seqs, num_snapshots=num_snapshots)
         model = replace(model, recurrences=recurrences)
-        if caches_prefixes and not num_snapshots:
-            caches_prefixes = False
-            reasons["cache.enable_prefix_caching"] = "num_state_snapshots is 0, and the model has recurrences"
     if model.pooling is not None:
-        if parallel.num_stages > 1:
-            raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
-        if options.logits_processors:
-            raise ValueError(f"logits_processors is {options.logits_processors!r}, but the model pools; allowed: ()")
-        if options.num_blocks is not None and not model.causal:
-            raise ValueError(f"num_blocks is {options.num_blocks}, but an encoder has no KV cache; allowed: None")
-        if caches_prefixes and not model.causal:
-            caches_prefixes = False
-            reasons["cache.enable_prefix_caching"] = "an encoder caches nothing: every token sees those behind it"
-        if caches_prefixes and model.pooling.every_token:
-            caches_prefixes = False
-            reasons["cache.enable_prefix_caching"] = (
-                f"pooling is {' + '.join(model.pooling.kinds)}: it needs hidden states, which the cache does not hold"
-            )
+        _check_pooling(options, model, parallel)
+    caches_prefixes = _caches_prefixes(options, model, num_snapshots, reasons)
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
@@ -168,6 +113,93 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         adapters=resolve_adapters(options, model, parallel, compiled=compiled, reasons=reasons),
     )
     return replace(config, speculation=resolve_speculation(options, config, progress))
+
+
+def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:
+    """Read the checkpoint's configuration, with the adapter that is merged into its weights."""
+    folder = resolve_model_folder(options, reasons, progress)
+    model, model_reasons = read_model_config(
+        folder.path,
+        hub_name=folder.hub_name,
+        revision=folder.revision,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        load_format=options.load_format,
+        seed=options.seed,
+        device_type=device.type,
+        model_impl=options.model_impl,
+        cache_dir=resolve_cache_dir(options),
+        quantization=options.quantization,
+        quantization_ignore=options.quantization_ignore,
+        pooling=PoolingOptions(options.runner, options.convert, PoolerConfig.of(options.pooler_config or {})),
+    )
+    reasons |= model_reasons
+    if options.merge_adapter is not None:
+        model = _with_adapter(options, options.merge_adapter, model, reasons, progress)
+    # A model that pools has no head, and few have routers: to leave these as they are is always right.
+    if asked := [each for each in options.quantization_ignore if each not in (OUTPUT, *DEFAULT_IGNORE)]:
+        names = linear_names(build_tensors(model, resolve_cache_dir(options)))
+        require_linears("quantization_ignore", asked, names)
+    return model
+
+
+def _with_adapter(
+    options: EngineOptions, given: str | Path, model: ModelConfig, reasons: dict[str, str], progress: Progress
+) -> ModelConfig:
+    """Return the model with `merge_adapter`, which is read, so that errors are raised before work starts."""
+    if options.load_format == "dummy":
+        raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
+    folder = resolve_adapter_folder("merge_adapter", given, options.download_dir, progress)
+    adapter = read_adapter(folder)
+    model = replace(model, merged_adapter=folder)
+    if not (model.tie_word_embeddings and adapter.parts_tied_weights):
+        return model
+    if model.transformers is not None:
+        raise ValueError(
+            f"merge_adapter is {str(folder)!r}, which changes one of an embedding and an output projection that are "
+            "tied, in a model of transformers; allowed: enable_lora, or model_impl 'textbook' if it has one"
+        )
+    reasons["model.tie_word_embeddings"] = "the merged adapter changes the embedding or the output projection"
+    return replace(model, tie_word_embeddings=False)
+
+
+def _kv_dtype(options: EngineOptions, model: ModelConfig, compiled: bool, reasons: dict[str, str]) -> str:
+    kv_dtype = BY_OPTION[options.kv_cache_dtype]
+    if kv_dtype == AUTO:
+        reasons["cache.kv_dtype"] = f"kv_cache_dtype is auto: keys and values are stored in {json_value(model.dtype)}"
+    if kv_dtype == FP8 and not compiled:
+        raise ValueError(
+            f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the mode is eager, which reads no scales of keys and "
+            "values; allowed: auto, int8, or another mode"
+        )
+    return kv_dtype
+
+
+def _check_pooling(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ValueError for an option that a model that pools cannot have."""
+    if parallel.num_stages > 1:
+        raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
+    if options.logits_processors:
+        raise ValueError(f"logits_processors is {options.logits_processors!r}, but the model pools; allowed: ()")
+    if options.num_blocks is not None and not model.causal:
+        raise ValueError(f"num_blocks is {options.num_blocks}, but an encoder has no KV cache; allowed: None")
+
+
+def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: int, reasons: dict[str, str]) -> bool:
+    """Return whether prefixes are cached: if the option is True, and the model allows it."""
+    if not options.enable_prefix_caching:
+        return False
+    if model.recurrences is not None and not num_snapshots:
+        reason = "num_state_snapshots is 0, and the model has recurrences"
+    elif model.pooling is not None and not model.causal:
+        reason = "an encoder caches nothing: every token sees those behind it"
+    elif model.pooling is not None and model.pooling.every_token:
+        kinds = " + ".join(model.pooling.kinds)
+        reason = f"pooling is {kinds}: it needs hidden states, which the cache does not hold"
+    else:
+        return True
+    reasons["cache.enable_prefix_caching"] = reason
+    return False
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:

@@ -21,144 +21,150 @@ CHUNK_HEAD_BYTES = 16
 REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda change: None) -> type[HttpToolsProtocol]:
-    """The class of a server's connections. count: called with 1 for each that begins, and -1 for each that ends."""
+class BoundedProtocol(HttpToolsProtocol):
+    """Refuses a request with too many bytes besides its body, with trailers, or that does not arrive in time.
+    Closes a connection if its client does not read, or continues a body after the answer.
 
-    class BoundedProtocol(HttpToolsProtocol):
-        """Refuses a request with too many bytes besides its body, with trailers, or that does not arrive in time.
-        Closes a connection if its client does not read, or continues a body after the answer.
+    The bytes besides a body are headers, the heads of chunks, and their extensions.
 
-        The bytes besides a body are headers, the heads of chunks, and their extensions.
-        """
+    limits: of the server. count: called with 1 for each connection that begins, and -1 for each that ends. Subclasses
+    set them, since uvicorn makes the objects.
+    """
 
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self._bytes_beside_body = 0
-            self._reads_headers = True
-            self._receiving: asyncio.TimerHandle | None = None
-            self._writing: asyncio.TimerHandle | None = None
-            self._linger: asyncio.TimerHandle | None = None
-            self._refused = False
+    limits: Limits
+    count: Callable[[int], None]
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            count(1)
-            probe_when_idle(transport.get_extra_info("socket"))
-            self._expect_request()
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._bytes_beside_body = 0
+        self._reads_headers = True
+        self._receiving: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+        self._linger: asyncio.TimerHandle | None = None
+        self._refused = False
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._cancel_timers()
-            count(-1)
-            super().connection_lost(exc)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.count(1)
+        probe_when_idle(transport.get_extra_info("socket"))
+        self._expect_request()
 
-        def data_received(self, data: bytes) -> None:
-            """Receive data as uvicorn does, without a log line for invalid HTTP or upgrades."""
-            if self._refused:
-                return
-            self._unset_keepalive_if_required()
-            self._bytes_beside_body += len(data)
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserError:
-                self._refuse(ApiError(400, "the request must be valid HTTP/1.1"))
-            except httptools.HttpParserUpgrade:
-                pass  # it is answered like any other
-            if self._bytes_beside_body > limits.max_header_bytes:
-                self._refuse_headers()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timers()
+        self.count(-1)
+        super().connection_lost(exc)
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._expect_request()
+    def data_received(self, data: bytes) -> None:
+        """Receive data as uvicorn does, without a log line for invalid HTTP or upgrades."""
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        self._bytes_beside_body += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "the request must be valid HTTP/1.1"))
+        except httptools.HttpParserUpgrade:
+            pass  # it is answered like any other
+        if self._bytes_beside_body > self.limits.max_header_bytes:
+            self._refuse_headers()
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if self._reads_headers:
-                super().on_header(name, value)
-            else:
-                self._refuse(ApiError(400, "there must be no headers after the body"))
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_request()
 
-        def on_headers_complete(self) -> None:
-            self._reads_headers = False
-            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if size > limits.max_header_bytes:
-                self._refuse_headers()
-                return
-            super().on_headers_complete()
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reads_headers:
+            super().on_header(name, value)
+        else:
+            self._refuse(ApiError(400, "there must be no headers after the body"))
 
-        def on_message_complete(self) -> None:
-            if self._receiving is not None:
-                self._receiving.cancel()
-                self._receiving = None
-            if self._linger is not None and not self._refused:
-                self._linger.cancel()
-                self._linger = None
-            self._reads_headers = True
-            self._bytes_beside_body = 0
-            if self.cycle is not None:
-                super().on_message_complete()
+    def on_headers_complete(self) -> None:
+        self._reads_headers = False
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self.limits.max_header_bytes:
+            self._refuse_headers()
+            return
+        super().on_headers_complete()
 
-        def on_body(self, body: bytes) -> None:
-            self._bytes_beside_body = max(self._bytes_beside_body - len(body) - CHUNK_HEAD_BYTES, 0)
-            if self.cycle is not None:
-                super().on_body(body)
+    def on_message_complete(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
+        if self._linger is not None and not self._refused:
+            self._linger.cancel()
+            self._linger = None
+        self._reads_headers = True
+        self._bytes_beside_body = 0
+        if self.cycle is not None:
+            super().on_message_complete()
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if not self._reads_headers and self._linger is None:
-                self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+    def on_body(self, body: bytes) -> None:
+        self._bytes_beside_body = max(self._bytes_beside_body - len(body) - CHUNK_HEAD_BYTES, 0)
+        if self.cycle is not None:
+            super().on_body(body)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._writing = self.loop.call_later(limits.write_timeout, self.transport.abort)
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._reads_headers and self._linger is None:
+            self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._writing is not None:
-                self._writing.cancel()
-                self._writing = None
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
 
-        def _expect_request(self) -> None:
-            if self._receiving is not None:
-                self._receiving.cancel()
-            self._receiving = self.loop.call_later(limits.receive_timeout, self._took_too_long)
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
 
-        def _took_too_long(self) -> None:
-            self._refuse(ApiError(408, f"the request must arrive within {limits.receive_timeout:g} s"))
+    def _expect_request(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._receiving = self.loop.call_later(self.limits.receive_timeout, self._took_too_long)
 
-        def _refuse_headers(self) -> None:
-            self._refuse(ApiError(431, f"headers must have at most {limits.max_header_bytes} bytes"))
+    def _took_too_long(self) -> None:
+        self._refuse(ApiError(408, f"the request must arrive within {self.limits.receive_timeout:g} s"))
 
-        def _refuse(self, error: ApiError) -> None:
-            """Answer, unless an answer has begun, and close once the client has read it, or does not."""
-            if self.transport.is_closing() or self._refused:
-                return
-            self._refused = True
-            cycle = self.cycle
-            idle = cycle is None or (cycle.response_complete and self._reads_headers)
-            if not (idle or (cycle is not None and not cycle.response_started)):
-                self.transport.close()
-                return
-            if cycle is not None:  # the handler has lost its client
-                cycle.disconnected = True
-                cycle.message_event.set()
-            body = error.body()
-            reason = REASONS.get(error.status, b"Bad Request")
-            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            head %= error.status, reason, len(body)
-            self.transport.write(head + b"connection: close\r\n\r\n" + body)
-            if self._linger is not None:
-                self._linger.cancel()
-            if self.transport.can_write_eof():
-                self.transport.write_eof()  # a close would throw the answer away where more has been sent than read
-                self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
-            else:
-                self.transport.close()
+    def _refuse_headers(self) -> None:
+        self._refuse(ApiError(431, f"headers must have at most {self.limits.max_header_bytes} bytes"))
 
-        def _cancel_timers(self) -> None:
-            for timer in (self._receiving, self._writing, self._linger):
-                if timer is not None:
-                    timer.cancel()
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, unless an answer has begun, and close once the client has read it, or does not."""
+        if self.transport.is_closing() or self._refused:
+            return
+        self._refused = True
+        cycle = self.cycle
+        idle = cycle is None or (cycle.response_complete and self._reads_headers)
+        if not (idle or (cycle is not None and not cycle.response_started)):
+            self.transport.close()
+            return
+        if cycle is not None:  # the handler has lost its client
+            cycle.disconnected = True
+            cycle.message_event.set()
+        body = error.body()
+        reason = REASONS.get(error.status, b"Bad Request")
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        head %= error.status, reason, len(body)
+        self.transport.write(head + b"connection: close\r\n\r\n" + body)
+        if self._linger is not None:
+            self._linger.cancel()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()  # a close would throw the answer away where more has been sent than read
+            self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+        else:
+            self.transport.close()
 
-    return BoundedProtocol
+    def _cancel_timers(self) -> None:
+        for timer in (self._receiving, self._writing, self._linger):
+            if timer is not None:
+                timer.cancel()
+
+
+def bounded_protocol(limits: Limits, count: Callable[[int], None]) -> type[BoundedProtocol]:
+    """Return the class of a server's connections, see BoundedProtocol."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "count": staticmethod(count)})
 
 
 def probe_when_idle(connection: socket.socket | None) -> None:

@@ -102,13 +102,7 @@ def read_model_config(
         names = fields.texts("architectures")[:1]
         if pools is not None and (architecture not in names or fields.values.get("is_causal") is False):
             names = list(dict.fromkeys((headless_name(architecture, pooling.convert), *names)))
-        try:
-            model, origin = foreign_model(fields, path, DTYPES[dtype], cache_dir, names)
-        except UnknownArchitectureError as error:
-            known, taken = _known_to_the_textbook(fields.texts("architectures")[0]), ""
-            if causal_name(architecture) != architecture:
-                taken = f"the decoder of architecture {architecture!r}: "
-            raise ValueError(f"{fields.source}: {taken}{error}; {known}") from error
+        model, origin = _foreign_model(fields, path, DTYPES[dtype], cache_dir, names, architecture)
         if pools is None and (model.architecture != architecture or not model.causal):
             raise ValueError(f"{fields.source}: {architecture} generates no text; allowed: runner='pooling'")
     supported_length = model.max_model_len
@@ -124,12 +118,33 @@ def read_model_config(
         raise ValueError(
             f"max_model_len must be a whole number from 1 to {supported_length} ({origin}), got {max_model_len!r}"
         )
-    model = replace(model, hub_name=hub_name, revision=revision, load_format=load_format, seed=seed, wrapper=wrapper)
-    if quantisation is not None and model.tie_word_embeddings:  # the head is the embedding, whose rows are looked up
-        quantisation = replace(quantisation, ignore=(*quantisation.ignore, HEAD))
-    if quantisation is not None and pools is not None:
-        quantisation = replace(quantisation, ignore=(*quantisation.ignore, POOLER))
-    return replace(model, max_model_len=max_model_len, quantisation=quantisation), reasons
+    if quantisation is not None:
+        kept = [HEAD] * model.tie_word_embeddings  # the head is the embedding, whose rows are looked up
+        kept += [POOLER] * (pools is not None)
+        quantisation = replace(quantisation, ignore=(*quantisation.ignore, *kept))
+    model = replace(
+        model,
+        hub_name=hub_name,
+        revision=revision,
+        load_format=load_format,
+        seed=seed,
+        wrapper=wrapper,
+        max_model_len=max_model_len,
+        quantisation=quantisation,
+    )
+    return model, reasons
+
+
+def _foreign_model(
+    fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: list[str], architecture: str
+) -> tuple[ModelConfig, str]:
+    """Call foreign_model; its error for an architecture that transformers does not know names the textbook's too."""
+    try:
+        return foreign_model(fields, path, dtype, cache_dir, names)
+    except UnknownArchitectureError as error:
+        decoder = f"the decoder of architecture {architecture!r}: " * (causal_name(architecture) != architecture)
+        known = _known_to_the_textbook(fields.texts("architectures")[0])
+        raise ValueError(f"{fields.source}: {decoder}{error}; {known}") from error
 
 
 def _quantisation(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, TransformersModel
 from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.mxfp4 import BYTES
 from compiled_engine.models.checkpoint.pooling_folder import POOLER
@@ -24,6 +24,11 @@ from compiled_engine.models.textbook.experts import Experts
 RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
 Shape = tuple[int, ...]
 Problems = dict[str, list[str]]
+# The kinds of problems, in the order in which an error lists them.
+KINDS = (
+    *("missing", "unexpected", "of another shape", "of a dtype that is not supported"),
+    "quantised against the rules",
+)
 
 
 @dataclass(frozen=True)
@@ -57,16 +62,7 @@ def match_tensors(
     else:
         kept = model.state_dict().keys()
         own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-        of_pooler = [name for name in shapes if name.startswith(f"{POOLER}.")]
-        stated = {name: shape for name, shape in shapes.items() if name not in of_pooler}
-        try:
-            plan = find_weight_plan(config.transformers, config.dtype, stated, cache_dir)
-        except ValueError as error:
-            raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
-        placements, problems = list(plan.placements), {"unexpected": list(plan.unexpected)}
-        if config.pooling is not None:  # its output projection is not there
-            placements = [placement for placement in placements if placement.target in own]
-            placements += [Placement(name, _all_of(shapes[name]), name, _all_of(shapes[name])) for name in of_pooler]
+        placements, problems = _of_transformers(config, config.transformers, own, shapes, cache_dir)
     placements = [encoded(placement, stored) for placement in placements]
     read, twins = _tied_apart(placements, own)
     if config.transformers is not None:
@@ -78,16 +74,32 @@ def match_tensors(
         for name, in_bytes in used.items()
         if tensors[name].dtype not in ((torch.uint8,) if in_bytes else STORED_DTYPES)
     ]
-    problems = {kind: [*problems.get(kind, ()), *wrong.get(kind, ())] for kind in (*problems, *wrong)}
-    order = (
-        *("missing", "unexpected", "of another shape", "of a dtype that is not supported"),
-        "quantised against the rules",
-    )
-    found = {kind: problems[kind] for kind in order if problems[kind]}
+    found = {kind: names for kind in KINDS if (names := [*problems.get(kind, ()), *wrong.get(kind, ())])}
     if found:
         lines = (f"{len(names)} {kind}: {name_some(names)}" for kind, names in found.items())
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
     return Matched(read, twins, stored)
+
+
+def _of_transformers(
+    config: ModelConfig,
+    model: TransformersModel,
+    own: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, Shape],
+    cache_dir: Path | None,
+) -> tuple[list[Placement], Problems]:
+    """Match as transformers would load the tensors; those of a pooler by their names."""
+    of_pooler = [name for name in shapes if name.startswith(f"{POOLER}.")]
+    stated = {name: shape for name, shape in shapes.items() if name not in of_pooler}
+    try:
+        plan = find_weight_plan(model, config.dtype, stated, cache_dir)
+    except ValueError as error:
+        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
+    placements = list(plan.placements)
+    if config.pooling is not None:  # its output projection is not there
+        placements = [placement for placement in placements if placement.target in own]
+        placements += [Placement(name, _all_of(shapes[name]), name, _all_of(shapes[name])) for name in of_pooler]
+    return placements, {"unexpected": list(plan.unexpected)}
 
 
 def _of_textbook(
