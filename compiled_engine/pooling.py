@@ -1,4 +1,4 @@
-"""How hidden states become vectors or scores, as plain data: pooling, head, activation.
+"""The steps from hidden states to vectors or scores, as plain data: pooling, head, activation.
 
 Nothing here knows of files; what a checkpoint states is read into these values by models/checkpoint/pooling_folder.py.
 """

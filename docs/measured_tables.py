@@ -51,7 +51,7 @@ def quantised_linears(result: Result) -> str:
 
 
 def spreads(result: Result) -> str:
-    """How far repeats differ: least, median and most of each figure of the first variant."""
+    """Show the spread of repeats: least, median and most of each figure of the first variant."""
     record = result["variants"][0]
     figures = {f"step, batch {batch}, ms": figure for batch, figure in record["step_ms"].items()}
     figures |= {f"TPOT, batch {batch}, ms": figure for batch, figure in record["tpot_ms"].items()}
@@ -63,7 +63,7 @@ def spreads(result: Result) -> str:
 
 
 def pass_gains(*results: Result) -> str:
-    """What leaving a pass out costs a decode step, in microseconds: a column for each model and batch size."""
+    """Show the cost of disabling a pass for a decode step, in microseconds: a column for each model and batch size."""
     batches = ("1", "8", "64")
     headings = ["without", *(f"{model_name(result)}, batch {batch}" for result in results for batch in batches)]
     prefix = "compiled + full without "
@@ -84,7 +84,7 @@ def pass_gains(*results: Result) -> str:
 
 
 def graph_memory(*results: Result) -> str:
-    """What CUDA graphs were predicted to take, and took."""
+    """Show the memory of CUDA graphs, predicted and used."""
     rows = []
     for result in results:
         for record in result["variants"]:
@@ -139,7 +139,7 @@ def _seconds(spans: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def loading(result: Result) -> str:
-    """How fast a checkpoint is read and loaded."""
+    """Show the rates of reading and loading a checkpoint."""
     names = {"read_gb_per_s": "read files, GB/s", "load_gb_per_s": "load, GB/s"}
     rows = [[shown, *(f"{rate:.1f}" for rate in sorted(result[name]))] for name, shown in names.items()]
     return below(markdown(["", "slowest", *[""] * (len(rows[0]) - 3), "fastest"], rows), result)

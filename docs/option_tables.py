@@ -63,7 +63,7 @@ def row(declaration: Declaration, *notes: str) -> tuple[str, str, str]:
 
 
 def written_otherwise(declaration: Declaration) -> Iterator[str]:
-    """How the command line writes an option that is no rule's."""
+    """Return the flag of an option whose name follows no rule."""
     argument: Any = Argument(declaration)
     if argument.written != f"--{declaration.name.replace('_', '-')}":
         yield f"`{argument.written}`"

@@ -29,7 +29,7 @@ def collectives(result: Result) -> str:
 
 
 def tensor_parallel_steps(result: Result) -> str:
-    """What the weights and the fused sums of a decode step take, in ms, by the number of ranks."""
+    """Show the time of the weights and of the fused sums of a decode step, in ms, by the number of ranks."""
     _, latency_s, rate = _linear(result, "tagged push with norm")
     memory_rate, counts, rows = result["rates"]["memory_bytes_per_s"], (1, 2, 4, 8), []
     for name, shape in result["shapes"].items():
@@ -66,8 +66,8 @@ def data_parallel(result: Result) -> str:
 
 
 def divided_families(result: Result) -> str:
-    """Of each family on several ranks, in each mode the largest difference of a log-probability, and how many sums over
-    ranks were compared with the undivided graph, of both compile ranges."""
+    """Show for each family on several ranks, in each mode the largest difference of a log-probability, and how many
+    sums over ranks were compared with the undivided graph, of both compile ranges."""
     modes = [mode for mode in ("eager", "compiled") if any(mode in record for record in result["results"])]
     rows = []
     for record in result["results"]:
@@ -79,7 +79,7 @@ def divided_families(result: Result) -> str:
 
 
 def layouts(result: Result) -> str:
-    """Of each family the largest difference of a log-probability, layout by layout."""
+    """Show for each family the largest difference of a log-probability, layout by layout."""
     rows = []
     for record in result["results"]:
         cells = [record.get(name, {}) for name in result["layouts"]]

@@ -1,4 +1,4 @@
-"""What every table of the documents is made of: Markdown, and the conditions of its measurements."""
+"""The parts of every table of the documents: Markdown, and the conditions of its measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def conditions(result: Result, *, with_command: bool = True) -> str:
-    """Where, with what and when a result was measured, how often, and how to measure it again."""
+    """Return the conditions of a result: machine, versions, date, repeats, and the command that repeats it."""
     machine, versions = result["machine"], result["versions"]
     count = {1: "one", 2: "two"}[machine.get("gpus", 1)]
     parts = [f"{count} {machine['gpu']}{'s' * (count != 'one')}"] if "gpu" in machine else []

@@ -49,8 +49,8 @@ class Forwards:
     logits [T, V] of every token, or hidden states where the model pools or drafts (`pools`). Behind these they return
     the inputs of tapped layers, if there are any. `logits`: from hidden states [R, D] to logits [R, V];
     `adapted_logits`: the same with the adapters in the slots of these rows, [R]; `pooler`: from pooled ones to results;
-    `combine`: from hidden states of another model to a head's features. A stage with others behind it returns what it
-    hands on, and has no logits.
+    `combine`: from hidden states of another model to a head's features. A stage that is not the last returns the values
+    for the next stage, and has no logits.
     """
 
     hidden: Forward

@@ -39,7 +39,7 @@ Fill = Callable[[Mapping[str, torch.Tensor], Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """One batch, decodes first.
+    """A batch, decodes first.
 
     query_start_loc_R1: int32 [R+1], where each request's tokens start; the last entry is T.
     seq_lens_R: int32 [R], tokens in the KV cache once this step's are written; 0 for a padding row, which reads
@@ -187,7 +187,7 @@ def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """One for each layer. shapes: of the caches; their first dimension is that of blocks."""
+    """Describe the KV cache of each layer. shapes: of the caches; their first dimension is that of blocks."""
     return tuple(StepTensor(f"kv_caches.{i}", ("blocks", *shape[1:]), dtype) for i, shape in enumerate(shapes))
 
 

@@ -138,7 +138,7 @@ def _engine(llm: LLM, params: SamplingParams, batch: Prompts) -> int:
 
 
 def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contender:
-    """One way of transformers to generate `output_len` tokens for each prompt, greedily."""
+    """Return a function that generates `output_len` tokens for each prompt greedily, in this way of transformers."""
     generation = GenerationConfig(max_new_tokens=output_len, do_sample=False, eos_token_id=None, pad_token_id=0)
     if way == "continuous":
         generation.eos_token_id = -1

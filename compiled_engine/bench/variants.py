@@ -121,8 +121,8 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
 
 
 def quantised_variants(config: EngineConfig) -> list[Variant]:
-    """The whole engine with linears quantised while they are loaded, and with a cache of 8 bits, one for each format;
-    without those that the model, or the cache, has already."""
+    """Return a variant for each scheme of linears that are quantised while they are loaded, and for each format of an
+    8-bit cache; none of them if the model, or the cache, has a format already."""
     whole = whole_engine(config.device.type)
     schemes = ONLINE if config.model.quantisation is None else ()
     formats = [each.name for each in CODED] if config.cache.kv_dtype == AUTO else []

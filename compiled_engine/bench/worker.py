@@ -1,4 +1,4 @@
-"""One engine in a process of its own: a JSON task on stdin, JSON lines on stdout, all else on stderr.
+"""A program with one engine: a JSON task on stdin, JSON lines on stdout, all else on stderr.
 
 Task: {"options": engine options, "workload": the `task()` of a worker's workload, or null to start only}.
 Lines: {"ready": true} once the engine could take requests, {"first_token": true} as soon as it is there, then the

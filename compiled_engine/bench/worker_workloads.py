@@ -97,7 +97,7 @@ class AblationWorkload:
             raise ValueError(f"num_blocks is {given}; allowed: at least {blocks} of {config.cache.block_size} tokens")
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """One repeat, after a short warm-up of each part: see `AblationWorkload.bound` for the keys."""
+        """Measure one repeat, after a short warm-up of each part; see `AblationWorkload.bound` for the keys."""
         generator = random.Random(self.seed)
         mixed, prefill = self._mixed(), self._prefill()
         for batch_size in self.batch_sizes:

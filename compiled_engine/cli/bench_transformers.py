@@ -99,7 +99,7 @@ def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
 
 
 def _spread_headings(repeats: int) -> list[str]:
-    """One measurement has no spread."""
+    """Return the headings of the spread, which a single repeat does not have."""
     return ["from", "to"] if repeats > 1 else []
 
 

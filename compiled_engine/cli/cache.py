@@ -285,7 +285,7 @@ def difference_lines(found: Sequence[Difference], here: str, there: str) -> list
 
 
 def entry_table(entries: Sequence[EntryReport]) -> Table:
-    """One row an entry."""
+    """Make a table with a row for each entry."""
     headings = ("key", "model", "tokens", "device", "passes off", "size", "created", "last used", "status")
     table = Table(*headings, box=None, pad_edge=False)
     for entry in entries:

@@ -76,7 +76,7 @@ def replica_plan(config: EngineConfig) -> list[list[str]]:
 
 
 def config_table(config: EngineConfig) -> Table:
-    """One row for each value, under its dotted name; the reason where the value was chosen, not given."""
+    """Make a table with a row for each value: its dotted name, and the reason if the value was chosen, not given."""
     from compiled_engine.config import flat_fields
 
     table = Table(box=None)

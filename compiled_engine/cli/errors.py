@@ -35,7 +35,7 @@ class BadInputError(Exception):
 def bad_input_is_reported(
     kinds: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, MemoryError),
 ) -> Iterator[None]:
-    """Around what checks the user's input: its errors of these kinds are the user's, not the program's."""
+    """Turn errors of these kinds, raised in a block that checks the user's input, into BadInputError."""
     try:
         yield
     except BrokenPipeError:  # the reader of the output has ended: the input is not at fault

@@ -107,7 +107,7 @@ def _checked(
 
 
 def completion_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-    """One JSON object for each completion, in the order of the prompts."""
+    """Return a JSON object for each completion, in the order of the prompts."""
     return [
         {
             "prompt": output.prompt,

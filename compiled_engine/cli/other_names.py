@@ -1,4 +1,4 @@
-"""What an option of another engine is called here: the answer to one that a command does not have."""
+"""The names that options of other engines have here, for errors about unknown options."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def write_json(path: Path | None, result: Any) -> None:
 
 @contextmanager
 def written_to(path: Path) -> Iterator[None]:
-    """Around what writes a file: its OSError names the file also where the disk is full, which Python leaves out."""
+    """Name the file in an OSError of the block that writes it: Python leaves the name out if the disk is full."""
     try:
         yield
     except OSError as error:

@@ -137,7 +137,7 @@ class RemoteModel:
 
     @contextmanager
     def _of_the_right_form(self) -> Iterator[None]:
-        """Around what takes an answer apart, which may be anything: url may name any server."""
+        """Report an answer that is not of this API, in a block that reads it: url may name any server."""
         try:
             yield
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -43,7 +43,7 @@ class AdapterTable:
         return digest in self._uses
 
     def loaded(self, digest: str) -> list[str]:
-        """Note that the ranks have an adapter now; returns those that they are to drop."""
+        """Record that the ranks have an adapter; return the adapters that they must drop."""
         self.loads += 1
         self._uses[digest] = 0
         surplus = len(self._uses) - self._most_loaded

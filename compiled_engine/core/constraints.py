@@ -1,4 +1,4 @@
-"""Requests with a constraint: those that wait for their grammar to be compiled, and the masks of those that run.
+"""Requests with a constraint: they wait until their grammar is compiled, and have a mask in each step.
 
 Requests whose grammar is being compiled are kept outside the scheduler's queue and do not delay it. The masks of a step
 are made while it runs: its requests' constraints are told of their newest tokens and asked.
@@ -32,7 +32,7 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """Requests are given out in the order in which their grammars are ready. waiting: those that are not, by id."""
+    """Releases requests in the order in which their grammars are ready. waiting: the other requests, by id."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None

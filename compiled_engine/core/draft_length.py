@@ -116,8 +116,8 @@ class DraftLength:
         self._chosen = dict.fromkeys(self._lengths, 0)
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
-        """Return the drafts of the next step of this many requests. num_drafting: those that may have drafts; None for
-        all."""
+        """Return the drafts of the next step of this many requests. num_drafting: requests that may have drafts; None
+        for all."""
         times = self._of(num_requests)
         times.steps += 1
         drafts = self._next(times, num_requests, num_requests if num_drafting is None else num_drafting)

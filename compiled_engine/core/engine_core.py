@@ -188,7 +188,7 @@ class EngineCore:
             self.clock.lap("masks")
 
     def _queue_compiled(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars are ready; return the ends of those that have none."""
+        """Queue the requests whose grammars are ready; return the outputs that end requests whose grammars failed."""
         if not self._grammars.waiting:
             return []
         busy = self._pending or self._scheduler.has_unfinished()
@@ -228,8 +228,8 @@ class EngineCore:
         return all(self.executor.call(ControlCall("has_read_adapter", {"digest": digest})))
 
     def load_adapter(self, path: str, digest: str) -> list[str]:
-        """Have the ranks read an adapter into host memory, unless they have it; return those that were dropped for it.
-        Raises ControlError if it does not fit.
+        """Have the ranks read an adapter into host memory, unless they have it; return the adapters that were dropped
+        for it. Raises ControlError if it does not fit.
 
         digest: of its files, which must be those in the folder.
         """

@@ -35,7 +35,7 @@ class PendingOutput(Protocol):
 
 
 class Executor(Protocol):
-    """One or more runners that execute each step together."""
+    """The runner, or the runners of all ranks, which execute each step together."""
 
     num_blocks: int
 

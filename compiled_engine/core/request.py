@@ -79,7 +79,7 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
+    """A request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
 
     order: (priority, arrival number); the smaller one is served first.
     token_ids: the prompt, then what was generated, as far as it is known.

@@ -51,7 +51,7 @@ class WaitingQueue:
         self._forget(request)
 
     def may_overtake(self, request: Request) -> bool:
-        """Return whether a request with an adapter need not wait for those that are set aside."""
+        """Return whether a request with an adapter may run before the requests that are set aside."""
         first = self._first_aside
         return first is None or request.order < first or request.order[1] <= self._overtaking[first]
 

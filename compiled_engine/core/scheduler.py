@@ -212,7 +212,7 @@ class Scheduler:
         return draft
 
     def _choose_drafts(self, draft_length: DraftLength, of_step: Sequence[Request], num_waiting: int) -> Drafts:
-        """Where no request runs yet, those that wait are to tell whether the head should read their prompts."""
+        """Decide from the waiting requests whether the head reads their prompts, if no request runs yet."""
         num_requests = len(of_step) or min(num_waiting, self._config.max_num_seqs)
         drafting = [
             request

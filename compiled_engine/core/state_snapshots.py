@@ -63,9 +63,8 @@ class StateSnapshots:
         return self._slots[self._hash(request, num_cached)] if num_cached else -1
 
     def plan(self, request: Request, num_cached: int, num_shared: int) -> None:
-        """Choose where an admitted request takes snapshots. num_cached, num_shared: its first tokens that need not be
-        computed, and those that have cached blocks.
-        """
+        """Choose where an admitted request takes snapshots. num_cached: its first tokens that need not be computed;
+        num_shared: its first tokens with cached blocks."""
         last = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
         ends, before = [], num_cached
         for end in (num_shared, last):

@@ -21,7 +21,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[tuple[str, Conversation]]:
-    """One conversation (a list of messages) or many (a list of lists), each with its name in errors."""
+    """Return the conversations, each with its name in errors. conversations: a list of messages, or a list of such
+    lists."""
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
     if not messages:

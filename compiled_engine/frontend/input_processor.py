@@ -70,7 +70,7 @@ class InputProcessor:
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
-        """One request for each prompt; `sampling_params`, `priority` and `lora_request` are for all, or one for each
+        """Make a request for each prompt; `sampling_params`, `priority` and `lora_request` are for all, or one for each
         prompt.
 
         Raises TypeError or ValueError, naming the field, its value and what is allowed.
@@ -189,7 +189,8 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
 
 
 def checked_priorities(given: int | Sequence[int] | None, count: int, limits: RequestLimits) -> list[int]:
-    """One for each prompt. Raises TypeError or ValueError for what is none; warns of those that have no effect."""
+    """Return a priority for each prompt. Raises TypeError or ValueError for an invalid one; warns if priorities have no
+    effect."""
     if given is None:
         return [0] * count
     values = [given] * count if isinstance(given, int) else given

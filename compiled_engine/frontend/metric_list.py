@@ -27,7 +27,7 @@ COUNTERS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure. kind: "gauge" goes up and down, "counter" only up. labels: none so far."""
+    """A figure. kind: "gauge" goes up and down, "counter" only up. labels: none so far."""
 
     name: str
     kind: str

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely. The engine always sets
-    it.
+    """The log-probability of a token; `rank` is its place in the vocabulary, 1 for the most likely. The engine always
+    sets it.
 
     `decoded_token` is None when the engine has no tokenizer, and with detokenize=False. Texts of consecutive tokens
     join to the whole text: a token that ends within a character has "", and the token that completes it has the
@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One completion of a prompt; the `index`-th of `SamplingParams.n`.
+    """A completion of a prompt; the `index`-th of `SamplingParams.n`.
 
     `token_ids` end with the token that ended generation; `text` leaves out an end-of-sequence or stop token,
     and a stop string with what follows it, unless include_stop_str_in_output. `logprobs` has an entry a token, made

@@ -40,7 +40,8 @@ class Scoring:
     compared: list[tuple[int, int]] | None
 
     def scores(self, ended: Sequence[RunningPooling]) -> list[ScoringRequestOutput]:
-        """One for each pair: the model's, or the cosine of its embeddings. Raises RuntimeError if there is none."""
+        """Return the score of each pair: the model's, or the cosine of its embeddings. Raises RuntimeError if there is
+        none."""
         rows_ML = finished_rows(ended)
         if self.compared is None:
             return result_of_each(ScoringRequestOutput, ScoringOutput, ended, rows_ML[:, 0].tolist())
@@ -76,7 +77,7 @@ class PoolingProcessor:
         prompt_name: str | None = None,
         priority: int = 0,
     ) -> list[PreparedRequest]:
-        """One request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
+        """Make a request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
 
         Raises TypeError or ValueError, naming the field, its value and what is allowed.
         """

@@ -24,7 +24,7 @@ LONGEST_VALUE = 200  # characters of a value in an error
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One prompt, with its name in errors: text, or token ids, or both where they belong together."""
+    """A prompt, with its name in errors: text, or token ids, or both where they belong together."""
 
     name: str
     text: str | None
@@ -33,7 +33,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """One prompt or many. A list of integers is one prompt, any other list is many, an empty one is none.
+    """Parse one prompt or several. A list of integers is one prompt; any other list holds several, or none.
 
     Raises TypeError or ValueError, naming the prompt (such as prompts[3]), its value and what is allowed.
     """

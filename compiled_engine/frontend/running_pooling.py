@@ -1,4 +1,4 @@
-"""Requests that pool, under way: their vectors so far, and the results of those that have ended together."""
+"""Running requests that pool: their vectors so far, and the results of requests that have ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunningPooling:
         raise RuntimeError(f"request {engine_request_id!r} got a token, but it pools")
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's vectors; those that are computed again after a preemption replace the earlier ones."""
+        """Add a step's vectors; vectors that are computed again after a preemption replace the earlier ones."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
         if (vectors := output.vectors) is not None:

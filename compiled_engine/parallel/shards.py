@@ -133,7 +133,7 @@ def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor)
 
 
 class _DividedEmbedding:
-    """Around an embedding, which may scale what it looks up: tokens of other ranks count as zeros."""
+    """Hooks of an embedding, which may scale its rows: the rows of tokens of other ranks become zeros."""
 
     def __init__(self, num_rows: int):
         self._num_rows = num_rows

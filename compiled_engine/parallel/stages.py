@@ -6,7 +6,7 @@ is in the first stage, the last norm and the logits in the last.
 
 Values go from device to device: by NCCL between GPUs, by gloo elsewhere. What a stage sends goes to the rank of the
 next one that has the same share of the layers. The last stage sends sampled tokens to the first. Both directions have
-connections of their own: on one, a rank that sends would wait for its peer to receive, while that one waits to send.
+connections of their own: on a shared connection, two ranks that send would each wait for the other to receive.
 
 On GPUs a transfer is a kernel that waits for its peer. Beside others it would keep a part of the GPU from them, and a
 kernel that is made for all of it would take twice as long. So what comes after a transfer of values, or after the

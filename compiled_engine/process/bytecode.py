@@ -35,7 +35,7 @@ _starts = _Starts()
 
 @contextmanager
 def bytecode_kept() -> Iterator[None]:
-    """Within it, in any thread, see `keep_bytecode`."""
+    """Apply `keep_bytecode` to all threads while the block runs, then restore the settings."""
     with _starts.lock:
         if _starts.count == 0:
             _starts.before = sys.pycache_prefix, sys.dont_write_bytecode

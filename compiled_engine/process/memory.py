@@ -22,7 +22,7 @@ def freeze_heap() -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Within it nothing is collected but by reference counts."""
+    """Disable the cyclic garbage collector while the block runs."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -34,7 +34,7 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def no_full_gc() -> Iterator[None]:
-    """Within this context no collection goes through all objects, of which a process with PyTorch has very many.
+    """Prevent full garbage collections while the block runs: a process with PyTorch has very many objects.
 
     New objects are collected as usual. For work that makes many long-lived objects, which would trigger full
     collections.

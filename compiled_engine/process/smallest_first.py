@@ -31,7 +31,7 @@ class _Waiting(Generic[Result]):
 
 
 class SmallestFirst:
-    """One thread takes whatever waits, the other only what is small. Both begin with the first work.
+    """Runs work in two threads: one takes any work, the other only small work. They start with the first work.
 
     small: the largest size that is small, in the unit in which sizes are given to `submit`. name: of the threads.
     """

@@ -83,7 +83,7 @@ Incoming = TypeVar("Incoming")
 
 
 class Connection(Generic[Incoming]):
-    """One end of a socket that never waits. It owns the socket; `decode` turns a payload into a message."""
+    """An end of a non-blocking socket. It owns the socket; `decode` turns a payload into a message."""
 
     def __init__(self, sock: socket.socket, decode: Callable[[bytearray], Incoming]) -> None:
         sock.setblocking(False)

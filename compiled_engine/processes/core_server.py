@@ -280,7 +280,7 @@ class CoreServer:
             del self._owners[request_id]
 
     def _report_failure(self, message: Failed) -> None:
-        """Tell everyone at once, then wait for those that read slowly, within bounds."""
+        """Report the failure to all API processes, then wait for slow readers, at most _LAST_WORDS_S."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for api_process in self._api_processes:
             with suppress(OSError):

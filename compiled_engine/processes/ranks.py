@@ -46,7 +46,8 @@ _ENVIRONMENT = {
 
 
 class Heartbeats:
-    """One number a rank: when its worker last gave a sign of life, in seconds of time.monotonic; 0 before the first."""
+    """The time at which the worker of each rank last gave a sign of life, in seconds of time.monotonic; 0 before the
+    first."""
 
     def __init__(self, num_ranks: int, descriptor: int | None = None):
         """descriptor: of the memory that another process has made."""

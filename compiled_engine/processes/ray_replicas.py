@@ -218,7 +218,8 @@ class RayCore:
 
 
 def _reason(error: BaseException) -> str:
-    """One line. Ray's text of an error in an actor begins with the place and ends with what was raised."""
+    """Return the reason of an error in one line. Ray's text of an error in an actor begins with the place and ends with
+    the exception."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         return " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

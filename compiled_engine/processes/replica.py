@@ -1,4 +1,4 @@
-"""One of several engine cores, as the process that divides requests among them sees it; the figures of all together."""
+"""A replica, as the process that routes requests sees it, and the metrics of all replicas together."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """The keys that are given; those that are None are not."""
+    """Return the given keys; a key with the value None counts as absent."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -109,8 +109,8 @@ class AdapterSlots:
             copy.site.ranks_S[slot] = rank
 
     def _forget_unclaimed(self) -> None:
-        """Forget what was read first of more than max_cpu_loras adapters that no `load` has taken: whoever named them
-        may have gone."""
+        """Drop the oldest of more than max_cpu_loras adapters that were read and not loaded: their requests may have
+        ended."""
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
             del self._reading[digest]

@@ -1,4 +1,4 @@
-"""Which requests of a step a draft model or a head makes drafts for, and how many of each."""
+"""The requests of a step for which a draft model or a head makes drafts, and the number of drafts of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class DraftingRows:
 
     @cached_property
     def num_drafting(self) -> Sequence[int]:
-        """How many of the requests have room for each draft, as far as any has."""
+        """Return the number of requests with room for each draft, up to the last draft for which any request has
+        room."""
         most = int(self.room_R.max(initial=0))
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 

@@ -131,7 +131,7 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class StepShares:
-    """What each request of a step computes, but for where it starts. generation: of the states' rows."""
+    """The tokens that each request of a step computes, except where they start. generation: of the states' rows."""
 
     request_ids: list[str]
     counts: list[int]
@@ -342,7 +342,8 @@ def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tupl
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What a pass of a head reads of the draft before, int64 [rows]: its token, and where the next one will be."""
+    """The input of a pass of a head from the previous draft, int64 [rows]: its token, and the position of the next
+    one."""
 
     token_ids_T: torch.Tensor
     positions_R: torch.Tensor

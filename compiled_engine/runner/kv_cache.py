@@ -32,7 +32,8 @@ class CacheSize:
     graph_bytes: int
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
-        """Return the bytes that it takes, and those that it could take had everything else been known beforehand."""
+        """Return the bytes that the cache takes, and the bytes that were free for it, given the actual size of the
+        graphs."""
         room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
@@ -108,8 +109,8 @@ def size_cache(
 
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
-    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros; in the last
-    dimension a scale may be counted, see kv_format.
+    """Allocate a tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros; in the
+    last dimension a scale may be counted, see kv_format.
 
     On a CPU a block takes memory from its first use on.
     """

@@ -137,7 +137,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True)
 class _Variant:
-    """The forwards of a model, whole or in parts around attention, and those that call each kind of piece once."""
+    """The forwards of a model, whole or in parts around attention, and forwards that call each kind of piece once."""
 
     whole: Forwards
     parts: Forwards

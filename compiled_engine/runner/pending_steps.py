@@ -112,7 +112,7 @@ def advance_reference(
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """One request's rows: the position of the first, and the chunks that they come in, see logprob_rows."""
+    """The rows of a request: the position of the first, and the chunks that hold them, see logprob_rows."""
 
     first: int
     chunks: list[torch.Tensor]

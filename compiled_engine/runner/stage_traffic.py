@@ -35,7 +35,8 @@ class StageTraffic:
         self._expected: deque[_ExpectedTokens] = deque()
 
     def take_tokens(self, step: SchedulerOutput) -> None:
-        """Take tokens in the first stage: those that the step depends on, and those of steps that ended long ago."""
+        """Receive tokens in the first stage: the tokens that the step depends on, and tokens of steps that ended long
+        ago."""
         needed = 0
         for number, expected in enumerate(self._expected, 1):
             if not expected.request_ids.isdisjoint(step.request_ids):

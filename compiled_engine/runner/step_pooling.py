@@ -1,4 +1,4 @@
-"""Pool a step's hidden states: what requests keep between steps, and the results of those that come to their end.
+"""Pool a step's hidden states: the state of requests between steps, and the results of requests that end.
 
 The hidden state of a request's last token is the last row of the step that computes it. Every other kind is a weighted
 sum or a maximum over all tokens of a prompt, whose length is known from the start. It grows in a row field, so that a

@@ -178,7 +178,8 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
 
 
 def draft_batches(draft: DraftModelProposer | EagleGraphs) -> list[BatchShape]:
-    """Those of a draft model or a head, by itself: rows of its first pass, rows of its further passes, and prompts."""
+    """Return the batches of a draft model or a head: rows of its first pass, rows of its further passes, and
+    prompts."""
     config = draft.config
     most = config.scheduler.max_num_seqs
     shapes = start_up_batches(config, draft.queries)

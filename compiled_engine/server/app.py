@@ -133,7 +133,7 @@ def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
             reply: Reply = await handler(request)
             return reply
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has gone
         except ApiError as error:
             return error_response(error)
         except Exception:

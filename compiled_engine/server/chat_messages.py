@@ -42,7 +42,7 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message. content may be absent if there are tool_calls. tool_call_id: which call a tool's message answers.
+    """A message. content may be absent if there are tool_calls. tool_call_id: which call a tool's message answers.
 
     reasoning_content, or reasoning: what the assistant thought before its answer.
     """

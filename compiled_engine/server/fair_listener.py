@@ -1,4 +1,4 @@
-"""One listening socket for several processes: the process with the fewest connections accepts the next."""
+"""A listening socket of several processes: the process with the fewest connections accepts the next one."""
 
 from __future__ import annotations
 

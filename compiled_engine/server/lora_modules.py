@@ -1,4 +1,5 @@
-"""What the server's options say of adapters. It imports nothing heavy: they are checked before the engine starts."""
+"""The adapters in the server's options. This module imports nothing heavy: options are checked before the engine
+starts."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ WHITESPACE = {
 
 
 def _form(name: str) -> dict[str, Any]:
-    """One form, and none of the others."""
+    """Return the schema of one form, without the others."""
     fields = {**ABSENT, **WHITESPACE, name: FORMS[name]}
     return {"type": "object", "required": [name], "properties": fields, "additionalProperties": False}
 

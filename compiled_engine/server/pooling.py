@@ -86,7 +86,7 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
-    """One text's vector."""
+    """The vector of a text."""
 
     index: int
     object: Literal["embedding"] = "embedding"
@@ -94,7 +94,7 @@ class EmbeddingData(msgspec.Struct, kw_only=True):
 
 
 class PoolingData(msgspec.Struct, kw_only=True):
-    """One text's result, for each of its tokens if that was asked for."""
+    """The result of a text, for each of its tokens if the request asks for that."""
 
     index: int
     object: Literal["pooling"] = "pooling"
@@ -102,7 +102,7 @@ class PoolingData(msgspec.Struct, kw_only=True):
 
 
 class ClassificationData(msgspec.Struct, kw_only=True):
-    """One text's probabilities; label: the likeliest."""
+    """The probabilities of a text; label: the likeliest."""
 
     index: int
     label: str | None

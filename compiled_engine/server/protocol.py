@@ -24,7 +24,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Drafts of the engine: those that are part of the completions, and those that were wrong or came too late."""
+    """Draft tokens of the engine: tokens that are part of the completions, and tokens that were wrong or came too
+    late."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -237,8 +238,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or the next part of one. index: of the prompt times n, plus that of the completion.
-    Fields that OpenAI's answers do not have are null in whole answers where nothing was asked for, absent in events."""
+    """A completion, or its next part. index: of the prompt times n, plus that of the completion. Fields that OpenAI's
+    answers do not have are null in whole answers where nothing was asked for, absent in events."""
 
     index: int
     text: str
@@ -347,7 +348,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer. finish_reason: stop, length or tool_calls."""
+    """An answer. finish_reason: stop, length or tool_calls."""
 
     index: int
     message: AnswerMessage

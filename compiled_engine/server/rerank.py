@@ -46,7 +46,7 @@ class ScoreRequest(PoolingFields, kw_only=True):
 
 
 class ScoreData(msgspec.Struct, kw_only=True):
-    """One pair's score."""
+    """The score of a pair."""
 
     index: int
     object: Literal["score"] = "score"
@@ -134,7 +134,7 @@ async def rerank(request: Request) -> Response:
 async def _scores(
     request: Request, fields: Any, queries: list[str], documents: list[str], names: tuple[str, str]
 ) -> list[ScoringRequestOutput]:
-    """One for each pair. names: of the fields that the texts are from."""
+    """Return the score of each pair. names: of the fields that hold the texts."""
     serving = serving_of(request)
     if len(queries) not in (1, len(documents)):
         raise bad_request(

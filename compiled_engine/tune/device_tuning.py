@@ -103,7 +103,7 @@ def _cases(linears: Sequence[LinearCase]) -> _Cases:
 
 @dataclass
 class _Found:
-    """What is measured so far."""
+    """The measurements so far."""
 
     device: str
     linears: dict[LinearKey, TunedLinear] = field(default_factory=dict)

@@ -78,7 +78,7 @@ _SHAPES_NOTHING = (
 
 @dataclass(frozen=True)
 class Environment:
-    """One factor a field, each a dict from names to plain JSON values.
+    """The factors of the cache key, a field each: dicts from names to plain JSON values.
 
     `compiler`: the C++ compiler, for a CPU. `settings`: of the compilers in torch, and the options that we give them.
     `profile`: what was measured on the device and decides which passes are run. `source`: a digest of each of our

@@ -150,7 +150,7 @@ def compile_pieces(
 ) -> tuple[PieceRecord, ...]:
     """Make each piece (key -> JSON) ready to load: by Inductor, or as Python where nothing is left to fuse.
 
-    direct: the keys of those that are Python in any case.
+    direct: the keys of pieces that are Python in any case.
     """
     records = []
     for_inductor = []
@@ -232,7 +232,7 @@ def fuse(
 
 
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
-    """The passes after those that structure_passes returns, in their order, and the names of the enabled ones.
+    """Return the passes after structure_passes, in their order, and the names of the enabled ones.
 
     quantise_activations has the rules of the model. With adapters, theirs is right behind merge_linears and always
     enabled. A linear and its activation then have the adapters between them, so no pass puts both into one op.

@@ -182,7 +182,7 @@ def _free_names(function: ast.FunctionDef) -> set[str]:
 
 
 def _paths(node: ast.AST) -> Iterator[str]:
-    """The dotted names in a statement, those that `from` imports included."""
+    """Yield the dotted names in a statement, including the names that `from` imports."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute):
             yield ast.unparse(part)

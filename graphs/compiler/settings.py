@@ -1,4 +1,4 @@
-"""The settings of torch's compilers: the engine's, and those that the caller has changed."""
+"""The settings of torch's compilers: the engine's, and the caller's changes."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 
 
 def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:
-    """The step tensors that not every model has: those of this one, and those that passes ask for."""
+    """Return the step tensors that not every model has: the tensors of this model, and the tensors that passes read."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
     return (*_of_model(config), *step_tensors(config.compile.passes), *adapters)
 

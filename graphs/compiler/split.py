@@ -23,7 +23,7 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the stitched forward: a piece, or a splitting op called by `op` name.
+    """A step of the stitched forward: a piece, or a splitting op called by `op` name.
 
     `inputs` are nodes of the whole graph, or constants for an op; `outputs` are the nodes it defines.
     """

@@ -52,7 +52,7 @@ class TracedLayers:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within this context the stack applies no other layers."""
+        """Let the stack apply only these layers while the block runs."""
         if isinstance(self.stack, LayerStack):
             self.stack.only = self.numbers
             try:

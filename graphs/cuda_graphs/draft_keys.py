@@ -14,8 +14,8 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class StepKeys:
-    """The keys of the graphs of an engine's steps, by those that its dispatcher finds. plain: of steps that no head
-    reads; read: of others. They differ where a head may rest."""
+    """The keys of the graphs of steps, by the keys that the dispatcher finds. plain: for steps that no head reads;
+    read: for other steps. They differ if a head may rest."""
 
     plain: Mapping[GraphKey, GraphKey]
     read: Mapping[GraphKey, GraphKey]

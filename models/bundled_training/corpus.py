@@ -30,7 +30,7 @@ EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "bad_")
 
 @dataclass(frozen=True)
 class Document:
-    """One source file: its path relative to the corpus folder in POSIX form, and its text."""
+    """A source file: its path relative to the corpus folder in POSIX form, and its text."""
 
     path: str
     text: str

@@ -224,5 +224,5 @@ def random_windows(tokens_N: Tensor, count: int, length: int, generator: torch.G
 
 
 def say(line: str) -> None:
-    """One line of progress, on stderr."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -248,7 +248,8 @@ def train(out: Path, recipe: HeadRecipe, device: torch.device, corpus_folder: Pa
 def agreement_on(
     head: Eagle3Head, target: PreTrainedModel, windows: Sequence[list[int]], known_V: Tensor, test_steps: int
 ) -> list[float]:
-    """Of each step the share of positions at which its best token and those of all steps before are the model's."""
+    """Return for each step the share of positions at which its best token, and those of all earlier steps, are the
+    model's."""
     whole = [window for window in windows if len(window) == len(windows[0])][:64]
     ids_BT = torch.tensor(whole, device=known_V.device)
     shares = [losses(head, target, part, known_V, test_steps)[1] for part in ids_BT.split(8)]
@@ -309,8 +310,8 @@ def cpu_speed(head: Path) -> dict[str, float]:
 
 
 def acceptance(head: Path, temperature: float) -> dict[str, Any]:
-    """What the engine accepts of the head's drafts behind prompts of held-out text: mean tokens a step, and for each
-    position the share of steps whose draft there, and all before, were right."""
+    """Measure the engine's acceptance of the head's drafts after prompts of held-out text: mean tokens a step, and for
+    each position the share of steps in which the drafts up to there were right."""
     prompts = held_out_prompts()
     shared = SamplingParams(temperature=temperature, max_tokens=GENERATED, ignore_eos=True)
     params = [shared.clone() for _ in prompts]

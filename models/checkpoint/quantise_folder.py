@@ -2,7 +2,7 @@
 
 The linears are those that `quantization` would quantise while the checkpoint is loaded, matrices of experts included,
 and codes and scales are the same, except where rows are no multiple of a tile's. Files are read and written a tensor at
-a time, in the source's shards. A folder has its name once it is complete.
+a time, in the source's shards. A folder gets its name when it is complete.
 """
 
 from __future__ import annotations

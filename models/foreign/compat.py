@@ -68,9 +68,8 @@ def fill_buffers(model: PreTrainedModel) -> None:
 
 
 def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:
-    """Patterns of names of unused tensors in checkpoints: those that transformers declares, and buffers of old
-    checkpoints that the model computes itself.
-    """
+    """Return a pattern of the names of unused tensors in checkpoints: names that transformers declares, and buffers of
+    old checkpoints that the model computes itself."""
     declared = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*declared, r"(^|\.)(inv_freq|position_ids)$")))
 

@@ -50,8 +50,8 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One call of attention. Window: how many keys a query sees, itself included; None for all. soft_cap 0: none. A
-    layer that does not attend has no heads.
+    """A call of attention. window: the number of keys that a query sees, its own included; None for all. soft_cap 0:
+    none. A layer that does not attend has no heads.
 
     causal: whether a query sees no later keys. If it does, the window counts the keys on either side.
     """

@@ -134,7 +134,7 @@ def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, typ
 
 @contextmanager
 def functions_used(model: nn.Module, functions: Functions) -> Iterator[None]:
-    """Within this context modules call these functions."""
+    """Let modules call these functions while the block runs."""
     before = use_functions(model, functions)
     try:
         yield

@@ -39,7 +39,7 @@ class Experts(GraphPass):
     kernel_token_counts = (1, 64, 1024)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each router: weights that are scattered to the places of a top-k choice."""
+        """Expect a match for each router: weights that are scattered to the places of a top-k choice."""
         scatters = graph.find_nodes(op="call_function", target=aten.scatter.src)
         indices = [arg(scatter, 2) for scatter in scatters]
         return sum(1 for i in indices if is_call(i, operator.getitem) and is_call(arg(i, 0), aten.topk.default))

@@ -1,4 +1,4 @@
-"""One description for every parameter of a graph: read from a checkpoint, packed of several, or made of others.
+"""The description of a parameter of a graph: read from a checkpoint, packed from several, or computed from others.
 
 Passes put descriptions on a graph's placeholders, the plan keeps them as JSON, and the loader allocates and fills what
 they name. So what a pass has packed or computed follows from the checkpoint each time that weights are read.

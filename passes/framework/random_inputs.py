@@ -28,7 +28,7 @@ MOST_CONTEXT = 24
 
 
 class RandomInputs:
-    """One batch; the same name always has the same value, so both sides of a rewrite see the same numbers."""
+    """A random batch. A name always has the same value, so both sides of a rewrite get the same numbers."""
 
     def __init__(self, graph: fx.Graph, num_tokens: int, device: torch.device, scale: float):
         """Decodes first, then one prompt with the tokens that are left; the first token is written nowhere.

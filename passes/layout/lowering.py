@@ -99,7 +99,8 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each layer's cache, since a model attends wherever it has one; without caches each attention."""
+        """Expect a match for each layer's cache, since every layer with a cache attends; without caches, for each
+        attention."""
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
@@ -124,7 +125,7 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each state."""
+        """Expect a match for each state."""
         inputs = graph.find_nodes(op="placeholder")
         return sum(1 for node in inputs if node.users and is_parameter(node) and parameter_of(node).role == KEPT)
 

@@ -29,7 +29,7 @@ class NormaliseLayout(GraphPass):
     name = "normalise_layout"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each value with a batch of one in front."""
+        """Expect a match for each value with a batch dimension of one in front."""
         return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
 
     def run(self, graph: fx.Graph) -> PassResult:

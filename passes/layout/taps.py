@@ -39,7 +39,7 @@ class Taps(GraphPass):
     """
 
     name = "taps"
-    required = True  # whoever calls the graph counts on its outputs
+    required = True  # callers of the graph need its outputs
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = tuple(layers)

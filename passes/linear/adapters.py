@@ -56,7 +56,7 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One linear for each value that matrices are multiplied with, as merge_linears leaves them."""
+        """Expect one linear for each value that matrices are multiplied with, as merge_linears leaves them."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:

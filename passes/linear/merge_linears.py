@@ -39,7 +39,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each value that several matrices are multiplied with."""
+        """Expect a match for each value that several matrices are multiplied with."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:

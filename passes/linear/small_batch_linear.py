@@ -45,7 +45,7 @@ class SmallBatchLinear(GraphPass):
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One linear for each value that matrices are multiplied with, as merge_linears leaves them."""
+        """Expect one linear for each value that matrices are multiplied with, as merge_linears leaves them."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:

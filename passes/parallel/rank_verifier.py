@@ -75,7 +75,7 @@ def verify_ranks(
 
 
 class _Rank:
-    """One rank's view of the recorded values.
+    """The recorded values as a rank has them.
 
     sums: by name, the original of each sum over the ranks. computed: values that are not slices of recorded ones.
     packed: see _packed_values.

@@ -37,7 +37,7 @@ class SequenceParallel(GraphPass):
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each norm of a sum of whole tokens."""
+        """Expect a match for each norm of a sum of whole tokens."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:

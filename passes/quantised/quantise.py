@@ -44,7 +44,8 @@ class Quantise(GraphPass):
         self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each matrix of parameters that the rules name and tokens are multiplied with, except embeddings."""
+        """Expect a match for each matrix of parameters that the rules name and tokens are multiplied with, except
+        embeddings."""
         inputs = graph.find_nodes(op="placeholder")
         weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
         return sum(not is_looked_up(weight) for weight in weights)

@@ -45,7 +45,7 @@ class QuantiseActivations(GraphPass):
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each value that matrices are multiplied with of which the rules say that inputs are rounded."""
+        """Expect a match for each input of matrices whose inputs the rules round."""
         return len(multiplied_values(graph, self._rounds))
 
     def run(self, graph: fx.Graph) -> PassResult:

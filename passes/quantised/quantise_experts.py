@@ -35,7 +35,7 @@ class QuantiseExperts(GraphPass):
         self._quantisation, self._device, self._num_ranks, self._before = quantisation, device, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each matrix of experts that the rules name and the kernels take."""
+        """Expect a match for each matrix of experts that the rules name and the kernels take."""
         return sum(isinstance(self._rounding(node), Rounding) for node in graph.find_nodes(op="placeholder"))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -58,7 +58,7 @@ class QuantiseExperts(GraphPass):
         return "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
 
     def _rounding(self, node: fx.Node) -> Rounding | str:
-        """How a matrix [E, N, K] of experts is rounded; or why it stays, "" for any other input."""
+        """Return how a matrix [E, N, K] of experts is rounded, or why it is not, "" for any other input."""
         if not is_parameter(node) or node.meta["val"].dim() != 3 or not projections_of(parameter_of(node).name):
             return ""
         weight, projections = parameter_of(node), projections_of(parameter_of(node).name)

@@ -20,7 +20,7 @@ class GatedConvolution(GraphPass):
     name = "gated_convolution"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each convolution with a product on either side that can become part of it."""
+        """Expect a match for each convolution with a product on either side that can become part of it."""
         return sum(isinstance(_match(call), _Match) for call in graph.find_nodes(op="call_function", target=CONV_STATE))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -211,7 +211,7 @@ def _decode(
     ragged: bool,
     scoring: Scoring,
 ) -> None:
-    """One query per request, all padded to the longest context; not `ragged`: none is padded."""
+    """Attend with one query per request; contexts are padded to the longest if they are `ragged`."""
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     sliding_window = scoring.sliding_window

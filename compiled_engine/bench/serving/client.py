@@ -300,7 +300,7 @@ class Report(msgspec.Struct):
 
 
 class Sender:
-    """One run."""
+    """Sends the requests of a run."""
 
     def __init__(self, job: Job, start: float, on_end: Callable[[], None]) -> None:
         self._job = job

@@ -113,7 +113,7 @@ def _endpoint(text: str) -> Endpoint:
 
 
 def _prompts(asked: Asked, endpoint: Endpoint) -> tuple[RandomPrompts | tuple[PlannedRequest, ...], int]:
-    """And the tokens that the longest request may have, as far as they are known."""
+    """Return the prompts, and the tokens that the longest request may have as far as they are known, else 0."""
     output_len = parse_lengths("output_len", asked.output_len or DEFAULT_LENGTH)
     if asked.dataset is not None:
         return _of_dataset(asked, asked.dataset, endpoint, output_len)
