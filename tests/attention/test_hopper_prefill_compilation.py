@@ -4,22 +4,16 @@ registers."""
 from __future__ import annotations
 
 import re
-import subprocess
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from hopper_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.hopper_prefill import SHARED, WIDTH, box_rows, hopper_prefill_kernel
 from compiled_engine.attention.backends.work_list import HEADER
 
-HOPPER = GPUTarget("cuda", 90, 32)
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Bytes of a thread's stack: addresses around an item's loop, where a tile would be kilobytes.
 MOST_STACK = 96
 
@@ -29,8 +23,7 @@ MOST_STACK = 96
     ("group", "head_dim", "window", "block_size"),
     [(2, 128, 0, 16), (4, 128, 1024, 256), (7, 64, 0, 48)],
 )
-def test_it_fits(group: int, head_dim: int, window: int, block_size: int, tmp_path: Path) -> None:
-    kernel = getattr(hopper_prefill_kernel, "jit_function", hopper_prefill_kernel)
+def test_it_fits(group: int, head_dim: int, window: int, block_size: int) -> None:
     box = box_rows(block_size)
     constants: dict[str, Any] = {
         "Q_HEAD_STRIDE": head_dim,
@@ -45,18 +38,12 @@ def test_it_fits(group: int, head_dim: int, window: int, block_size: int, tmp_pa
         "HEADER": HEADER,
     }
     types = {"cache_desc": f"tensordesc<bf16[{box}, {WIDTH.value}],{SHARED.value!r}>", "scale_log2": "fp32"}
-    types |= {"q_ptr": "*bf16", "out_ptr": "*bf16"} | dict.fromkeys(constants, "constexpr")
-    names = [parameter.name for parameter in kernel.params]
-    signature = {name: types.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in names}
-    constexprs = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("q_ptr", "out_ptr")}
-    source = GluonASTSource(kernel, signature, constexprs, aligned)
-    program = triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    types |= {"q_ptr": "*bf16", "out_ptr": "*bf16"}
+    program = compiled_for_hopper(
+        hopper_prefill_kernel, constants, types, aligned=("q_ptr", "out_ptr"), pointers="*i32"
+    )
     assert program.metadata.shared <= 227 << 10
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= MOST_STACK
+    assert stack_bytes(program) <= MOST_STACK
     ptx = program.asm["ptx"]
     assert f"wgmma.mma_async.sync.aligned.m64n{head_dim}k16" in ptx
     boxes = 2 * 128 // box * head_dim // WIDTH.value

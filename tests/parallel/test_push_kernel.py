@@ -9,10 +9,8 @@ import threading
 
 import pytest
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from compiled_engine.parallel import vocabulary
 from compiled_engine.parallel.group import PushBuffer, buffer_bytes, num_slots_for
@@ -178,7 +176,6 @@ KERNELS = (
     vocabulary.embedding_part_kernel,
 )
 TYPES = {"eps": "fp32", "addresses_ptr": "*i64", "ids_ptr": "*i64", "epochs_ptr": "*i32"}
-NUMBERS = ("rank", "num_ranks", "num_slots", "data_offset", "first_row", "num_rows")
 
 
 @pytest.mark.parametrize(("kernel", "rounds"), [*((kernel, False) for kernel in KERNELS), (KERNELS[0], True)])
@@ -188,18 +185,12 @@ def test_compiled_for_hopper(kernel: object, rounds: bool) -> None:
     constants = {"D": 4096, "BLOCK_D": 4096, "DEPENDENT_LAUNCH": 1}
     if "OFFSET" in names:
         constants |= {"OFFSET": 0.0, "WIDE": False, "inner_weight_ptr": None}
-    types = TYPES | dict.fromkeys(NUMBERS, "i32")
+    types = dict(TYPES)
     if "COLUMNS" in names:
         constants |= {"static_ptr": None, "COLUMNS": 128, "GROUPS": 32, "LARGEST": 448.0, "SMALLEST": 1e-12}
         constants |= {} if rounds else {"scales_ptr": None}
-        types |= {"scale_stride": "i32", "scales_ptr": "*fp32"} | ({"normed_ptr": "*fp8e4nv"} if rounds else {})
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        getattr(kernel, "jit_function", kernel),
-        {name: types.get(name, "*bf16") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        types |= {"scales_ptr": "*fp32"} | ({"normed_ptr": "*fp8e4nv"} if rounds else {})
+    ptx = compiled_for_hopper(kernel, constants, types, aligned=()).asm["ptx"]
     assert "griddepcontrol.wait" in ptx
     if "epochs_ptr" in names:
         assert "sys.release" in ptx or "release.sys" in ptx
@@ -209,15 +200,8 @@ def test_compiled_for_hopper(kernel: object, rounds: bool) -> None:
 
 def test_tagged_words_are_compiled_for_hopper() -> None:
     """Needs no GPU. A word goes out and is read as a whole, never by halves, and each time from where others write."""
-    names = tagged_sum_kernel.arg_names
     constants = {"W": 2048, "BLOCK_W": 2048, "DEPENDENT_LAUNCH": 1}
-    types = TYPES | dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        tagged_sum_kernel.jit_function,
-        {name: types.get(name, "*i32") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = compiled_for_hopper(tagged_sum_kernel, constants, TYPES, aligned=(), pointers="*i32").asm["ptx"]
     stored = {word for word in ptx.split() if word.startswith("st.") and "64" in word and "shared" not in word}
     assert stored == {"st.global.v2.b64"}
     assert "ld.volatile.global.v2.b64" in ptx

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
+from hopper_compilation import compiled_for_hopper
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
 from compiled_engine.options import EngineOptions
@@ -149,10 +148,8 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         (expand_token_kernel, False, merged | {"NUM_SPLITS": 24, "BLOCK_S": 32, "BLOCK_N": 128, "BLOCK_R": 16}),
     ]
     for kernel, on_tensor_cores, own in kernels:
-        jit = getattr(kernel, "jit_function", kernel)
         constants = {"RANK": 16, "DEPENDENT_LAUNCH": True} | own
-        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in jit.arg_names}
-        program = triton.compile(ASTSource(jit, signature, constants), target=GPUTarget("cuda", 90, 32))
+        program = compiled_for_hopper(kernel, constants, pointers, aligned=())
         assert ("mma" in program.asm["ptx"]) == (on_tensor_cores and dtype == "bf16")
 
 

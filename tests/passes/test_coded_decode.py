@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from attention_cases import PADDING, Case, build, decodes, mistake, near_cache
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_rope_attend import TOLERANCE, arguments_of, copied
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from compiled_engine.attention.backends.coded_decode import (
     CodedPlan,
@@ -39,7 +35,6 @@ from compiled_engine.attention.op import attend
 from compiled_engine.kv_format import CODED, cache_dtype, head_width
 from compiled_engine.passes.rope import rope_attend as op
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NUM_SMS = 132
 # Of a few short contexts with scales of their own, without, and in splits; and of any others.
 PLANS = tuple(
@@ -100,20 +95,10 @@ def compiled(storage: str, head_dim: int, group: int, writes: bool, plan: CodedP
         constants |= dict.fromkeys(("k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr"))
     cache, scales = CODES[storage]
     types = POINTERS | {"cache_ptr": cache, "scales_ptr": scales, "eps": "fp32", "scale_log2": "fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    aligned = [name for name, kind in signature.items() if kind in ("*bf16", cache) or name == "partial_ptr"]
-    source = GluonASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    return triton.compile(
-        source,
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": plan.warps, "launch_pdl": True, "maxnreg": plan.registers or None},
-    )
+    kinds = {name: types.get(name, "*bf16") for name in kernel.arg_names if name.endswith("_ptr")}
+    aligned = [name for name, kind in kinds.items() if kind in ("*bf16", cache) or name == "partial_ptr"]
+    options = {"num_warps": plan.warps, "maxnreg": plan.registers or None}
+    return compiled_for_hopper(kernel, constants, types, aligned=aligned, **options)
 
 
 @pytest.mark.product(one_in=32)
@@ -124,14 +109,11 @@ def compiled(storage: str, head_dim: int, group: int, writes: bool, plan: CodedP
 )
 @OF_STORAGES
 def test_it_fits_and_converts_in_registers(
-    storage: str, head_dim: int, group: int, changed: dict[str, Any], writes: bool, plan: CodedPlan, tmp_path: Path
+    storage: str, head_dim: int, group: int, changed: dict[str, Any], writes: bool, plan: CodedPlan
 ) -> None:
     program = compiled(storage, head_dim, group, writes, plan, **changed)
     assert program.metadata.shared <= 227 << 10
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0  # type: ignore[index]
+    assert stack_bytes(program) == 0
     ptx = program.asm["ptx"]
     # Four codes of a tile are an instruction sequence of each thread; nothing converts codes one by one.
     converted = 2 * plan.keys * head_dim // (32 * plan.warps) // 4

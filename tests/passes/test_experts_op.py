@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from experts_cases import CASES, CODES, Case, arguments_of, error, with_codes
+from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from compiled_engine.passes.experts import experts_grouped, experts_one_token, experts_op, experts_routing
 from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles
@@ -62,26 +60,16 @@ def test_in_the_interpreter() -> None:
 
 def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, tiles: tuple[int, int] | None = None) -> Any:
     """tiles: rows and columns of the weight's codes that share a scale; None for values."""
-    kernel, constants = getattr(kernel, "jit_function", kernel), constants | {"DEPENDENT_LAUNCH": True}
+    constants = constants | {"DEPENDENT_LAUNCH": True}
     types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64", "scales_ptr": "*fp32"}
     if tiles is None:
         constants = {"scales_ptr": None, "TILE_ROWS": 1, "TILE_COLUMNS": 0} | constants
     else:
         constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS"), tiles, strict=True))
         types |= dict.fromkeys(("w_ptr", "gate_up_ptr", "down_ptr"), "*fp8e4nv")
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types |= dict.fromkeys(("logits_stride", "x_stride", "num_pairs", "num_blocks"), "i32")
     types |= dict.fromkeys(("chosen_ptr", "rank_ptr", "counts_ptr", "sorted_ptr", "blocks_ptr"), "*i32")
-    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "x_stride"]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": num_warps, "launch_pdl": True, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
+    return compiled_for_hopper(kernel, constants, types, aligned=aligned, num_warps=num_warps)
 
 
 GATE: dict[str, Any] = {"ACTIVATION": "silu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": True}

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS, Case, arguments_of
 from small_batch_linear_cases import nan_in_new_tensors
-from test_quantised_kernels import resources
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from compiled_engine.kernels import hopper_linear_kernel as ring
@@ -39,7 +35,6 @@ MOST_STACK = 192
 
 
 def compiled(tiles: CodesTiles, k: int, gated: bool, tile_rows: int, tile_columns: int) -> Any:
-    kernel = getattr(hopper_codes_kernel, "jit_function", hopper_codes_kernel)
     outputs = tiles.rows // 2 if gated else tiles.rows
     shared, out_shared = (
         ring.shared_layout(8, 2),
@@ -61,14 +56,8 @@ def compiled(tiles: CodesTiles, k: int, gated: bool, tile_rows: int, tile_column
     types = {"w_desc": f"tensordesc<fp8e4nv{box}>", "x_desc": f"tensordesc<fp8e4nv[{tiles.tokens}, 128],{shared!r}>"}
     types |= {"y_desc": f"tensordesc<bf16[64, {outputs}],{out_shared!r}>"}
     types |= {"scales_ptr": "*fp32", "input_scales_ptr": "*fp32"}
-    types |= dict.fromkeys(("input_stride", "num_tokens", "num_outputs", "token_tiles", "row_tiles"), "i32")
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types[name] for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = ("scales_ptr", "input_scales_ptr", "input_stride", "num_outputs")
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    return compiled_for_hopper(hopper_codes_kernel, constants, types, aligned=aligned)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +70,11 @@ def compiled(tiles: CodesTiles, k: int, gated: bool, tile_rows: int, tile_column
         pytest.param(SMALLER[1], True, (1, 0), marks=pytest.mark.product(one_in=1000)),
     ],
 )
-def test_it_fits(tiles: CodesTiles, gated: bool, scales: tuple[int, int], tmp_path: Path) -> None:
+def test_it_fits(tiles: CodesTiles, gated: bool, scales: tuple[int, int]) -> None:
     """In shared memory and registers; before the wait the kernel touches the weight alone."""
     program = compiled(tiles, 4096, gated, *scales)
     assert program.metadata.shared <= 227 << 10
-    assert resources(program, tmp_path) <= MOST_STACK
+    assert stack_bytes(program) <= MOST_STACK
     ptx = program.asm["ptx"]
     assert f"m64n{tiles.rows}k32.f32.e4m3.e4m3" in ptx
     copy = re.compile(r"cp\.async\.bulk\.tensor\.(\d)d.*?\], \[(%rd\d+)")

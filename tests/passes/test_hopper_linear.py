@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 from tuned_linears import PLAIN
 
 from compiled_engine.kernels import hopper_linear_kernel as ring
@@ -31,7 +27,6 @@ from compiled_engine.passes.linear.hopper_linear import (
 from compiled_engine.tune.hopper_tuning import hopper_candidates, hopper_cases
 from compiled_engine.tune.linears import at_each
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DEVICES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 SMALL = HopperTiles(1, 64, 8)
 # Tiles, tokens, rows of the weight, K, activation or none, dtype: rows that leave the last tile in part, K that ends
@@ -77,7 +72,6 @@ def compiled(
     tiles: HopperTiles, k: int, gated: bool, bias: bool, residual: bool, scales: tuple[int, int, int] | None = None
 ) -> Any:
     """scales: rows and columns of the weight, and columns of the inputs, that share one; for codes of 8 bits."""
-    kernel = getattr(hopper_linear_kernel, "jit_function", hopper_linear_kernel)
     bits = 8 if scales else 16
     element, step = ("fp8e4nv" if scales else "bf16"), ring.step_of(bits)
     parts, boxes, shared = tiles.parts, tiles.parts * tiles.products, ring.shared_layout(bits, 3)
@@ -104,35 +98,22 @@ def compiled(
         "x_desc": f"tensordesc<{element}[{boxes}, {tiles.tokens}, {step}],{shared!r}>",
         "scales_ptr": "*fp32",
         "input_scales_ptr": "*fp32",
-        **dict.fromkeys(("num_tokens", "num_outputs", "input_stride"), "i32"),
-    } | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
+    }
     sizes = ("num_outputs", "input_stride")
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in sizes]
-    source = GluonASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": 4, "launch_pdl": True} | ({"maxnreg": tiles.registers} if tiles.registers else {})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    aligned = [name for name in hopper_linear_kernel.arg_names if name.endswith("_ptr") or name in sizes]
+    options = {"maxnreg": tiles.registers} if tiles.registers else {}
+    return compiled_for_hopper(hopper_linear_kernel, constants, types, aligned=aligned, **options)
 
 
 @pytest.mark.product(one_in=24)
 @pytest.mark.parametrize(("device", "key", "tiles"), MEASURED, ids=str)
-def test_what_the_profile_names_fits(
-    device: str, key: tuple[int, int, int, bool], tiles: dict[str, int], tmp_path: Path
-) -> None:
+def test_what_the_profile_names_fits(device: str, key: tuple[int, int, int, bool], tiles: dict[str, int]) -> None:
     """In shared memory and registers; before the wait it touches the weight alone."""
     tokens, _, k, gated = key
     program = compiled(HopperTiles(**tiles), k, gated, bias=gated, residual=not gated)
     assert HopperTiles(**tiles).tokens == max(8, tokens)
     assert program.metadata.shared <= 227 << 10
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0  # type: ignore[index]
+    assert stack_bytes(program) == 0
     ptx = program.asm["ptx"]
     parts = tiles.get("parts", 1)
     assert f"wgmma.mma_async.sync.aligned.m64n{parts * max(8, tokens)}k16" in ptx
@@ -160,13 +141,10 @@ def near_forms() -> list[tuple[HopperTiles, int, bool]]:
 
 @pytest.mark.product(one_in=24)
 @pytest.mark.parametrize(("tiles", "k", "gated"), near_forms(), ids=str)
-def test_tiles_of_a_near_shape_are_compiled(tiles: HopperTiles, k: int, gated: bool, tmp_path: Path) -> None:
+def test_tiles_of_a_near_shape_are_compiled(tiles: HopperTiles, k: int, gated: bool) -> None:
     """With the registers that they name, and without a stack."""
     program = compiled(replace(tiles, stages=2), k, gated, bias=gated, residual=not gated)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0  # type: ignore[index]
+    assert stack_bytes(program) == 0
 
 
 def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from small_batch_linear_cases import Case, arguments_of, nan_in_new_tensors
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from tuned_linears import PLAIN
 
@@ -41,7 +36,6 @@ from compiled_engine.tune.product_tuning import (
     product_cases,
 )
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DEVICES = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 # Bytes of a thread's stack: an address, where sums would be hundreds.
 MOST_STACK = 16
@@ -76,7 +70,6 @@ def tiles_of(fields: dict[str, Any]) -> ProductTiles:
 
 def compiled(tiles: ProductTiles, k: int, gated: bool, scales: tuple[int, int, int] | None = None) -> Any:
     """scales: rows and columns of the weight, and columns of the inputs, that share one; for codes of 8 bits."""
-    kernel = getattr(hopper_product_kernel, "jit_function", hopper_product_kernel)
     parts = (*tiles.parts, 0, 0)[:3]
     outputs = tiles.rows // 2 if gated else tiles.rows
     bits = 8 if scales else 16
@@ -100,7 +93,6 @@ def compiled(tiles: ProductTiles, k: int, gated: bool, scales: tuple[int, int, i
     box, gated_shared = f"[{outputs // 8}, 2, 8, {step}]", ring.shared_layout(bits, 4)
     box = f"{box},{gated_shared!r}" if gated else f"[{outputs}, {step}],{shared!r}"
     types = {"w_desc": f"tensordesc<{element}{box}>", "scales_ptr": "*fp32", "input_scales_ptr": "*fp32"}
-    types |= dict.fromkeys(("token_tiles", "row_tiles", "input_stride", "num_outputs"), "i32")
     for i, part in enumerate(parts):
         if part:
             types[f"x{i}_desc"] = f"tensordesc<{element}[{part}, {step}],{shared!r}>"
@@ -108,13 +100,8 @@ def compiled(tiles: ProductTiles, k: int, gated: bool, scales: tuple[int, int, i
             types[f"y{i}_desc"] = f"tensordesc<bf16[{most}, {written}],{out_shared!r}>"
         else:
             constants |= {f"x{i}_desc": None, f"y{i}_desc": None}
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types[name] for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = ("scales_ptr", "input_scales_ptr", "input_stride", "num_outputs") if scales else ()
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    return compiled_for_hopper(hopper_product_kernel, constants, types, aligned=aligned)
 
 
 FORMS = {(tiles_of(product.tiles), product.k, product.gated) for _, product in MEASURED}
@@ -124,14 +111,11 @@ FORMS |= {(tiles, 1024, gated) for tiles, gated in LIMITS}
 
 @pytest.mark.product(one_in=60)
 @pytest.mark.parametrize(("tiles", "k", "gated"), sorted(FORMS, key=str), ids=str)
-def test_it_fits(tiles: ProductTiles, k: int, gated: bool, tmp_path: Path) -> None:
+def test_it_fits(tiles: ProductTiles, k: int, gated: bool) -> None:
     """In shared memory and registers, with products as wide as the parts; results are turned by stmatrix."""
     program = compiled(tiles, k, gated)
     assert program.metadata.shared <= 227 << 10
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= MOST_STACK  # type: ignore[index]
+    assert stack_bytes(program) <= MOST_STACK
     ptx = program.asm["ptx"]
     for part in tiles.parts:
         assert f"wgmma.mma_async.sync.aligned.m64n{part}k16" in ptx

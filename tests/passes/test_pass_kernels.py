@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
 from small_batch_linear_cases import Case, arguments_of
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from compiled_engine.passes.linear import silu_mul
 from compiled_engine.passes.linear import small_batch_linear_op as linear_op
@@ -105,11 +103,8 @@ def test_in_the_interpreter() -> None:
 )
 def test_compiled_for_hopper(kernel: Any, constants: dict[str, Any]) -> None:
     """Needs no GPU."""
-    kernel, constants = getattr(kernel, "jit_function", kernel), constants | {"DEPENDENT_LAUNCH": 1}
-    types = {"eps": "fp32", "scale": "fp32", "x_stride": "i32", "positions_ptr": "*i64", "inv_freq_ptr": "*fp32"}
-    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): v for name, v in constants.items()})
-    program = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    types = {"eps": "fp32", "scale": "fp32", "positions_ptr": "*i64", "inv_freq_ptr": "*fp32"}
+    program = compiled_for_hopper(kernel, constants | {"DEPENDENT_LAUNCH": 1}, types, aligned=())
     assert "griddepcontrol.wait" in program.asm["ptx"]
 
 

@@ -8,12 +8,11 @@ there lie on the grid, and rounding itself is compared on a GPU.
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hopper_compilation import stack_bytes
 from interpreting_process import interpret
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of
 from small_batch_linear_cases import nan_in_new_tensors
@@ -183,16 +182,6 @@ def test_triton_in_the_interpreter() -> None:
     assert run.stdout.strip().splitlines()[-1:] == [str(expected)], run.stderr[-2000:]
 
 
-def resources(program: Any, folder: Path) -> int:
-    """Bytes of a thread's stack: what registers do not hold."""
-    from test_hopper_linear import CUOBJDUMP
-
-    path = folder / "kernel.cubin"
-    path.write_bytes(program.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])  # type: ignore[index]
-
-
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("scales", [(1, 0, 0), (128, 128, 128)])
 @pytest.mark.parametrize(
@@ -207,16 +196,14 @@ def resources(program: Any, folder: Path) -> int:
         (128, *SHAPES[2]),
     ],
 )
-def test_tiles_of_the_rule_fit(
-    tokens: int, rows: int, k: int, gated: bool, scales: tuple[int, int, int], tmp_path: Path
-) -> None:
+def test_tiles_of_the_rule_fit(tokens: int, rows: int, k: int, gated: bool, scales: tuple[int, int, int]) -> None:
     """In shared memory and registers; before the wait the kernel touches the weight alone."""
     from test_hopper_linear import compiled
 
     tiles = quantised_tiles(tokens, rows, k, gated, MULTIPROCESSORS)
     program = compiled(tiles, k, gated, bias=gated, residual=not gated, scales=scales)
     assert program.metadata.shared <= 227 << 10
-    assert resources(program, tmp_path) == 0
+    assert stack_bytes(program) == 0
     ptx = program.asm["ptx"]
     assert f"m64n{tiles.parts * tiles.tokens}k32.f32.e4m3.e4m3" in ptx
     copy = re.compile(r"cp\.async\.bulk\.tensor\.(\d)d.*?\], \[(%rd\d+)")
@@ -230,12 +217,12 @@ def test_tiles_of_the_rule_fit(
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_the_rule_fit(gated: bool, tmp_path: Path) -> None:
+def test_products_of_the_rule_fit(gated: bool) -> None:
     from test_hopper_product import compiled
 
     program = compiled(PRODUCT_TILES, 4096, gated, scales=(128, 128, 128))
     assert program.metadata.shared <= 227 << 10
-    assert resources(program, tmp_path) == 0
+    assert stack_bytes(program) == 0
     assert "m64n128k32.f32.e4m3.e4m3" in program.asm["ptx"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_compilation import compiled_for_hopper, stack_bytes
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
 
 from compiled_engine.passes.linear import small_batch_linear_op, small_batch_linear_registers

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from interpreting_process import interpret
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from compiled_engine.attention.inputs import Rotation
 from compiled_engine.passes.rope import rope_kv_write_kernel
@@ -167,38 +163,26 @@ def test_the_kernel_interpreted() -> None:
     ],
 )
 def test_compiled_for_hopper(
-    shape: tuple[int, int, int, int], cache: tuple[str, str] | None, element: str, normed: bool, tmp_path: Path
+    shape: tuple[int, int, int, int], cache: tuple[str, str] | None, element: str, normed: bool
 ) -> None:
     """Needs no GPU: it spills nothing, moves 16 bytes at a time, and waits for the kernel before it."""
     _, heads, kv_heads, d = shape
     launched = rope_kv_write_kernel.rope_kv_write_kernel
-    kernel = getattr(launched, "jit_function", launched)
     tile_h, tile_p, num_warps = rope_kv_write_kernel.tiles(heads, d)
-    constants: dict[str, Any] = {name: d for name in kernel.arg_names if name.endswith("_HEAD_STRIDE")}
+    constants: dict[str, Any] = {name: d for name in launched.arg_names if name.endswith("_HEAD_STRIDE")}
     constants |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": d, "BLOCK_SIZE": 16, "STRIDE_MULTIPLE": 8}
     constants |= {"WIDTH": d} | ({} if cache else {"scales_ptr": None})
     constants |= {"TILE_H": tile_h, "TILE_P": tile_p, "DEPENDENT_LAUNCH": True, "OFFSET": 0.0, "WIDE": False}
     constants |= {"ROTARY": d, "INTERLEAVED": False, "OF_PAIRS": False, "ROPE_WIDE": False, "NORM_LAST": False}
     constants |= {} if normed else {"q_weight_ptr": None, "k_weight_ptr": None}
     constants |= {"WIDTH": d + 2} if cache and cache[0] == "*u8" else {}
-    types = {"slot_mapping_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types = {"slot_mapping_ptr": "*i64", "eps": "fp32"}
     types |= {"cache_ptr": cache[0], "scales_ptr": cache[1]} if cache else {}
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        signature[name] = types.get(name, element if name.endswith("_ptr") else "i32")
-        if signature[name] == element:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    options = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": True}
-    source = ASTSource(kernel, signature, values, attributes)
-    program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    program = compiled_for_hopper(launched, constants, types, pointers=element, **options)
     assert "griddepcontrol.wait" in program.asm["ptx"]
     assert cache or not re.search(r"(ld|st)\.global\.(b|u)(16|32)\b", program.asm["ptx"])
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(program.asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0
+    assert stack_bytes(program) == 0
 
 
 def test_the_kernel_refuses_layouts_that_it_cannot_read() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import PADDING, Case, decodes
-from gluon_compilation import compiled_for_hopper, stack_bytes
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_rope_attend import DECODES, TOLERANCE, WITH_PADDING, arguments_of, copied
 
 from compiled_engine.attention.backends.decode_splits import LONG_SPLIT, SHORT_CONTEXTS
@@ -63,8 +63,10 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
     } | ({} if sinks else {"sinks_ptr": None})
     types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
     types |= {"eps": "fp32", "scale_log2": "fp32"}
+    names = [name for name in short_decode_kernel.arg_names if name.endswith("_ptr")]
+    aligned = [name for name in names if name not in {*types, "sinks_ptr"}]
     options = {"num_warps": tiles.warps, "maxnreg": tiles.registers or None}
-    return compiled_for_hopper(short_decode_kernel, constants, types, ("sinks_ptr",), **options)
+    return compiled_for_hopper(short_decode_kernel, constants, types, aligned=aligned, **options)
 
 
 @OF_TILES

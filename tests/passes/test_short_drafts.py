@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_cases import AUTO
 from draft_attention_cases import drafted
-from gluon_compilation import compiled_for_hopper, stack_bytes
+from hopper_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.attention.backends import triton_backend
 from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS

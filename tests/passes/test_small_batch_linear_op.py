@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
 from small_batch_linear_cases import Case, arguments_of
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from compiled_engine.passes.framework.profile import load_profile
 from compiled_engine.passes.linear.small_batch_linear_gemv import one_token_kernel
@@ -81,7 +79,7 @@ def test_every_way_in_the_interpreter() -> None:
     assert run.stdout.strip() == str(expected), run.stderr[-2000:]
 
 
-def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: bool) -> Any:
+def compiled(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: bool) -> Any:
     constants = {
         "K": k,
         "BIAS": False,
@@ -99,19 +97,9 @@ def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: b
         kernel = few_tokens_kernel
         constants |= {"TOKENS": tiles.tokens, "GROUPS": tiles.groups, "SPLIT_K": tiles.split_k}
         constants |= {"NUM_STAGES": tiles.num_stages, "COLUMNS_AHEAD": columns_ahead(rows, k, 2, tiles)}
-    kernel = getattr(kernel, "jit_function", kernel)
     types = {"eps": "fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
-    types |= dict.fromkeys(["num_outputs", "num_tokens", "x_stride"], "i32")
-    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "x_stride"]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": tiles.num_warps, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
+    return compiled_for_hopper(kernel, constants, types, aligned=aligned, num_warps=tiles.num_warps)
 
 
 @pytest.mark.product(one_in=4)
@@ -132,7 +120,7 @@ def test_weights_are_under_way_before_the_wait_and_nothing_else(
 ) -> None:
     """On Hopper, in the kernels of the profile: what earlier kernels write or read is touched after they ended."""
     tiles = choose_tiles(tokens, rows, k, silu_mul, torch.bfloat16, "NVIDIA H200")
-    program = compiled_for_hopper(tiles, rows, k, norm, silu_mul)
+    program = compiled(tiles, rows, k, norm, silu_mul)
     before, after = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
     in_registers = tiles.tokens == 1 or tiles.groups * tiles.block_k * tiles.split_k >= k
     assert ("ld.global" if in_registers else "cp.async.bulk.prefetch") in before

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import sampling_kernel_cases as cases
 import torch
-import triton
+from hopper_compilation import compiled_for_hopper
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 from token_masks import step_masks
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from compiled_engine.rows import staged_writes_kernel
 from compiled_engine.rows.row_fields import RowFields
@@ -146,11 +144,8 @@ TYPES = {
 
 def compile_for_hopper(kernel: Any, num_warps: int = 4, types: dict[str, str] | None = None, **constants: Any) -> None:
     types = TYPES | (types or {})
-    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
-    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    jit_function = getattr(kernel, "jit_function", kernel)  # Triton 3.6 takes no Launcher
-    source = ASTSource(fn=jit_function, signature=signature, constexprs=constexprs)
-    program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    types |= {name: "*fp32" for name in kernel.arg_names if name not in types and not name.endswith("_ptr")}
+    program = compiled_for_hopper(kernel, constants, types, aligned=(), pointers="*fp32", num_warps=num_warps)
     assert program.asm["cubin"]
 
 
