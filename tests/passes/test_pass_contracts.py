@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from changed_passes import Silent
 from pass_cases import (
     COHERE,
     CPU,
@@ -26,7 +25,6 @@ from pass_cases import (
 )
 from torch import fx
 
-from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.framework.manager import ContractError, run_passes
 from compiled_engine.passes.framework.op_library import LinearArguments, OpDeclaration, declare_op
 from compiled_engine.passes.linear.gated_linear import GatedLinear
@@ -41,26 +39,6 @@ from compiled_engine.passes.registry import passes_of_quantised, registered_pass
 aten = torch.ops.aten
 OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
 FAMILIES = {"experts": QWEN3_MOE, "layer_norm": STARCODER2, "gated_convolution": LFM2}
-
-
-@dataclass(frozen=True)
-class Silent(GraphPass):
-    """A pass that has stopped matching, without saying why."""
-
-    right: GraphPass
-
-    @property
-    def name(self) -> str:
-        return self.right.name
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return self.right.applicable(compile_range, device_type)
-
-    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        return self.right.contract(graph, compile_range)
-
-    def run(self, graph: fx.Graph) -> PassResult:
-        return PassResult(0)
 
 
 @pytest.mark.parametrize(

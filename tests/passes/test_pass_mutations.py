@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from changed_passes import Broken
 from graph_edits import (
     ANGLES,
     CONVOLUTION,
@@ -196,29 +197,6 @@ MUTATIONS = (
 ONE_RANGE = {"small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
 
 
-@dataclass(frozen=True)
-class Broken(GraphPass):
-    """A pass whose result is edited."""
-
-    right: GraphPass
-    mutation: Mutation
-
-    @property
-    def name(self) -> str:
-        return self.right.name
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return self.right.applicable(compile_range, device_type)
-
-    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        return self.right.contract(graph, compile_range)
-
-    def run(self, graph: fx.Graph) -> PassResult:
-        result = self.right.run(graph)
-        self.mutation.edit(graph)
-        return result if self.mutation.reported else replace(result, replacements=())
-
-
 def cases() -> Iterator[Any]:
     """Each mutation in both types; of one, which goes by turns, an eighth runs, and of the other fewer."""
     for number, mutation in enumerate(MUTATIONS):
@@ -241,7 +219,7 @@ def test_a_broken_rewrite_is_caught(
 ) -> None:
     passes = registered_passes()
     place = [each.name for each in passes].index(mutation.broken)
-    broken = Broken(passes[place], mutation)
+    broken = Broken(passes[place], mutation.edit, mutation.reported)
     for compile_range in ONE_RANGE.get(mutation.broken, RANGES):
         graph = graph_for(mutation.family, dtype, compile_range)
         # On other graphs test_pass_manager.py verifies what comes before.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from changed_passes import Broken
 from graph_edits import Edit, copy_argument, set_argument, swap_results, take_from_next
 from pass_cases import BIASED, CPU, GEMMA2, RANGES, Family, graph_of, random_tensors, rewrite
 from test_tensor_parallel_pass import config_of, traced
@@ -139,29 +140,6 @@ def test_a_norm_goes_into_the_kernel_that_computes_it(
         assert rewrite(graph_pass, module).matches == is_changed
         calls = [len(module.graph.find_nodes(op="call_function", target=each)) for each in (NORM, target)]
         assert calls == [1 - is_changed, int(is_changed)]
-
-
-@dataclass(frozen=True)
-class Broken(GraphPass):
-    """A pass whose result is edited."""
-
-    right: GraphPass
-    edit: Edit
-
-    @property
-    def name(self) -> str:
-        return self.right.name
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return self.right.applicable(compile_range, device_type)
-
-    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        return 0
-
-    def run(self, graph: fx.Graph) -> PassResult:
-        result = self.right.run(graph)
-        self.edit(graph)
-        return result
 
 
 BREAKS: dict[str, tuple[str, Edit]] = {
