@@ -177,7 +177,8 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
     asked for. `prompt_logprobs`: (first position, rows), see RunnerOutput. `num_cached_tokens` counts prompt tokens
     that came from the prefix cache; it comes with the first token or before, and None says nothing new. So does
     `scheduled_time`: when it was first scheduled, in seconds of time.perf_counter. `num_drafts`: how many drafts the
-    step verified; if any, all new tokens but the last are drafts that were right.
+    step verified. `num_accepted`: how many of the new tokens are drafts that were right: all but the last one, and that
+    too where a stop token or an error ends the request among the drafts.
     """
 
     request_id: str
@@ -190,6 +191,12 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
     scheduled_time: float | None = None
     vectors: Vectors | None = None
     num_drafts: int = 0
+    num_accepted: int = 0
+
+
+def accepted_drafts(num_drafts: int, num_tokens: int) -> int:
+    """Return how many drafts were right in a step that verified num_drafts of a request and yielded num_tokens."""
+    return max(0, num_tokens - 1) if num_drafts else 0
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,8 @@ class StepOutputs:
         every_num_drafts = repeat(0) if self.num_drafts is None else self.num_drafts
         for (request_id, tokens), num_drafts in zip(self.rows(), every_num_drafts, strict=False):
             logprobs = None if self.logprobs is None else self.logprobs.select(tokens)
-            yield EngineOutput(request_id, tuple(self.token_ids[tokens]), logprobs, num_drafts=num_drafts)
+            new, num_accepted = tuple(self.token_ids[tokens]), accepted_drafts(num_drafts, tokens.stop - tokens.start)
+            yield EngineOutput(request_id, new, logprobs, num_drafts=num_drafts, num_accepted=num_accepted)
 
     def __iter__(self) -> Iterator[EngineOutput]:
         yield from self.in_columns()

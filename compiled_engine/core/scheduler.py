@@ -53,6 +53,7 @@ from compiled_engine.messages import (
     SchedulerOutput,
     StepOutputs,
     TokenMasks,
+    accepted_drafts,
 )
 from compiled_engine.sampling.token_mask import Constraint
 
@@ -423,7 +424,8 @@ class Scheduler:
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
             elif (output := self._take_tokens(request, tokens, result)) is not None:
-                others.append(structs.replace(output, num_drafts=num_drafts))
+                num_accepted = min(len(output.new_token_ids), accepted_drafts(num_drafts, count))
+                others.append(structs.replace(output, num_drafts=num_drafts, num_accepted=num_accepted))
         every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.num_drafts)
         return every.part(columns, others)
 

@@ -13,7 +13,7 @@ from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.running_pooling import RunningPooling
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineOutput, StepOutputs
+from compiled_engine.messages import EngineOutput, StepOutputs, accepted_drafts
 
 
 class RunningRequest:
@@ -52,14 +52,14 @@ class RunningRequest:
     def extend(self, engine_request_id: str, token_ids: Sequence[int], num_drafts: int) -> None:
         """Append tokens of a step that change nothing else to one completion, which looks for no stop string."""
         self.completions[engine_request_id].token_ids += token_ids
-        self._count_drafts(num_drafts, len(token_ids))
+        self._count_drafts(num_drafts, accepted_drafts(num_drafts, len(token_ids)))
 
-    def _count_drafts(self, num_drafts: int, num_tokens: int) -> None:
-        """Count the drafts of a step in which a completion got so many tokens."""
+    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a step, and how many of them are part of the output."""
         if num_drafts:
             self._num_drafts += 1
             self._num_draft_tokens += num_drafts
-            self._num_accepted_tokens += max(0, num_tokens - 1)
+            self._num_accepted_tokens += num_accepted
 
     def update(self, output: EngineOutput, now: float) -> str | None:
         """Add a step's output to one completion; return its finish reason."""
@@ -78,7 +78,8 @@ class RunningRequest:
         completion = self.completions[output.request_id]
         num_known = len(completion.token_ids)
         completion.update(output)
-        self._count_drafts(output.num_drafts, len(completion.token_ids) - num_known)
+        num_kept = len(completion.token_ids) - num_known  # fewer than there are if a stop string ends it
+        self._count_drafts(output.num_drafts, min(num_kept, output.num_accepted))
         self._note_end(completion, now)
         return completion.finish_reason
 
@@ -225,7 +226,8 @@ class OutputProcessor:
             tokens, first = slice(first, first + count), first + count
             if request_id in self._watched or request_id in self._logprob_sinks:
                 logprobs = None if outputs.logprobs is None else outputs.logprobs.select(tokens)
-                output = EngineOutput(request_id, tuple(token_ids[tokens]), logprobs, num_drafts=num_drafts)
+                new, num_accepted = tuple(token_ids[tokens]), accepted_drafts(num_drafts, count)
+                output = EngineOutput(request_id, new, logprobs, num_drafts=num_drafts, num_accepted=num_accepted)
                 self._take(output, now, changed if request_id in self._watched else {}, aborts)
             elif (state := generating.get(request_id)) is not None:
                 state.extend(request_id, token_ids[tokens], num_drafts)

@@ -72,7 +72,7 @@ class RequestMetrics:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Mean number of tokens of a step that verified drafts; None without any."""
+        """Mean number of tokens of a step that verified drafts, as vLLM counts it; None without any."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property

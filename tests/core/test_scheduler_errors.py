@@ -113,6 +113,19 @@ def test_each_output_says_how_many_drafts_its_step_verified() -> None:
         result = RunnerOutput([3] * count, counts=[count], num_drafts=[num_drafts])
         (output,) = scheduler.update(next_step(scheduler), result)
         assert (output.new_token_ids, output.num_drafts) == ((3,) * count, num_drafts)
+        assert output.num_accepted == count - 1
     assert output.finish_reason == "length"
     metrics = scheduler.metrics()
     assert [metrics[name] for name in ("drafted_requests", "draft_tokens", "accepted_tokens")] == [3, 7, 3]
+
+
+@pytest.mark.parametrize(("tokens", "kept", "accepted"), [([5, 6, 7, 8], 2, 2), ([5, 6], 2, 1), ([6], 1, 0)])
+def test_a_draft_that_is_a_stop_token_is_accepted(tokens: list[int], kept: int, accepted: int) -> None:
+    """It is part of the output, unlike those behind it. The last token of a step is no draft."""
+    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler.add(EngineRequest("a", (1, 2), SamplingParams(stop_token_ids=[6])))
+    scheduler.update(next_step(scheduler), RunnerOutput([1], counts=[1]))
+    result = RunnerOutput(tokens, counts=[len(tokens)], num_drafts=[3])
+    (output,) = scheduler.update(next_step(scheduler), result)
+    assert (output.new_token_ids, output.finish_reason) == (tuple(tokens[:kept]), "stop")
+    assert (output.num_drafts, output.num_accepted) == (3, accepted)

@@ -263,8 +263,8 @@ def test_accepted_drafts_are_those_in_the_output() -> None:
     outputs = OutputProcessor(TOKENIZER)
     (request,) = Frontend().prepare(max_tokens=9)
     state = outputs.add(request)
-    for tokens, finish in (((5, 6, 7), None), ((8,), None), ((), "error")):
-        output = EngineOutput(request.request_id, tokens, finish_reason=finish, num_drafts=4)
+    for tokens, accepted, finish in (((5, 6, 7), 2, None), ((8,), 0, None), ((), 0, "error")):
+        output = EngineOutput(request.request_id, tokens, finish_reason=finish, num_drafts=4, num_accepted=accepted)
         outputs.process(StepOutputs(others=(output,)))
     metrics = state.snapshot().metrics
     assert metrics is not None
@@ -291,19 +291,24 @@ def test_drafts_are_counted_in_columns_too(partial: bool, several: int) -> None:
 @pytest.mark.parametrize("stop", [None, "fox"])
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_drafts_behind_a_stop_string_are_not_accepted(stop: str | None, logprobs: int | None) -> None:
-    """They are no part of the output, whether all tokens of a step come in columns or not."""
+    """They are no part of the output; those up to its end are, also the one that completes the string."""
     frontend = Frontend()
     (request,) = frontend.prepare(max_tokens=100, stop=stop, logprobs=logprobs)
     processor = OutputProcessor(TOKENIZER)
     state = processor.add(request)
     tokens = TOKENIZER.encode(SAID)
     rows = None if logprobs is None else LogprobRows.of(map(logprobs_of, tokens))
-    processor.process(StepOutputs(others=[EngineOutput(request.request_id, tuple(tokens), rows, num_drafts=200)]))
+    drafts: dict[str, Any] = {"num_drafts": 200, "num_accepted": len(tokens) - 1}
+    processor.process(StepOutputs(others=[EngineOutput(request.request_id, tuple(tokens), rows, **drafts)]))
     output = state.snapshot()
     metrics, kept = output.metrics, len(output.outputs[0].token_ids)
     assert metrics is not None
     assert (kept < len(tokens)) == (stop is not None)
-    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (1, 200, kept - 1)
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (
+        1,
+        200,
+        min(kept, len(tokens) - 1),
+    )
 
 
 def test_many_prompts_each_get_their_output() -> None:

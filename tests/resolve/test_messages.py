@@ -42,7 +42,7 @@ MESSAGES = (
     StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")], LOGPROBS),
     NEW,
     STEP,
-    EngineOutput("r", (5, 6), num_drafts=3),
+    EngineOutput("r", (5, 6), num_drafts=3, num_accepted=1),
     StepOutputs(["r", "s"], [5, 6, 7], [], counts=[1, 2], num_drafts=[0, 3]),
     RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}, {"s": (1, LOGPROBS)}),
     RunnerOutput([5, 6], counts=[2, 0]),
