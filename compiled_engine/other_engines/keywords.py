@@ -1,4 +1,5 @@
-"""Keywords of other engines' `LLM`, as data: those of vLLM (its LLM and EngineArgs) and of nano-vllm.
+"""Keywords of other engines' `LLM`, as data: those of vLLM (its LLM and EngineArgs) and of nano-vllm, and SGLang's
+options of drafts.
 
 Each has a row with its effect, read by `translate`.
 """
@@ -231,6 +232,20 @@ HONOURED: Rows = {
     **COMPILATION_KEYWORDS,
 }
 
+# Of vLLM, of its versions before speculative_config, and of SGLang.
+OPTIONS_OF_DRAFTS = """
+    spec_method spec_model spec_tokens speculative_model num_speculative_tokens
+
+    speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len
+    speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min spec_decoding_acceptance_method
+
+    speculative_algorithm speculative_draft_model_path speculative_draft_model_revision
+    speculative_draft_model_quantization speculative_num_steps speculative_num_draft_tokens speculative_eagle_topk
+    speculative_token_map speculative_accept_threshold_single speculative_accept_threshold_acc
+    speculative_attention_mode speculative_ngram_min_match_window_size speculative_ngram_max_match_window_size
+    speculative_adaptive
+"""
+
 # Unsupported features, with the values that do not use them.
 NOT_SUPPORTED: Rows = {
     **only(
@@ -246,12 +261,8 @@ NOT_SUPPORTED: Rows = {
     **only("a KV cache size in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
     **only(
         "speculative decoding by separate options",
-        "give speculative_config",
-        spec_method=(),
-        spec_model=(),
-        spec_tokens=(),
-        speculative_model=(),
-        num_speculative_tokens=(),
+        "give speculative_config, a dict with method, num_speculative_tokens and model, see docs/speculation.md",
+        **dict.fromkeys(OPTIONS_OF_DRAFTS.split(), ()),
     ),
     **only("diffusion", "use an autoregressive model", diffusion_config=({},)),
     **only("the option task", "give runner and convert", task=("auto", "generate")),

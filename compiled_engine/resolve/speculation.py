@@ -23,7 +23,7 @@ from compiled_engine.config import (
     local_share,
 )
 from compiled_engine.models.checkpoint.config_reader import read_model_config
-from compiled_engine.models.checkpoint.eagle3_folder import read_head
+from compiled_engine.models.checkpoint.eagle3_folder import is_head, read_head
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.compile import resolve_compile
@@ -34,8 +34,9 @@ from compiled_engine.resolve.cuda_graphs import (
     recording_obstacle,
 )
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
+from compiled_engine.resolve.foreign_draft_keys import is_default, unknown_key_message
 from compiled_engine.resolve.parallel import check_model
-from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, require, text, unknown_name_message
+from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, require, text
 
 NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
 WITH_MODEL = (DRAFT_MODEL, EAGLE3)
@@ -93,7 +94,7 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
         return SpeculationConfig()
     for name, value in given.items():
         if name not in KEYS:
-            raise ValueError(unknown_name_message("speculative_config has no key", str(name), KEYS))
+            raise ValueError(unknown_key_message(str(name), value, KEYS))
         KEYS[name].check(f"speculative_config[{name!r}]", value)
     method = given.get("method", "")
     for name in (*REQUIRED, *(("model",) if method in WITH_MODEL else ())):
@@ -226,6 +227,8 @@ def _draft_model(
     model = config.model
     asked = replace(options, model=given["model"], revision=given.get("revision"))
     folder = resolve_model_folder(asked, reasons, progress)
+    if is_head(folder.path):
+        raise ValueError("it is an EAGLE-3 head; allowed: a model that generates, or 'method': 'eagle3'")
     draft, model_reasons = read_model_config(
         folder.path,
         hub_name=folder.hub_name,
@@ -257,7 +260,7 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return the given keys; a key with the value None counts as absent."""
+    """Return the given keys; one with the value None counts as absent, and so does one of vLLM's that asks for nothing."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -265,7 +268,7 @@ def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
             raise ValueError(f"speculative_config is {value!r}; allowed: a dict as JSON ({error})") from error
     if not isinstance(value, Mapping | None):
         raise TypeError(f"speculative_config is {value!r}; allowed: a dict, or one as JSON")
-    return {name: each for name, each in (value or {}).items() if each is not None}
+    return {name: each for name, each in (value or {}).items() if each is not None and not is_default(name, each)}
 
 
 def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int]:

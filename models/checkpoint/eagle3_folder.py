@@ -78,8 +78,18 @@ def _layer_fields(fields: JsonFields) -> JsonFields:
             raise fields.error(SPECULATORS, "eagle3")
         return fields.section(LAYER)
     if fields.texts("architectures")[0] not in NAMES:
-        raise fields.error("architectures", f"one of {', '.join(NAMES)}")
+        raise fields.error("architectures", f"that of a head ({', '.join(NAMES)}); a whole model is a 'draft_model'")
     return fields
+
+
+def is_head(path: Path) -> bool:
+    """Return whether the folder holds a head: not if it has no config.json that can be read."""
+    try:
+        fields = JsonFields.from_file(path / "config.json")
+    except ValueError:
+        return False
+    names = fields.values.get("architectures")
+    return SPECULATORS in fields or (isinstance(names, list) and any(name in NAMES for name in names))
 
 
 def _layers(fields: JsonFields, num_layers: int) -> list[int]:

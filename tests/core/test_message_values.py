@@ -46,7 +46,9 @@ def test_outputs_in_columns(
         first = sum(counts[:index])
         tokens = token_ids[first : first + count]
         rows = rows_of(token_ids).select(slice(first, first + count)) if with_logprobs else None
-        given: dict[str, Any] = {"num_drafts": num_drafts, "num_accepted": max(0, count - 1)} if drafts and num_drafts else {}
+        given: dict[str, Any] = (
+            {"num_drafts": num_drafts, "num_accepted": max(0, count - 1)} if drafts and num_drafts else {}
+        )
         expected.append(EngineOutput(f"r{index}", tuple(tokens), rows, **given))
     other = EngineOutput("other", (), finish_reason="length")
     outputs = StepOutputs(

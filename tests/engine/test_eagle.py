@@ -272,7 +272,7 @@ BAD_HEADS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, None, r"fc.weight \(\[64, 192\] instead of \[64, 128\]\)"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, None, "use_aux_hidden_state must be true, got False"),
     ({"num_hidden_layers": 2}, None, "num_hidden_layers must be 1, got 2"),
-    ({"architectures": ["LlamaForCausalLM"]}, None, "architectures must be one of LlamaForCausalLMEagle3"),
+    ({"architectures": ["LlamaForCausalLM"]}, None, r"architectures must be that of a head \(LlamaForCausalLMEagle3"),
     ({"draft_vocab_size": 50}, "d2t", "has no tensor d2t, but draft_vocab_size is 50; allowed without: 131"),
     ({}, "fc.weight", "1 missing: fc.weight"),
 ]

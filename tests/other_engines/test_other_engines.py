@@ -188,6 +188,8 @@ def test_all_keywords_without_effect_are_in_one_warning() -> None:
     ("keywords", "message"),
     [
         ({"nnodes": 2}, "nnodes is 2: this kind of parallelism is not supported"),
+        ({"ngram_prompt_lookup_max": 4}, "speculative decoding by separate options .* give speculative_config, a dict"),
+        ({"speculative_algorithm": "EAGLE3"}, "speculative decoding by separate options .* give speculative_config, a"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb is True"),
         ({"enforce_eager": 1}, "enforce_eager is 1; allowed: True, False"),
         ({"tokenizer_mode": "slow"}, "tokenizer_mode is 'slow'; allowed"),

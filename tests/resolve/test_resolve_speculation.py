@@ -69,6 +69,10 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
         ("[3]", "speculative_config is [3]; allowed: a dict, or one as JSON"),
         ("{", "speculative_config is '{'; allowed: a dict as JSON ("),
         (of(num_speculativ_tokens=3), "has no key 'num_speculativ_tokens'; did you mean 'num_speculative_tokens'?"),
+        (of(wings=3), "has no key 'wings'; allowed: method, num_speculative_tokens, prompt_lookup_max"),
+        (of(disable_by_batch_size=4), "['disable_by_batch_size'] is 4, but there is no such key; give enable_adaptive"),
+        (of(max_model_len=50), "['max_model_len'] is 50, but there is no such key; leave it out: a draft model is run"),
+        (of(enforce_eager=True), "['enforce_eager'] is True, but there is no such key; leave it out: a draft model"),
         ({"method": "ngram"}, "speculative_config has no 'num_speculative_tokens', which it must have"),
         (
             {"num_speculative_tokens": 2},
@@ -134,6 +138,22 @@ def test_values_that_are_refused(value: Any, message: str) -> None:
 def test_synthetic_acceptance(given: dict[str, Any], rates: tuple[float, ...]) -> None:
     assert resolved(synthetic(**given)).acceptance_rates == pytest.approx(rates)
     assert resolved(of(rejection_sample_method="standard")).acceptance_rates == ()
+
+
+def test_keys_of_vllm_that_ask_for_nothing() -> None:
+    """Scripts write defaults out."""
+    given = of(enforce_eager=False, parallel_drafting=False, quantization=None, max_model_len=None)
+    assert resolved(given) == resolved(of())
+
+
+def test_a_head_is_no_draft_model(bundled_model_path: Path) -> None:
+    """Nor is a model a head; the errors say which method each has."""
+    with pytest.raises(
+        ValueError, match="it is an EAGLE-3 head; allowed: a model that generates, or 'method': 'eagle3'"
+    ):
+        resolved(of(method="draft_model", model=bundled_model_path / "head"))
+    with pytest.raises(ValueError, match=r"architectures must be that of a head .*; a whole model is a 'draft_model'"):
+        resolved(of(method="eagle3", model=bundled_model_path))
 
 
 def test_a_draft_model(bundled_model_path: Path) -> None:
