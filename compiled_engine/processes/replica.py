@@ -117,7 +117,10 @@ def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
     for name in (*COUNTED_BY_NAME, *HELD_BY_NAME):
         those = answers if name in COUNTED_BY_NAME else living
         if all(name in each for each in answers):
-            found[name] = dict(sum((Counter(each[name]) for each in those), Counter()))
+            totals = Counter[str]()
+            for each in those:
+                totals.update(each[name])  # unlike a sum of counters, with those that are 0
+            found[name] = dict(totals)
     found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
     found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)
     return found | {"replicas": [_of_one(replica) for replica in replicas]}

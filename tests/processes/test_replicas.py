@@ -500,7 +500,7 @@ NOT_ADDED = {"kv_usage", "api_processes", "capture_seconds", "start_s", "draft_s
 
 
 def test_each_figure_of_the_server_is_that_of_all_replicas() -> None:
-    """Every counter that /metrics shows, and every gauge but a few."""
+    """Every counter that /metrics shows, and every gauge but a few; also those that are 0."""
     names = {*GAUGES, *COUNTERS, *LABELLED, *LABELLED_GAUGES} - NOT_ADDED
     assert {*GAUGES, *LABELLED_GAUGES} >= NOT_ADDED
     by_name = {*LABELLED, *LABELLED_GAUGES}
@@ -511,13 +511,14 @@ def test_each_figure_of_the_server_is_that_of_all_replicas() -> None:
         assert core.connection.wait_readable(20)
         (question,) = core.connection.receive()
         assert isinstance(question, Control)
-        told = {name: {"a": 3} if name in by_name else 3 for name in names}
+        told = {name: {"a": 3, "b": 0} if name in by_name else 3 for name in names}
         core.say(Answered(question.number, FIGURES | told))
 
     for core in cores:
         threading.Thread(target=answer, args=(core,), daemon=True).start()
     found = engine.call(ControlCall("metrics"))
-    assert {name: found[name] for name in names} == {name: {"a": 6} if name in by_name else 6 for name in names}
+    total = {"a": 6, "b": 0}
+    assert {name: found[name] for name in names} == {name: total if name in by_name else 6 for name in names}
     engine.close()
 
 
