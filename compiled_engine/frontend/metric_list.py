@@ -22,12 +22,17 @@ COUNTERS = {
     "steps": "num_steps",
     "compiles": "num_compiles",
     "captures": "num_graph_captures",
+    "drafted_requests": "spec_decode_num_drafts",
+    "draft_tokens": "spec_decode_num_draft_tokens",
+    "accepted_tokens": "spec_decode_num_accepted_tokens",
 }
+# The same for counters by the value of a label.
+LABELLED = {"accepted_by_position": ("spec_decode_num_accepted_tokens_per_pos", "position")}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure. kind: "gauge" goes up and down, "counter" only up. labels: none so far."""
+    """A figure. kind: "gauge" goes up and down, "counter" only up. labels: the position of a draft."""
 
     name: str
     kind: str
@@ -38,4 +43,7 @@ class Metric:
 def metric_list(metrics: Mapping[str, Any]) -> list[Metric]:
     """The figures of `LLM.metrics` that are requests, blocks (a share from 0 to 1), tokens or counts."""
     kinds = (("gauge", GAUGES), ("counter", COUNTERS))
-    return [Metric(PREFIX + name, kind, metrics[key]) for kind, names in kinds for key, name in names.items()]
+    found = [Metric(PREFIX + name, kind, metrics[key]) for kind, names in kinds for key, name in names.items()]
+    for key, (name, label) in LABELLED.items():
+        found += [Metric(PREFIX + name, "counter", count, {label: value}) for value, count in metrics[key].items()]
+    return found
