@@ -23,6 +23,8 @@ from compiled_engine.schema import Declaration, JsonSchema, declarations, plain,
 ENVIRONMENT = "COMPILED_ENGINE_"
 # Options with variables that the engine reads itself, as defaults that may be ignored.
 READ_BY_THE_ENGINE = ("cache_dir",)
+# Options whose values are JSON objects; a YAML file may have them as mappings.
+OBJECTS = ("speculative_config", "pooler_config")
 TYPES: dict[str, type] = {"integer": int, "number": float, "boolean": bool}
 
 
@@ -233,6 +235,9 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
             if (instead := other_name(str(written), flags)) is not None:
                 raise typer.BadParameter(f"{what} {str(written)!r}; {instead}")
             raise typer.BadParameter(unknown_name_message(what, str(written), names))
+        if isinstance(value, dict) and name in OBJECTS:
+            defaults[name] = json.dumps(value, default=str)  # YAML has dates
+            continue
         if isinstance(value, dict) or value is None:
             raise typer.BadParameter(f"{written} in {str(path)!r} must be a value or a list, got {value!r}")
         if negates and not isinstance(value, bool):

@@ -239,3 +239,28 @@ def test_a_file_may_say_what_is_not_to_be(text: str, said: str, tmp_path: Path) 
     path.write_text(text)
     result = CliRunner().invoke(command, ["--config", str(path)])
     assert re.search(said, " ".join((result.stdout + result.stderr).split()))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("speculative-config: {method: ngram, num_speculative_tokens: 3}", '{"method": "ngram", "num_speculative_tok'),
+        ("speculative_config:\n  method: ngram", '{"method": "ngram"}'),
+        ("model: {method: ngram}", "model in .* must be a value or a list"),
+    ],
+)
+def test_a_file_may_have_mappings_where_the_command_line_has_json(text: str, said: str, tmp_path: Path) -> None:
+    command = typer.Typer()
+
+    @command.command()
+    def show(
+        config: Annotated[Path | None, typer.Option(callback=read_config_file, is_eager=True)] = None,
+        speculative_config: Annotated[str | None, typer.Option()] = None,
+        model: Annotated[str | None, typer.Option()] = None,
+    ) -> None:
+        typer.echo(speculative_config)
+
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(command, ["--config", str(path)])
+    assert re.search(said, " ".join((result.stdout + result.stderr).split()))
