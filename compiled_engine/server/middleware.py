@@ -8,7 +8,6 @@ import ipaddress
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from urllib.parse import SplitResult, urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +16,7 @@ from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
+from compiled_engine.server.web_origins import AllowedPages, split_url
 
 # Web pages that may use a server without keys: a browser sends requests for any page that its user opens.
 
@@ -40,20 +40,19 @@ def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None
     """
     if options.api_key:
         return lambda headers: None
-    pages = {_normal(urlsplit(origin)) for origin in options.allowed_origin}
-    hosts = {host for _, host, _ in pages} | {options.host}
+    pages = AllowedPages(options.allowed_origin)
+    hosts = pages.hosts | {options.host}
     checks_host = is_loopback(options.host)
 
     def check(headers: Headers) -> ApiError | None:
-        host = _split("//" + headers["host"]) if "host" in headers else None
+        host = split_url("//" + headers["host"]) if "host" in headers else None
         if checks_host and host is not None and not (_is_near(host.hostname or ".") or host.hostname in hosts):
             return _refusal("host", headers["host"])
         origin = headers.get("origin")
         if origin is None:
             return None
-        page = _split(origin)
-        own = host is not None and bool(host.hostname) and page.netloc.lower() == host.netloc.lower()
-        return None if own or _normal(page) in pages else _refusal("origin", origin)
+        own = host is not None and bool(host.hostname) and split_url(origin).netloc.lower() == host.netloc.lower()
+        return None if own or origin in pages else _refusal("origin", origin)
 
     return check
 
@@ -64,21 +63,6 @@ def _is_near(host: str) -> bool:
         return bool(ipaddress.ip_address(host))
     except ValueError:
         return "." not in host.removesuffix(".localhost")
-
-
-def _split(url: str) -> SplitResult:
-    """The parts of a URL; of what is none, empty ones."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises for a wrong one
-    except ValueError:
-        return urlsplit("")
-    return parts
-
-
-def _normal(origin: SplitResult) -> tuple[str, str, int | None]:
-    port = origin.port or {"http": 80, "https": 443}.get(origin.scheme)
-    return origin.scheme, origin.hostname or "", port
 
 
 def _refusal(header: str, value: str) -> ApiError:
@@ -110,6 +94,7 @@ class RequestScope:
         self._routes = frozenset(routes)
         self._open_paths = frozenset(open_paths)
         self._refusal_of_visitor = visitor_check(serving.options)
+        self._pages = AllowedPages(serving.options.allowed_origin)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,11 +109,15 @@ class RequestScope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.serving.metrics.response(route, message["status"])
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id), *for_page]
             await send(message)
 
-        refusal = self._refusal_of_visitor(_named(scope, b"host", b"origin")) or self._refusal_of_key(scope, path)
-        app = self._app if refusal is None else error_response(refusal)
+        for_page = self._pages.headers(_header(scope, b"origin"))
+        refusal = self._refusal_of_visitor(_named(scope, b"host", b"origin"))
+        preflight = self._pages.preflight(scope) if refusal is None else None
+        if preflight is None:
+            refusal = refusal or self._refusal_of_key(scope, path)
+        app = preflight or (self._app if refusal is None else error_response(refusal))
         await app(scope, receive, send_with_id)
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:

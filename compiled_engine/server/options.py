@@ -69,7 +69,7 @@ class ServerOptions:
         "except /health, /ping and /ready; without this option no key is needed",
     )
     allowed_origin: tuple[str, ...] = declare(
-        (), TEXTS, "origin of web pages that may use a server without a key, for example https://chat.example"
+        (), TEXTS, "origin of web pages that may use the server in a browser, for example https://chat.example"
     )
     served_model_name: tuple[str, ...] = declare(
         (),

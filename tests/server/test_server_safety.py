@@ -522,6 +522,34 @@ def test_loopback_is_the_default() -> None:
     assert ServerOptions().host == "127.0.0.1"
 
 
+def test_browsers_give_answers_to_pages_of_an_allowed_origin(server: RunningServer) -> None:
+    page, other = {"origin": "https://chat.example"}, {"origin": "https://evil.example"}
+    preflight = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type",
+    }
+    key = {"authorization": f"Bearer {KEY}"}
+    engine = ScriptedEngine(server.engine, ["a", "b"])
+    with running(engine, allowed_origin=("https://chat.example",), api_key=(KEY,)) as own:
+        path = f"{own.url}/v1/completions"
+        asked = httpx.options(path, headers=page | preflight)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (204, page["origin"])
+        assert asked.headers["access-control-allow-headers"] == preflight["access-control-request-headers"]
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        for stream in (False, True):
+            answer = httpx.post(path, json={"prompt": "x", "stream": stream}, headers=page | key, timeout=30)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["origin"])
+            assert answer.headers["vary"] == "origin"
+        refused = httpx.post(path, json={"prompt": "x"}, headers=page)  # the page can read why
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page["origin"])
+        for response in (
+            httpx.options(path, headers=other | preflight),
+            httpx.get(f"{own.url}/v1/models", headers=other | key),
+            httpx.get(f"{own.url}/v1/models", headers=key),
+        ):
+            assert "access-control-allow-origin" not in response.headers
+
+
 async def wait_until(condition: Any) -> None:
     deadline = time.monotonic() + 20
     while not condition():

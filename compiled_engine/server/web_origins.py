@@ -1,0 +1,76 @@
+"""Web pages that may use the server: their origins, and what a browser asks for before it gives a page an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from urllib.parse import SplitResult, urlsplit
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+Header = tuple[bytes, bytes]
+
+# Headers of answers that a page may read besides those that every page may.
+_READABLE = b"x-request-id, x-compiled-engine-warning, retry-after"
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+(?: *, *[A-Za-z0-9_-]+)*")
+# Seconds for which a browser remembers the answer to a preflight.
+_PREFLIGHT_AGE = b"600"
+
+
+class AllowedPages:
+    """Pages of origins such as https://chat.example, to which a browser gives the server's answers (CORS)."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = {normal_origin(split_url(origin)) for origin in origins}
+
+    @property
+    def hosts(self) -> set[str]:
+        return {host for _, host, _ in self._origins}
+
+    def __contains__(self, origin: str) -> bool:
+        return normal_origin(split_url(origin)) in self._origins
+
+    def headers(self, origin: bytes | None) -> list[Header]:
+        """Return what an answer to a request with this origin has: none where no page is allowed."""
+        if not self._origins:
+            return []
+        vary = (b"vary", b"origin")
+        if origin is None or origin.decode("latin-1") not in self:
+            return [vary]
+        return [vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", _READABLE)]
+
+    def preflight(self, scope: Scope) -> Response | None:
+        """Return the answer to a browser that asks whether an allowed page may send a request; None if it does not.
+
+        It has no key: browsers add none to this question.
+        """
+        given = dict(scope["headers"])
+        origin = given.get(b"origin", b"").decode("latin-1")
+        if scope["method"] != "OPTIONS" or b"access-control-request-method" not in given or origin not in self:
+            return None
+        answer = Response(status_code=204)
+        answer.raw_headers += [
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-max-age", _PREFLIGHT_AGE),
+        ]
+        names = given.get(b"access-control-request-headers", b"")
+        if _HEADER_NAMES.fullmatch(names):
+            answer.raw_headers.append((b"access-control-allow-headers", names))
+        return answer
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a URL; of what is none, empty ones."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for a wrong one
+    except ValueError:
+        return urlsplit("")
+    return parts
+
+
+def normal_origin(origin: SplitResult) -> tuple[str, str, int | None]:
+    """Scheme, host and port, which may be left out of an origin."""
+    port = origin.port or {"http": 80, "https": 443}.get(origin.scheme)
+    return origin.scheme, origin.hostname or "", port
