@@ -16,6 +16,7 @@ from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.passes.registry import check_registered, load_plugins
 from compiled_engine.process.begin_gpu import cuda_context
+from compiled_engine.process.forks import begin_to_compute
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -75,6 +76,7 @@ class InProcessExecutor:
         link: StageLink | None = None,
     ):
         """group, link: the ranks that this one is of, see Runner."""
+        begin_to_compute()
         load_plugins(config.compile.plugins)
         check_registered(config.compile.passes)
         self._device = config.device
