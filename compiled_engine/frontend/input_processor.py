@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import AdapterRef, EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
+from compiled_engine.process.callers import warn_caller
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def checked_priorities(given: int | Sequence[int] | None, count: int, limits: Re
         if not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"priority[{index}] must be an integer of 64 bits, got {value}")
     if any(values) and not limits.has_priorities:
-        warnings.warn("priority has no effect unless scheduling_policy is 'priority'", UserWarning, stacklevel=4)
+        warn_caller("priority has no effect unless scheduling_policy is 'priority'")
         return [0] * count
     return list(values)
 

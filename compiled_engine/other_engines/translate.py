@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from compiled_engine.other_engines.keywords import (
     Row,
     WithoutEffect,
 )
+from compiled_engine.process.callers import warn_caller
 from compiled_engine.schema import unknown_name_message
 
 SIZES = ("capture_sizes", "capture_token_sizes")
@@ -87,7 +87,7 @@ def translate(keywords: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
             ignored[Ignored(item.keyword, "the mode captures no CUDA graphs")] = None
     if ignored:
         reasons = "; ".join(f"{keyword} ({reason})" for keyword, reason in ignored)
-        warnings.warn(f"keywords without effect: {reasons}", UserWarning, stacklevel=5)
+        warn_caller(f"keywords without effect: {reasons}")
     return {option: item.value for option, item in wanted.items()}
 
 

@@ -376,6 +376,18 @@ def test_a_fork_is_refused_instead_of_waiting_for_threads_that_it_lacks(llm: LLM
     assert closed == "None"
 
 
+def test_warnings_point_at_the_line_of_the_caller(llm: LLM) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: LLM(**SMALL, load_format="dummy", swap_space=4).close(),
+        lambda: llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, priority=1),
+        lambda: llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=False, priority=1),
+    ]
+    for call in calls:
+        with pytest.warns(UserWarning, match="effect") as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_an_llm_is_not_pickled(llm: LLM) -> None:
     with pytest.raises(TypeError, match="an LLM cannot be pickled"):
         pickle.dumps(llm)

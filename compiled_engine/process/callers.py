@@ -1,0 +1,24 @@
+"""Warnings that point at the caller's line, however deep in the engine they arise."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_OWN = str(Path(__file__).parents[1])
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the nearest line that is not the engine's, nor that of a decorator of contextlib."""
+    level, frame = 1, sys._getframe()
+    while (outer := frame.f_back) is not None and _is_own(frame):
+        level, frame = level + 1, outer
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def _is_own(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_OWN) or file == contextlib.__file__
