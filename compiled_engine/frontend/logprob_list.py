@@ -151,6 +151,12 @@ class LogprobList(Sequence[Entry]):
     def __iter__(self) -> Iterator[Entry]:
         return self._growing.entries(0, self._length)
 
+    def __add__(self, other: Sequence[Entry]) -> list[Entry]:
+        return [*self, *other] if isinstance(other, LogprobList | list) else NotImplemented
+
+    def __radd__(self, other: list[Entry]) -> list[Entry]:
+        return [*other, *self] if isinstance(other, list) else NotImplemented
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LogprobList):
             other = other._list()

@@ -58,6 +58,9 @@ def test_it_is_the_list_that_would_be_made_at_once(num_top: int) -> None:
     assert ids.shape == (len(expected), 1 + num_top)
     pairs = [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
     assert pairs == [{token: entry.logprob for token, entry in each.items()} for each in expected]
+    assert found + expected == expected + found == found + found == expected * 2
+    with pytest.raises(TypeError):
+        found + tuple(expected)
     assert found != expected[1:]
     assert found != tuple(expected)
     assert expected[3] in found
