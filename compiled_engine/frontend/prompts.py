@@ -13,12 +13,14 @@ from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run.
 
-A dict may also have a "cache_salt", text: only prompts of one salt share a prefix in the KV cache.
+A dict may also have a "cache_salt", text: only prompts of one salt share a prefix in the KV cache. Keys of vLLM for
+images and embeddings may be None.
 """
 
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 KNOWN = frozenset(KEYS)
+OF_OTHER_ENGINES = frozenset(("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"))
 LONGEST_SALT = 256  # characters
 LONGEST_VALUE = 200  # characters of a value in an error
 
@@ -53,8 +55,9 @@ def _parse(name: str, prompt: Any) -> Prompt:
         if _is_sequence(prompt):
             return Prompt(name, None, _parse_token_ids(name, prompt))
         raise TypeError(f"{name} must be {FORMS}, got {_shown(prompt)}{_as_list(prompt)}")
-    if not KNOWN.issuperset(prompt):
-        unknown = [key for key in prompt if key not in KEYS]
+    unknown = [] if KNOWN.issuperset(prompt) else [key for key in prompt if key not in KEYS]
+    unknown = [key for key in unknown if key not in OF_OTHER_ENGINES or prompt[key] is not None]
+    if unknown:
         advice = "; token ids are 'prompt_token_ids'" if unknown[0] == "input_ids" else ""
         raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}{advice}")
     text, token_ids, salt = map(prompt.get, KEYS)

@@ -55,6 +55,13 @@ def test_given_both_the_ids_are_run_and_the_text_is_kept() -> None:
     assert (request.prompt, request.prompt_token_ids) == ("hello", (3, 4))
 
 
+def test_keys_for_other_inputs_may_be_none() -> None:
+    nothing = {"multi_modal_data": None, "mm_processor_kwargs": None, "prompt_embeds": None}
+    assert token_ids({"prompt_token_ids": [3, 4], **nothing}) == [(3, 4)]
+    with pytest.raises(ValueError, match="has the unknown key 'multi_modal_data'"):
+        process({"prompt": "hello", **nothing, "multi_modal_data": {"image": 1}})
+
+
 def test_no_prompts_are_no_requests() -> None:
     assert process([]) == process((), [], []) == []
 
