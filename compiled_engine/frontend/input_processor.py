@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 class PreparedRequest(msgspec.Struct, frozen=True):
     """A prompt ready to run: one engine request for each of its `sampling_params.n` completions. pooling: what is made
-    of it where it pools."""
+    of it where it pools. lora_request: the adapter that it was given with."""
 
     request_id: str
     prompt: str | None
@@ -33,6 +33,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
     pooling: PoolingTask | None = None
+    lora_request: LoRARequest | None = None
 
 
 def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenizer, limits: RequestLimits) -> None:
@@ -79,7 +80,9 @@ class InputProcessor:
         priorities = checked_priorities(priority, len(prompts), self._limits)
         encoded = [self._encode(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
         adapters = self.adapters.find_each(lora_request, len(prompts))
-        return [self._prepare(*each) for each in zip(prompts, encoded, params, priorities, adapters, strict=True)]
+        named = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(prompts)
+        given = zip(prompts, encoded, params, priorities, adapters, named, strict=True)
+        return [self._prepare(*each) for each in given]
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
@@ -151,6 +154,7 @@ class InputProcessor:
         params: SamplingParams,
         priority: int,
         adapter: AdapterRef | None,
+        lora_request: LoRARequest | None,
     ) -> PreparedRequest:
         request_id = f"{self._id_prefix}{next(self._numbers)}"
         grammar = None if params.structured_outputs is None else grammar_text(params.structured_outputs)
@@ -171,7 +175,7 @@ class InputProcessor:
             )
             for index in range(params.n)
         )
-        return PreparedRequest(request_id, prompt.text, token_ids, params, requests)
+        return PreparedRequest(request_id, prompt.text, token_ids, params, requests, lora_request=lora_request)
 
 
 def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:

@@ -125,6 +125,7 @@ class RunningRequest:
             self.finished,
             self._num_cached_tokens,
             metrics,
+            request.lora_request,
         )
 
     def _metrics(self) -> RequestMetrics:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compiled_engine.frontend.adapters import LoRARequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class RequestOutput:
 
     `prompt` is None for a prompt of token ids. `prompt_token_ids` is the same list in all outputs of a request.
     `prompt_logprobs` starts with None: nothing precedes the first token. `num_cached_tokens` counts prompt tokens that
-    came from the prefix cache; None before the first step.
+    came from the prefix cache; None before the first step. `lora_request` is the adapter that the prompt has.
     """
 
     request_id: str
@@ -135,3 +139,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
+    lora_request: LoRARequest | None = None

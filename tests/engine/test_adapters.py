@@ -67,6 +67,7 @@ def test_a_batch_of_adapters_and_none(adapted: Adapted) -> None:
     outputs = adapted.generate(names)
     for name, output in zip(names, outputs, strict=True):
         assert_is_of(merged(adapted.base, None if name is None else adapted.folders[name]), output)
+        assert output.lora_request == adapted.request(name)
     texts = {name: tuple(output.outputs[0].token_ids) for name, output in zip(names, outputs, strict=True)}
     assert len(set(texts.values())) > len(WAYS) - 1
     adapted.llm.core.check_integrity()
