@@ -198,7 +198,7 @@ def test_generate_prints_several_completions() -> None:
 
 
 def test_json_holds_outputs_and_metrics_and_nothing_else_is_on_stdout() -> None:
-    program = [sys.executable, "-c", "from compiled_engine.cli import main; main()"]
+    program = [sys.executable, "-m", "compiled_engine"]
     arguments = ["generate", *SMALL[:-1], "--prompt", PROMPT, "--prompt", "import", "--temperature", "0"]
     arguments += ["--max-tokens", "5", "--ignore-eos", "--logprobs", "2", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -68,6 +68,7 @@ LAYERS = (
     "bench.serving",
     "tune",
     "cli",
+    "__main__",
     "models.bundled_training",
 )
 # The modules of the core that decide on paper.
