@@ -28,6 +28,7 @@ from compiled_engine.server.lora_modules import adapters_of, check_adapter_optio
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
 from compiled_engine.server.model_list import health, load, model, models, ready, version
+from compiled_engine.server.nearest_path import nearest_path
 from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.pooling import classify, embeddings, pooling
@@ -146,7 +147,9 @@ def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Handle starlette's errors: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    path = request.url.path[:200]
-    text = {404: f"there is nothing at {path}", 405: f"{request.method} is not allowed at {path}"}
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))[:200]
+    nearest = nearest_path(path, {route.path for route in request.app.routes})
+    advice = f"; did you mean {nearest}?" if nearest else ""
+    text = {404: f"there is nothing at {path}{advice}", 405: f"{request.method} is not allowed at {path}"}
     headers = error.headers or {}
     return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers))
