@@ -103,7 +103,11 @@ class RequestScope:
             return
         given = _header(scope, REQUEST_ID) or b""
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        root = scope.get("root_path", "")
+        path = scope["path"].removeprefix(root)
+        if root and path.startswith(f"{root}/"):  # the proxy has left it there
+            scope = {**scope, "path": path}
+            path = path.removeprefix(root)
         route = path if path in self._routes else OTHER_ROUTE  # a label must not grow with requests
 
         async def send_with_id(message: Message) -> None:

@@ -137,7 +137,11 @@ class ServerOptions:
     )
     ssl_keyfile: str | None = declare(None, path("a file"), "private key, for HTTPS")
     ssl_certfile: str | None = declare(None, path("a file"), "certificate, for HTTPS")
-    root_path: str = declare("", text(may_be_empty=True), "path prefix that a proxy removes from requests")
+    root_path: str = declare(
+        "",
+        text(may_be_empty=True),
+        "prefix of paths by which clients of a proxy reach the server; the proxy may remove it or leave it",
+    )
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

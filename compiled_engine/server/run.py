@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
                 access_log=options.uvicorn_log_level in ("info", "debug", "trace"),
                 server_header=False,
                 proxy_headers=False,
-                root_path=options.root_path,
+                root_path=options.root_path and "/" + options.root_path.strip("/"),
                 backlog=BACKLOG,
                 timeout_keep_alive=options.limits.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=options.shutdown_timeout,  # type: ignore[arg-type]

@@ -71,19 +71,23 @@ def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
     assert httpx.get(f"{narrow.url}/load", headers={"authorization": f"Bearer {KEY}"}).json() == {"server_load": 0}
 
 
-def test_a_proxys_prefix_is_no_part_of_a_path(server: RunningServer) -> None:
-    with running(ScriptedEngine(server.engine), api_key=(KEY,), root_path="/llm") as behind_proxy:
-        assert httpx.get(f"{behind_proxy.url}/health").status_code == 200
-        assert httpx.get(f"{behind_proxy.url}/v1/models").status_code == 401
+@pytest.mark.parametrize("root_path", ["/llm", "/llm/"])
+@pytest.mark.parametrize("prefix", ["", "/llm"])  # the proxy removes it, or leaves it
+def test_a_proxys_prefix_is_no_part_of_a_path(server: RunningServer, prefix: str, root_path: str) -> None:
+    with running(ScriptedEngine(server.engine), api_key=(KEY,), root_path=root_path) as behind_proxy:
+        url = behind_proxy.url + prefix
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
         headers = {"authorization": f"Bearer {KEY}"}
-        assert httpx.get(f"{behind_proxy.url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{behind_proxy.url}/llm/llm/v1/models", headers=headers).status_code == 404
         counted = {
             sample.labels["route"]
             for family in behind_proxy.serving.metrics.collect({})
             for sample in family.samples
             if "route" in sample.labels
         }
-        assert counted == {"/health", "/v1/models"}
+        assert counted == {"/health", "/v1/models", "other"}
 
 
 BOUNDS: list[tuple[str, dict[str, Any]]] = [
