@@ -206,7 +206,11 @@ async def read_body(
 
     def read() -> tuple[Fields, list[str]]:
         values = decoded(body, limits.max_json_depth, limits.max_json_values)
-        return read_request(values, kind, strict=serving.options.strict, refused=refused, habits=habits)
+        fields, ignored = read_request(values, kind, strict=serving.options.strict, refused=refused, habits=habits)
+        if getattr(fields, "priority", None) and not serving.engine.limits.has_priorities:
+            fields.priority = None  # type: ignore[attr-defined]
+            ignored.append("priority has no effect unless scheduling_policy is 'priority'")
+        return fields, ignored
 
     async def read_in_turn() -> tuple[Fields, list[str]]:
         async with serving.decoding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -60,9 +61,10 @@ class RecordingEngine(ScriptedEngine):
 
 
 @contextmanager
-def recording_server(server: RunningServer, **options: Any) -> Iterator[RunningServer]:
+def recording_server(server: RunningServer, *, has_priorities: bool = True, **options: Any) -> Iterator[RunningServer]:
     engine = RecordingEngine(server.engine, ["a"])
     engine.given = []
+    engine.limits = replace(server.engine.limits, has_priorities=has_priorities)
     with running(engine, **options) as own:
         yield own
 
@@ -81,7 +83,7 @@ def keyed(server: RunningServer) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def few(server: RunningServer) -> Iterator[RunningServer]:
-    with recording_server(server, limits=Limits(max_in_flight=4)) as own:
+    with recording_server(server, has_priorities=False, limits=Limits(max_in_flight=4)) as own:
         yield own
 
 
@@ -123,6 +125,14 @@ def test_every_endpoint_has_priorities(recording: RunningServer, path: str) -> N
     for priority in (None, 0, -7):
         post(recording, path, {**(GENERATING | POOLING)[path], "priority": priority})
         assert recording.engine.given[-1]["priority"] == (priority or 0)
+
+
+@pytest.mark.parametrize("path", [*GENERATING, *POOLING])
+def test_a_priority_without_effect_is_named(few: RunningServer, path: str) -> None:
+    response = post(few, path, {**(GENERATING | POOLING)[path], "priority": 3})
+    if path in GENERATING:
+        assert response.headers["x-compiled-engine-warning"].startswith("priority has no effect unless")
+    assert few.engine.given[-1]["priority"] == 0
 
 
 @pytest.mark.parametrize("path", [*GENERATING, *POOLING])
