@@ -260,7 +260,7 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return the given keys. A key with the value None counts as absent, as does one of vLLM's that asks for nothing."""
+    """Return the given keys. A key of value None counts as absent, as does one of vLLM's that asks for nothing."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
