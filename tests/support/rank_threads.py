@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.core.control import apply
+from compiled_engine.core.executor import RANK_CALLS
+from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import worker
@@ -85,6 +87,9 @@ class ScriptedRunner:
     def sample(self, masks: TokenMasks) -> None:
         self.told.append(list(masks.request_ids))
         self.masks = len(masks.request_ids)
+
+    def call(self, call: ControlCall) -> list[Any]:
+        return [apply(call, self, RANK_CALLS)]
 
     def metrics(self) -> dict[str, Any]:
         return {"rank": self.rank, "steps": list(self.told), "cache_key": self.cache_key}
