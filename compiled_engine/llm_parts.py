@@ -61,14 +61,7 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         core.close()
         raise
     timeline.add("tokenizer", tokenizer_start_s, loading.seconds, "configuration")
-    limits = RequestLimits(
-        vocab_size=config.model.vocab_size,
-        max_model_len=config.model.max_model_len,
-        num_slots=core.num_slots,
-        has_priorities=config.scheduler.policy == "priority",
-        pools=config.model.pooling is not None,
-        max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
-    )
+    limits = RequestLimits.of(config, core.num_slots)
     return LLMParts(
         config=config,
         core=core,

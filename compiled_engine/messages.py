@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from compiled_engine.config import EngineConfig
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
@@ -120,6 +121,18 @@ class RequestLimits:
     has_priorities: bool = False
     pools: bool = False
     max_step_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_slots: int) -> RequestLimits:
+        """Return the limits of an engine with this configuration and number of slots."""
+        return cls(
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.model.max_model_len,
+            num_slots=num_slots,
+            has_priorities=config.scheduler.policy == "priority",
+            pools=config.model.pooling is not None,
+            max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
+        )
 
     @property
     def max_total_tokens(self) -> int:

@@ -170,14 +170,7 @@ class CoreServer:
     def _welcome(self, connection: Connection[ToCore]) -> ApiProcess:
         config = self._core.config
         api_process = ApiProcess(next(self._numbers), connection, self._give_up)
-        limits = RequestLimits(
-            vocab_size=config.model.vocab_size,
-            max_model_len=config.model.max_model_len,
-            num_slots=self._core.num_slots,
-            has_priorities=config.scheduler.policy == "priority",
-            pools=config.model.pooling is not None,
-            max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
-        )
+        limits = RequestLimits.of(config, self._core.num_slots)
         self._api_processes.append(api_process)
         self._selector.register(connection, selectors.EVENT_READ, api_process)
         self._send(api_process, Started(api_process.number, config, self._frontend, limits))
