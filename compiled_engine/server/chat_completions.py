@@ -73,7 +73,8 @@ class _Answer:
     def logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self.fields.logprobs or not completion.logprobs:
             return None
-        return chat_logprobs(completion.logprobs, self.fields.top_logprobs or 0)
+        as_ids = bool(self.fields.return_tokens_as_token_ids)
+        return chat_logprobs(completion.logprobs, self.fields.top_logprobs or 0, as_ids=as_ids)
 
     def shown(self, pieces: list[Piece]) -> list[Piece]:
         """Return the pieces that the client requested."""

@@ -69,6 +69,10 @@ class _Answer:
     unwanted: bool
     tokenizer: Tokenizer | None
 
+    @property
+    def shows_ids(self) -> bool:
+        return bool(self.fields.return_tokens_as_token_ids)
+
     def echoed(self, output: RequestOutput) -> str:
         """The prompt as text."""
         whole = output.prompt is not None and self.fields.truncate_prompt_tokens is None
@@ -76,13 +80,13 @@ class _Answer:
             return output.prompt or ""
         return self.tokenizer.decode(output.prompt_token_ids)
 
-    def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> CompletionLogprobs | None:
-        """Log-probabilities of the prompt, if they come before those of its completions."""
+    def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> tuple[CompletionLogprobs, int] | None:
+        """Log-probabilities of the prompt and the length of its text, if they come before those of its completions."""
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
         ids = output.prompt_token_ids
         begin = "" if self.tokenizer is None else self.tokenizer.decode_token(ids[0])
-        return completion_logprobs(entries, ids, first_text=begin)
+        return completion_logprobs(entries, ids, first_text=begin, as_ids=self.shows_ids)
 
     def response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> CompletionResponse:
         return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
@@ -159,10 +163,10 @@ def _part(
     output: RequestOutput,
     completion: CompletionOutput,
     place: _Place,
-    echoed: CompletionLogprobs | None,
+    echoed: tuple[CompletionLogprobs, int] | None,
 ) -> CompletionChoice:
     """Return what a completion adds at this place, or all of it. The first part begins with the prompt if it is echoed.
-    echoed: its log-probabilities."""
+    echoed: its log-probabilities, and the length of its text."""
     fields = answer.fields
     text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())
     if answer.unwanted:
@@ -171,11 +175,10 @@ def _part(
     first = not place.begun
     if fields.logprobs is not None:
         if first and echoed is not None:
-            place.characters = sum(map(len, echoed.tokens))
-        logprobs = completion_logprobs(entries, token_ids, place.characters)
-        place.characters += sum(map(len, logprobs.tokens))
+            of_prompt, place.characters = echoed
+        logprobs, place.characters = completion_logprobs(entries, token_ids, place.characters, as_ids=answer.shows_ids)
         if first and echoed is not None:
-            logprobs = echoed + logprobs
+            logprobs = of_prompt + logprobs
     if first and fields.echo:
         text = answer.echoed(output) + text
     place.begun = True
@@ -201,7 +204,7 @@ async def _events(
     waiting: dict[int, list[CompletionOutput]] = {}
     places: dict[tuple[int, int], _Place] = {}
     of_prompts: dict[int, list[dict[int, Logprob] | None]] = {}
-    echoed: dict[int, CompletionLogprobs | None] = {}
+    echoed: dict[int, tuple[CompletionLogprobs, int] | None] = {}
     async with aclosing(outputs):
         async for prompt, output in outputs:
             usage.add(prompt, output)

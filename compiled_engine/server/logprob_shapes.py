@@ -75,32 +75,35 @@ class PromptLogprob(msgspec.Struct):
 
 
 def completion_logprobs(
-    entries: Entries, token_ids: Sequence[int], offset: int = 0, first_text: str = ""
-) -> CompletionLogprobs:
-    """Return entries of consecutive tokens, with a text that begins at `offset`. first_text: of a token without an
-    entry."""
+    entries: Entries, token_ids: Sequence[int], offset: int = 0, first_text: str = "", *, as_ids: bool = False
+) -> tuple[CompletionLogprobs, int]:
+    """Return entries of consecutive tokens, with a text that begins at `offset`, and where it ends. first_text: of a
+    token without an entry. as_ids: write tokens as "token_id:5"."""
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry, token_id in zip(entries, token_ids, strict=True):
         chosen = None if entry is None else entry[token_id]
         token = first_text if chosen is None else chosen.decoded_token or ""
-        shaped.tokens.append(token)
+        shaped.tokens.append(_as_id(token_id) if as_ids else token)
         shaped.text_offset.append(offset)
         offset += len(token)
         shaped.token_logprobs.append(None if chosen is None else finite(chosen.logprob))
-        shaped.top_logprobs.append(None if entry is None else _by_text(entry))
-    return shaped
+        shaped.top_logprobs.append(None if entry is None else _by_text(entry, as_ids))
+    return shaped, offset
 
 
-def chat_logprobs(entries: Entries, top: int) -> ChatLogprobs:
-    """`top`: how many of the most likely tokens are shown; -1 for all."""
+def chat_logprobs(entries: Entries, top: int, *, as_ids: bool = False) -> ChatLogprobs:
+    """`top`: how many of the most likely tokens are shown; -1 for all. as_ids: write tokens as "token_id:5"; their
+    bytes are still those of their text."""
     content = []
     most = sys.maxsize if top == -1 else top
     for entry in entries:
         assert entry is not None
-        chosen = next(iter(entry.values()))
-        best = sorted((each for each in entry.values() if _rank(each) <= most), key=_rank)
-        text = chosen.decoded_token or ""
-        shown = [TopLogprob(each.decoded_token or "", finite(each.logprob), _bytes(each)) for each in best]
+        token_id, chosen = next(iter(entry.items()))
+        best = sorted(
+            ((key, each) for key, each in entry.items() if _rank(each) <= most), key=lambda item: _rank(item[1])
+        )
+        shown = [TopLogprob(_written(key, each, as_ids), finite(each.logprob), _bytes(each)) for key, each in best]
+        text = _written(token_id, chosen, as_ids)
         content.append(TokenLogprob(text, finite(chosen.logprob), _bytes(chosen), shown))
     return ChatLogprobs(content)
 
@@ -120,11 +123,19 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def _by_text(entry: dict[int, Logprob]) -> dict[str, float]:
+def _as_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _written(token_id: int, entry: Logprob, as_ids: bool) -> str:
+    return _as_id(token_id) if as_ids else entry.decoded_token or ""
+
+
+def _by_text(entry: dict[int, Logprob], as_ids: bool) -> dict[str, float]:
     """The most likely of tokens with the same text counts."""
     best: dict[str, float] = {}
-    for each in entry.values():
-        text = each.decoded_token or ""
+    for token_id, each in entry.items():
+        text = _written(token_id, each, as_ids)
         best[text] = max(finite(each.logprob), best.get(text, LOWEST))
     return best
 

@@ -226,13 +226,15 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """prompt: text, token ids, or a list of either. echo: the prompt comes before its completion.
 
-    logprobs: how many of the most likely tokens are shown next to the chosen one. add_special_tokens: whether the
-    tokenizer puts its own around a text. max_tokens may be 0: with echo, a prompt is scored.
+    logprobs: how many of the most likely tokens are shown next to the chosen one. return_tokens_as_token_ids: tokens of
+    log-probabilities are "token_id:5". add_special_tokens: whether the tokenizer puts its own around a text. max_tokens
+    may be 0: with echo, a prompt is scored.
     """
 
     prompt: Any
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
 
@@ -299,7 +301,8 @@ def _wrong(name: str, value: Any) -> Exception:
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """max_completion_tokens: max_tokens by its newer name. top_logprobs needs logprobs.
+    """max_completion_tokens: max_tokens by its newer name. top_logprobs needs logprobs. return_tokens_as_token_ids: as
+    for completions.
 
     tool_choice: auto, none, required, or a function. parallel_tool_calls: whether an answer may hold several calls.
     include_reasoning: whether the answer shows its reasoning. continue_final_message: the last message is continued
@@ -309,6 +312,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    return_tokens_as_token_ids: bool | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None

@@ -128,6 +128,27 @@ def test_parts_of_completions_join_to_the_whole(logprobs: int | None, echo: bool
     }
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_tokens_as_ids_change_only_how_tokens_are_written(echo: bool) -> None:
+    """In whole answers and in parts; the places are those of the text."""
+    given = {"echo": echo, "logprobs": 1}
+    script = Script(TEXTS, prompt_logprobs=echo)
+    plain = built(asyncio.run(completions._whole(completion_answer(2, **given), script.whole())))
+    given["return_tokens_as_token_ids"] = True
+    whole = built(asyncio.run(completions._whole(completion_answer(2, **given), script.whole())))
+    parts = collected(completions._events(completion_answer(2, **given), script.parts()))
+    for expected, found in zip(plain["choices"], whole["choices"], strict=True):
+        own = [choice for part in parts for choice in part["choices"] if choice["index"] == found["index"]]
+        for shown in (found["logprobs"], joined_choice(own)["logprobs"]):
+            ids = [*(PROMPT if echo else ()), *found["token_ids"]]
+            assert shown["tokens"] == [f"token_id:{each}" for each in ids]
+            tops = [None if echo and i == 0 else {f"token_id:{ids[i]}", "token_id:99"} for i in range(len(ids))]
+            assert [top and set(top) for top in shown["top_logprobs"]] == tops
+            assert shown["text_offset"] == expected["logprobs"]["text_offset"]
+            assert shown["token_logprobs"] == expected["logprobs"]["token_logprobs"]
+        assert found["text"] == expected["text"]
+
+
 def test_a_prompt_that_is_scored_has_no_completion() -> None:
     """The token that was generated for it is in no field and no count."""
     more = {"echo": True, "logprobs": 1, "max_tokens": 0, "stream_options": {"include_usage": True}}
@@ -256,6 +277,19 @@ def test_parts_of_a_chat_join_to_the_whole(ends: str, logprobs: bool, hides_reas
     assert {(part["id"], part["created"], part["model"], part.get("usage")) for part in parts} == {
         ("chatcmpl-1", 5, "small", None)
     }
+
+
+def test_tokens_of_a_chat_as_ids() -> None:
+    given = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    script = Script([[["x", "yz"]]])
+    (choice,) = built(asyncio.run(chat_completions._whole(chat_answer(**given), script.whole())))["choices"]
+    parts = collected(chat_completions._events(chat_answer(**given), script.parts()))
+    streamed = joined([part["choices"][0].get("logprobs") for part in parts])
+    for shown in (choice["logprobs"]["content"], streamed["content"]):
+        assert [each["token"] for each in shown] == ["token_id:20", "token_id:21"]
+        assert [each["bytes"] for each in shown] == [list(b"x"), list(b"yz")]
+        assert [[top["token"] for top in each["top_logprobs"]] for each in shown] == [["token_id:99"]] * 2
+    assert choice["message"]["content"] == "xyz"
 
 
 def test_fields_of_a_chat_that_were_not_requested() -> None:

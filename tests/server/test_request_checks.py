@@ -321,12 +321,13 @@ def test_log_probabilities_of_chats_are_ordered_by_rank(top: int, shown: list[st
 
 def test_log_probabilities_of_completions_have_places_in_the_text() -> None:
     entries = [None, ENTRY, {5: Logprob(-0.5, 1, "abc")}]
-    found = completion_logprobs(entries, [1, 7, 5], 10, first_text="xy")
+    found, end = completion_logprobs(entries, [1, 7, 5], 10, first_text="xy")
     assert found.tokens == ["xy", "é", "abc"]
     assert found.text_offset == [10, 12, 13]
     assert found.token_logprobs == [None, -3.0, -0.5]
     assert found.top_logprobs == [None, {"é": -3.0, "": -1.0, "b": -9999.0}, {"abc": -0.5}]
-    both = found + completion_logprobs(entries[2:], [5], 16)
+    assert end == 16
+    both = found + completion_logprobs(entries[2:], [5], end)[0]
     assert (both.tokens[-2:], both.text_offset[-2:]) == (["abc", "abc"], [13, 16])
     assert len(both.token_logprobs) == len(both.top_logprobs) == 4
 

@@ -98,7 +98,6 @@ def test_usage_in_every_chunk_and_in_none(path: str, server: RunningServer) -> N
     ("name", "value", "nothing"),
     [
         ("truncation_side", "right", "left"),
-        ("return_tokens_as_token_ids", True, False),
         ("vllm_xargs", {"a": 1}, {}),
     ],
 )
@@ -119,9 +118,25 @@ def test_the_likeliest_of_tokens_with_one_text_is_shown(order: tuple[int, ...]) 
     """Whichever comes first, and where all are impossible."""
     entries = [(7, Logprob(-3.0, 3, "a")), (8, Logprob(-1.0, 1, "a")), (9, Logprob(-2.0, 2, "b"))]
     impossible = {7: Logprob(-math.inf, 1, "a"), 8: Logprob(-math.inf, 2, "a")}
-    shaped = completion_logprobs([dict(entries[place] for place in order), impossible], [7, 7])
+    shaped, _ = completion_logprobs([dict(entries[place] for place in order), impossible], [7, 7])
     assert shaped.top_logprobs == [{"a": -1.0, "b": -2.0}, {"a": LOWEST}]
     assert shaped.token_logprobs == [-3.0, LOWEST]
+
+
+def test_tokens_as_ids_tell_tokens_with_one_text_apart() -> None:
+    """The places in the text, and the bytes, stay those of the text."""
+    entry = {7: Logprob(-3.0, 3, "ab"), 8: Logprob(-1.0, 1, "ab"), 9: Logprob(-2.0, 2, "b")}
+    shaped, end = completion_logprobs([None, entry, entry], [5, 7, 7], 10, first_text="xyz", as_ids=True)
+    assert shaped.tokens == ["token_id:5", "token_id:7", "token_id:7"]
+    assert (shaped.text_offset, end) == ([10, 13, 15], 17)
+    assert shaped.top_logprobs[1] == {"token_id:7": -3.0, "token_id:8": -1.0, "token_id:9": -2.0}
+    (token,) = chat_logprobs([entry], -1, as_ids=True).content
+    assert (token.token, token.bytes) == ("token_id:7", list(b"ab"))
+    assert [(each.token, each.bytes) for each in token.top_logprobs] == [
+        ("token_id:8", list(b"ab")),
+        ("token_id:9", list(b"b")),
+        ("token_id:7", list(b"ab")),
+    ]
 
 
 def test_all_log_probabilities_may_be_asked_for_where_their_number_has_no_bound() -> None:
