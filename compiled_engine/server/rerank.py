@@ -26,6 +26,8 @@ from compiled_engine.server.request_fields import Refused, require_at_most
 from compiled_engine.server.serving import serving_of
 
 COHERE = "/v2/rerank"  # its answers have no documents unless asked for
+# What vLLM calls the texts that are compared.
+PAIRS = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 REFUSED_OF_RERANK: dict[str, Refused] = {
     **REFUSED_HERE,
     "rank_fields": Refused("documents are strings"),
@@ -35,13 +37,16 @@ REFUSED_OF_RERANK: dict[str, Refused] = {
 
 
 class ScoreRequest(PoolingFields, kw_only=True):
-    """queries, documents, or text_1, text_2: one text with each of others, or as many of both. instruction: of a
-    reranker whose template has one."""
+    """Two fields of PAIRS: one text with each of others, or as many of both. instruction: of a reranker whose template
+    has one."""
 
     queries: Any = None
     documents: Any = None
+    items: Any = None
     text_1: Any = None
     text_2: Any = None
+    data_1: Any = None
+    data_2: Any = None
     instruction: str | None = None
 
 
@@ -98,8 +103,7 @@ async def score(request: Request) -> Response:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ScoreRequest, REFUSED_HERE)
     model = serving.model(fields.model)
-    by_number = fields.queries is None and fields.documents is None
-    names = ("text_1", "text_2") if by_number else ("queries", "documents")
+    names = _names(fields)
     queries, documents = (_texts(request, name, getattr(fields, name)) for name in names)
     outputs = await _scores(request, fields, queries, documents, names)
     data = [ScoreData(index=i, score=output.outputs.score) for i, output in enumerate(outputs)]
@@ -150,6 +154,16 @@ async def _scores(
     )
     scored = pooled(serving, len(documents), work, queries=names[0], documents=names[1])
     return await unless_gone(request.receive, scored)
+
+
+def _names(fields: ScoreRequest) -> tuple[str, str]:
+    """The pair of fields that is given, or of which one is. Raises ApiError 400 for fields of several pairs."""
+    given = {name for pair in PAIRS for name in pair if getattr(fields, name) is not None}
+    names = max(PAIRS, key=lambda pair: len(given.intersection(pair)))
+    if others := sorted(given.difference(names)):
+        allowed = ", ".join(f"{first} with {second}" for first, second in PAIRS)
+        raise bad_request(others[0], f"{others[0]} must not be given with {names[0]}; allowed: {allowed}")
+    return names
 
 
 def _texts(request: Request, name: str, given: Any) -> list[str]:

@@ -147,12 +147,37 @@ def test_documents_come_in_the_order_of_their_scores(reranker: RunningServer, pa
     assert [result["index"] for result in every] == order
 
 
+@pytest.mark.parametrize("names", [("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2")])
+def test_texts_to_score_have_any_of_their_names(reranker: RunningServer, names: tuple[str, str]) -> None:
+    def data(first: str, second: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = post(reranker, "/score", **{first: "fox", second: DOCUMENTS}).json()["data"]
+        return found
+
+    expected = data("queries", "documents")
+    assert [each["score"] for each in data(*names)] == pytest.approx([each["score"] for each in expected], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
         ("/score", {"queries": "a"}, "documents", "documents must be a string or a list of strings, got None"),
         ("/score", {"documents": "a"}, "queries", "queries must be a string or a list of strings, got None"),
         ("/score", {"text_1": "a"}, "text_2", "text_2 must be a string or a list of strings, got None"),
+        ("/score", {"data_1": "a"}, "data_2", "data_2 must be a string or a list of strings, got None"),
+        ("/score", {"items": "a"}, "queries", "queries must be a string or a list of strings, got None"),
+        (
+            "/score",
+            {"data_1": "a", "data_2": {"content": []}},
+            "data_2",
+            "data_2 must be a string or a list of strings",
+        ),
+        ("/score", {"text_1": "a", "data_2": "b"}, "data_2", "data_2 must not be given with text_1; allowed: queries"),
+        (
+            "/score",
+            {"queries": "a", "documents": "b", "items": "b"},
+            "items",
+            "items must not be given with queries; allowed: queries with documents, queries with items, ",
+        ),
         ("/score", {"queries": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
         ("/score", {"text_1": ["a"] * 2049, "text_2": ["a"] * 2049}, "text_1", "at most 2048"),
         ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents", "at most 2048"),
