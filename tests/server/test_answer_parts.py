@@ -131,7 +131,7 @@ def test_parts_of_completions_join_to_the_whole(logprobs: int | None, echo: bool
 @pytest.mark.parametrize("echo", [False, True])
 def test_tokens_as_ids_change_only_how_tokens_are_written(echo: bool) -> None:
     """In whole answers and in parts; the places are those of the text."""
-    given = {"echo": echo, "logprobs": 1}
+    given: dict[str, Any] = {"echo": echo, "logprobs": 1}
     script = Script(TEXTS, prompt_logprobs=echo)
     plain = built(asyncio.run(completions._whole(completion_answer(2, **given), script.whole())))
     given["return_tokens_as_token_ids"] = True
