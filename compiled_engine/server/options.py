@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from compiled_engine.schema import SWITCH, TEXTS, check_all, declare, documented, integer, number, one_of, path, text
 
 MOST_API_SERVERS = 64
+ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 COUNT = integer()
@@ -69,7 +70,10 @@ class ServerOptions:
         "except /health, /ping and /ready; without this option no key is needed",
     )
     allowed_origin: tuple[str, ...] = declare(
-        (), TEXTS, "origin of web pages that may use the server in a browser, for example https://chat.example"
+        (),
+        TEXTS,
+        "origin of web pages that may use the server in a browser, for example https://chat.example",
+        "`*` for every origin",
     )
     served_model_name: tuple[str, ...] = declare(
         (),
@@ -154,9 +158,10 @@ class ServerOptions:
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
             raise ValueError("api_key has a character that HTTP headers cannot carry; allowed: printable ASCII")
         for origin in self.allowed_origin:
-            if not _ORIGIN.fullmatch(origin):
+            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"allowed_origin is {origin!r}; allowed: scheme and host, such as https://chat.example:8080"
+                    f"allowed_origin is {origin!r}; allowed: scheme and host, such as https://chat.example:8080, "
+                    f"or {ANY_ORIGIN} for every origin"
                 )
         given = self.chat_template
         if given is not None and "{" not in given and os.sep in given and not os.path.isfile(given):

@@ -17,7 +17,7 @@ import uvicorn
 from compiled_engine.server.fair_listener import FairListener
 from compiled_engine.server.http_protocol import bounded_protocol
 from compiled_engine.server.middleware import is_loopback
-from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.options import ANY_ORIGIN, ServerOptions
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
@@ -36,6 +36,8 @@ def bind(options: ServerOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     if not options.api_key and not is_loopback(options.host):
         log.warning("any client that can reach %s may use this server: it requires no API key", options.host)
+    elif not options.api_key and ANY_ORIGIN in options.allowed_origin:
+        log.warning("any web page that is opened on this machine may use this server: it requires no API key")
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

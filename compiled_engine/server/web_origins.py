@@ -9,36 +9,46 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.responses import Response
 from starlette.types import Scope
 
+from compiled_engine.server.options import ANY_ORIGIN
+
 Header = tuple[bytes, bytes]
 
 # Headers of answers that a page may read besides those that every page may.
-_READABLE = b"x-request-id, x-compiled-engine-warning, retry-after"
+_EXPOSED = (b"access-control-expose-headers", b"x-request-id, x-compiled-engine-warning, retry-after")
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+(?: *, *[A-Za-z0-9_-]+)*")
 # Seconds for which a browser remembers the answer to a preflight.
 _PREFLIGHT_AGE = b"600"
 
 
 class AllowedPages:
-    """Pages of origins such as https://chat.example, to which a browser gives the server's answers (CORS)."""
+    """Pages of origins such as https://chat.example, to which a browser gives the server's answers (CORS).
+
+    The origin * is every origin, "null" of a page without one included.
+    """
 
     def __init__(self, origins: Sequence[str]) -> None:
-        self._origins = {normal_origin(split_url(origin)) for origin in origins}
+        self.has_all = ANY_ORIGIN in origins
+        self._origins = {normal_origin(split_url(origin)) for origin in origins if origin != ANY_ORIGIN}
 
     @property
     def hosts(self) -> set[str]:
         return {host for _, host, _ in self._origins}
 
     def __contains__(self, origin: str) -> bool:
+        if self.has_all:
+            return bool(origin)
         return normal_origin(split_url(origin)) in self._origins
 
     def headers(self, origin: bytes | None) -> list[Header]:
         """Return what an answer to a request with this origin has: none where no page is allowed."""
+        if self.has_all:
+            return [(b"access-control-allow-origin", b"*"), _EXPOSED]
         if not self._origins:
             return []
         vary = (b"vary", b"origin")
         if origin is None or origin.decode("latin-1") not in self:
             return [vary]
-        return [vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", _READABLE)]
+        return [vary, (b"access-control-allow-origin", origin), _EXPOSED]
 
     def preflight(self, scope: Scope) -> Response | None:
         """Return the answer to a browser that asks whether an allowed page may send a request; None if it does not.

@@ -26,6 +26,7 @@ from compiled_engine.server.options import Limits, ServerOptions
 from compiled_engine.server.protocol import CompletionRequest
 from compiled_engine.server.replies import is_deeper_than
 from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
+from compiled_engine.server.run import bind
 
 COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
@@ -515,7 +516,7 @@ def test_errors_are_valid_unicode() -> None:
     "options",
     [{"port": 70000}, {"tool_call_parser": "x"}, {"reasoning_parser": "x"}, {"uvicorn_log_level": "loud"},
      {"api_key": ("",)}, {"api_key": ("é",)}, {"ssl_keyfile": "x"}, {"shutdown_timeout": -1.0},
-     {"allowed_origin": ("chat.example",)}, {"limits": Limits(max_completions=0)}],
+     {"allowed_origin": ("chat.example",)}, {"allowed_origin": ("https://*",)}, {"limits": Limits(max_completions=0)}],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options)) if "limits" not in options else "max_completions"):
@@ -524,6 +525,25 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
 
 def test_loopback_is_the_default() -> None:
     assert ServerOptions().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({}, ""),
+        ({"host": "0.0.0.0"}, "any client that can reach 0.0.0.0"),
+        ({"allowed_origin": ("*",)}, "any web page"),
+        ({"allowed_origin": ("https://chat.example",)}, ""),
+        ({"allowed_origin": ("*",), "host": "0.0.0.0", "api_key": (KEY,)}, ""),
+    ],
+    ids=str,
+)
+def test_a_server_that_all_may_use_without_a_key_says_so(
+    options: dict[str, Any], warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind(ServerOptions(port=0, **options)).close()
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message[: len(warned)] for message in messages] == ([warned] if warned else [])
 
 
 def test_browsers_give_answers_to_pages_of_an_allowed_origin(server: RunningServer) -> None:
@@ -552,6 +572,25 @@ def test_browsers_give_answers_to_pages_of_an_allowed_origin(server: RunningServ
             httpx.get(f"{own.url}/v1/models", headers=key),
         ):
             assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("api_key", [(), (KEY,)])
+@pytest.mark.parametrize("page", [{"origin": "https://chat.example"}, {"origin": "null", "host": "rebound.example"}])
+def test_every_page_may_use_a_server_that_allows_every_origin(
+    server: RunningServer, page: dict[str, str], api_key: tuple[str, ...]
+) -> None:
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    key = {"authorization": f"Bearer {KEY}"}
+    with running(ScriptedEngine(server.engine, ["a"]), allowed_origin=("*",), api_key=api_key) as own:
+        path = f"{own.url}/v1/completions"
+        asked = httpx.options(path, headers=page | preflight)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (204, "*")
+        assert asked.headers["access-control-allow-headers"] == "authorization"
+        answer = httpx.post(path, json={"prompt": "x"}, headers=page | key, timeout=30)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        refused = httpx.post(path, json={"prompt": "x"}, headers=page, timeout=30)
+        assert refused.status_code == (401 if api_key else 200)
 
 
 async def wait_until(condition: Any) -> None:
