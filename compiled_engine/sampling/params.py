@@ -338,6 +338,12 @@ class SamplingParams:
             _check_together(vars(self) | {name: checked})
             vars(self)[name] = checked
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Make parameters of values that may be None: the field's default, but of max_tokens no limit."""
+        given = {name: value for name, value in values.items() if value is not None or name not in _WITH_DEFAULT}
+        return cls(**given)
+
     @property
     def greedy(self) -> bool:
         """Return whether the most likely token is taken."""
@@ -362,6 +368,8 @@ class SamplingParams:
 
 
 SamplingParams.__doc__ = documented(SamplingParams)
+# Fields of which None is no value of its own.
+_WITH_DEFAULT = _CHECKS.keys() - {"max_tokens"}
 
 
 def _made_of(values: dict[str, Any]) -> SamplingParams:

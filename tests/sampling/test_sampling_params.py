@@ -101,6 +101,17 @@ def test_what_is_stored(field: str, given: Any, stored: Any) -> None:
         assert type(value) is type(stored)
 
 
+def test_of_optional_values_none_is_the_default() -> None:
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens"]
+    assert SamplingParams.from_optional(**dict.fromkeys(names)) == SamplingParams()
+    assert SamplingParams.from_optional(temperature=0.5, top_p=None) == SamplingParams(temperature=0.5)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    with pytest.raises(ValueError, match="top_p"):
+        SamplingParams.from_optional(top_p=2)
+    with pytest.raises(TypeError, match="temperatur"):
+        SamplingParams.from_optional(temperatur=None)
+
+
 def test_it_is_plain_serialisable_data() -> None:
     given: dict[str, Any] = {"seed": np.int64(3), "top_k": np.int32(4), "temperature": np.float32(0.5)}
     params = SamplingParams(logit_bias={1: 2}, **given)
