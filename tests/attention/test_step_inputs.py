@@ -166,19 +166,22 @@ def test_codes_of_short_contexts_are_read_by_one_kernel_if_requests_are_few(
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "contexts", "expected"),
+    ("num_requests", "contexts", "tiled", "split"),
     [
-        *((count, (256, 512), (256, 512)) for count in (1, 16)),
-        (2, (), ()),
-        (17, (512,), (512,)),
-        (33, (512, 16384), (16384,)),
-        (33, (), ()),
+        (2, (256, 512), (256, 512), (256, 512)),
+        *((count, (256, 512), (256, 512), (512,)) for count in (3, 16)),
+        (2, (), (), ()),
+        (17, (512,), (512,), (512,)),
+        *((count, (512, 16384), (16384,), (16384,)) for count in (16, 33)),
+        (33, (), (), ()),
     ],
 )
 def test_contexts_that_change_the_launches_of_drafts(
-    num_requests: int, contexts: tuple[int, ...], expected: tuple[int, ...]
+    num_requests: int, contexts: tuple[int, ...], tiled: tuple[int, ...], split: tuple[int, ...]
 ) -> None:
-    assert contexts_of_drafts(num_requests, contexts) == expected
+    """With and without a tile that holds the keys of few requests."""
+    assert contexts_of_drafts(num_requests, contexts, in_one_tile=True) == tiled
+    assert contexts_of_drafts(num_requests, contexts, in_one_tile=False) == split
 
 
 @pytest.mark.parametrize("scaled", [True, False])

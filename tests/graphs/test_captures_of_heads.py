@@ -74,7 +74,7 @@ def on_hopper(max_num_seqs: int, max_model_len: int) -> tuple[GraphConfig, Sched
     contexts = {size: short_contexts_of(size, 8, HOPPER_SMS) for size in sizes}
     short, verified = (
         tuple((size, each) for size in sizes for each in of(size) if each < max_model_len)
-        for of in (contexts.__getitem__, lambda size: contexts_of_drafts(size, contexts[size]))
+        for of in (contexts.__getitem__, lambda size: contexts_of_drafts(size, contexts[size], in_one_tile=True))
     )
     return GraphConfig(GraphMode.FULL, sizes, default_token_sizes(8192), short, verified), scheduler
 
@@ -169,9 +169,9 @@ def dispatched(dispatcher: Dispatcher, num_requests: int, queries: int) -> Graph
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 8, 16, 24, 40, 72])
 def test_verifications_that_launch_the_same_share_a_graph(num_requests: int) -> None:
-    """The kernel of drafts differs by its splits alone: each context has a graph with those that it would have."""
+    """Without a tile for all keys the kernel differs by its splits alone: each context has a graph with its own."""
     contexts = short_contexts_of(num_requests, 8, HOPPER_SMS)
-    kept = contexts_of_drafts(num_requests, contexts)
+    kept = contexts_of_drafts(num_requests, contexts, in_one_tile=False)
     for longest in range(1, 20_000, 63):
         bound = next((context for context in kept if longest <= context), None)
         expected = next((context for context in contexts if longest <= context), None)

@@ -94,10 +94,14 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
     return Splits(1, GRAIN)
 
 
-def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of these contexts up to which requests with drafts have launches of their own: tiles, see
-    short_drafts.tiles_of_drafts, or splits, see short_splits. More requests read contexts of all lengths alike."""
-    return short_contexts if num_requests <= MOST_SHORT_REQUESTS else short_contexts[-1:]
+def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in_one_tile: bool) -> tuple[int, ...]:
+    """Return those of these contexts up to which requests with drafts have launches of their own.
+
+    in_one_tile: keys are one tile of their number if requests are few, see short_drafts.py. Otherwise splits differ,
+    see short_splits, if requests are very few.
+    """
+    few = MOST_SHORT_REQUESTS if in_one_tile else FEW_REQUESTS
+    return short_contexts if short_contexts == SHORT_CONTEXTS and num_requests <= few else short_contexts[-1:]
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -95,12 +95,13 @@ class TritonBackend:
             return Support(
                 GraphSupport.ALWAYS,
                 short_contexts=lambda count: few_short_contexts(count, case.num_kv_heads, num_sms),
-                contexts_of_drafts=contexts_of_drafts,
+                contexts_of_drafts=partial(contexts_of_drafts, in_one_tile=False),
             )
+        in_one_tile = not is_coded(cache.dtype) and fits_one_tile(2, case.group)
         return Support(
             GraphSupport.ALWAYS,
             short_contexts=lambda num_requests: short_contexts(num_requests, *shape),
-            contexts_of_drafts=contexts_of_drafts,
+            contexts_of_drafts=partial(contexts_of_drafts, in_one_tile=in_one_tile),
         )
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
