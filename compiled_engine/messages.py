@@ -11,13 +11,15 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from compiled_engine.config import EngineConfig
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows
+
+if TYPE_CHECKING:  # it brings torch, which the API imports at the start of an engine
+    from compiled_engine.config import EngineConfig
 
 NO_CACHE = 1 << 40
 """Slots of a model without a KV cache, an encoder: more than any request needs."""
