@@ -52,7 +52,7 @@ unit: $(VENV)/.installed
 test-gpu: $(VENV)/.installed
 	$(BIN)/python tests/gpu_tests.py -- $(PYTEST_OPTIONS)
 
-# pip would compile some seventeen thousand modules, one after the other. Python compiles those that it imports, a quarter.
+# pip would compile all modules, one after the other. Python compiles the few that it imports.
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }

@@ -63,7 +63,7 @@ def row(declaration: Declaration, *notes: str) -> tuple[str, str, str]:
 
 
 def written_otherwise(declaration: Declaration) -> Iterator[str]:
-    """Return the flag of an option whose name follows no rule."""
+    """Yield the flag of an option if its name follows no rule, and whether it may be repeated."""
     argument: Any = Argument(declaration)
     if argument.written != f"--{declaration.name.replace('_', '-')}":
         yield f"`{argument.written}`"

@@ -122,7 +122,7 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
 
 def quantised_variants(config: EngineConfig) -> list[Variant]:
     """Return a variant for each scheme of linears that are quantised while they are loaded, and for each format of an
-    8-bit cache; none of them if the model, or the cache, has a format already."""
+    8-bit cache; no scheme if the model has one already, and no format if the cache has one."""
     whole = whole_engine(config.device.type)
     schemes = ONLINE if config.model.quantisation is None else ()
     formats = [each.name for each in CODED] if config.cache.kv_dtype == AUTO else []

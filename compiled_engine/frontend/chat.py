@@ -21,7 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[tuple[str, Conversation]]:
-    """Return the conversations, each with its name in errors. conversations: a list of messages, or a list of such
+    """Return the conversations, each with its name in errors. messages: those of one conversation, or a list of such
     lists."""
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
 from types import FrameType
 
-_OWN = str(Path(__file__).parents[1])
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def warn_caller(message: str) -> None:

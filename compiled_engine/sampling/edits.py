@@ -138,7 +138,7 @@ class EditedRows:
 
 
 class RowAdditions(NamedTuple):
-    """Return a request's additions_NC [n, NUM_COLUMNS] and prefixes_P [p, 1], both int32."""
+    """A request's additions_NC [n, NUM_COLUMNS] and prefixes_P [p, 1], both int32."""
 
     additions_NC: np.ndarray
     prefixes_P: np.ndarray
