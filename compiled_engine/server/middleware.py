@@ -8,15 +8,17 @@ import ipaddress
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_engine.server.cache_salt import KEY
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.origin import read_origin
 from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
-from compiled_engine.server.web_origins import AllowedPages, split_url
+from compiled_engine.server.web_origins import AllowedPages
 
 # Web pages that may use a server without keys: a browser sends requests for any page that its user opens.
 
@@ -45,16 +47,27 @@ def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None
     checks_host = is_loopback(options.host)
 
     def check(headers: Headers) -> ApiError | None:
-        host = split_url("//" + headers["host"]) if "host" in headers else None
+        host = _split_host(headers["host"]) if "host" in headers else None
         if checks_host and host is not None and not (_is_near(host.hostname or ".") or host.hostname in hosts):
             return _refusal("host", headers["host"])
         origin = headers.get("origin")
         if origin is None:
             return None
-        own = host is not None and bool(host.hostname) and split_url(origin).netloc.lower() == host.netloc.lower()
-        return None if own or origin in pages else _refusal("origin", origin)
+        given = origin.lower().partition("://")[2] if read_origin(origin) is not None else None
+        is_own = host is not None and given == host.netloc.lower()
+        return None if is_own or origin in pages else _refusal("origin", origin)
 
     return check
+
+
+def _split_host(header: str) -> SplitResult:
+    """The parts of a header `host`; of a wrong one, empty ones."""
+    try:
+        parts = urlsplit("//" + header)
+        _ = parts.port  # raises for a wrong one
+    except ValueError:
+        return urlsplit("")
+    return parts
 
 
 def _is_near(host: str) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 
 from compiled_engine.schema import SWITCH, TEXTS, check_all, declare, documented, integer, number, one_of, path, text
+from compiled_engine.server.origin import read_origin
 
 MOST_API_SERVERS = 64
 ANY_ORIGIN = "*"
-_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 COUNT = integer()
 UNBOUNDED_COUNT = integer(-1)
@@ -158,10 +157,10 @@ class ServerOptions:
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
             raise ValueError("api_key has a character that HTTP headers cannot carry; allowed: printable ASCII")
         for origin in self.allowed_origin:
-            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+            if origin != ANY_ORIGIN and read_origin(origin) is None:
                 raise ValueError(
-                    f"allowed_origin is {origin!r}; allowed: scheme and host, such as https://chat.example:8080, "
-                    f"or {ANY_ORIGIN} for every origin"
+                    f"allowed_origin is {origin!r}; allowed: scheme, host and perhaps a port from 1 to 65535, "
+                    f"such as https://chat.example:8080, or {ANY_ORIGIN} for every origin"
                 )
         given = self.chat_template
         if given is not None and "{" not in given and os.sep in given and not os.path.isfile(given):

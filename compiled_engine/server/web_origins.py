@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from urllib.parse import SplitResult, urlsplit
 
 from starlette.responses import Response
 from starlette.types import Scope
 
 from compiled_engine.server.options import ANY_ORIGIN
+from compiled_engine.server.origin import read_origin
 
 Header = tuple[bytes, bytes]
 
@@ -28,16 +28,16 @@ class AllowedPages:
 
     def __init__(self, origins: Sequence[str]) -> None:
         self.has_all = ANY_ORIGIN in origins
-        self._origins = {normal_origin(split_url(origin)) for origin in origins if origin != ANY_ORIGIN}
+        self._origins = {origin for text in origins if (origin := read_origin(text)) is not None}
 
     @property
     def hosts(self) -> set[str]:
-        return {host for _, host, _ in self._origins}
+        return {origin.host for origin in self._origins}
 
     def __contains__(self, origin: str) -> bool:
         if self.has_all:
             return bool(origin)
-        return normal_origin(split_url(origin)) in self._origins
+        return read_origin(origin) in self._origins
 
     def headers(self, origin: bytes | None) -> list[Header]:
         """Return what an answer to a request with this origin has: none where no page is allowed."""
@@ -68,19 +68,3 @@ class AllowedPages:
         if _HEADER_NAMES.fullmatch(names):
             answer.raw_headers.append((b"access-control-allow-headers", names))
         return answer
-
-
-def split_url(url: str) -> SplitResult:
-    """The parts of a URL; of what is none, empty ones."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises for a wrong one
-    except ValueError:
-        return urlsplit("")
-    return parts
-
-
-def normal_origin(origin: SplitResult) -> tuple[str, str, int | None]:
-    """Scheme, host and port, which may be left out of an origin."""
-    port = origin.port or {"http": 80, "https": 443}.get(origin.scheme)
-    return origin.scheme, origin.hostname or "", port

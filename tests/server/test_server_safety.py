@@ -27,6 +27,7 @@ from compiled_engine.server.protocol import CompletionRequest
 from compiled_engine.server.replies import is_deeper_than
 from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
 from compiled_engine.server.run import bind
+from compiled_engine.server.web_origins import AllowedPages
 
 COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
@@ -344,6 +345,10 @@ def test_requests_that_are_refused_or_odd_fill_no_log(narrow: RunningServer, cap
         ({"host": "localhost:8000", "origin": "null"}, "origin_not_allowed"),
         ({"origin": "null"}, "origin_not_allowed"),
         ({"origin": "http://localhost:70000"}, "origin_not_allowed"),
+        ({"origin": "https://user@chat.example"}, "origin_not_allowed"),
+        ({"origin": "https://chat.example/x"}, "origin_not_allowed"),
+        ({"origin": "https://chat.example:0"}, "origin_not_allowed"),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000/x"}, "origin_not_allowed"),
     ],
 )
 def test_web_pages_that_may_use_a_server_without_a_key(headers: dict[str, str], code: str | None) -> None:
@@ -352,6 +357,32 @@ def test_web_pages_that_may_use_a_server_without_a_key(headers: dict[str, str], 
     assert visitor_check(ServerOptions(api_key=(KEY,)))(headers) is None
     elsewhere = visitor_check(ServerOptions(host="0.0.0.0", allowed_origin=("https://chat.example",)))(headers)
     assert (elsewhere.code if elsewhere else None) == (code if code == "origin_not_allowed" else None)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://chat.example:65536", "https://chat.example:0", "https://[1:2]", "https://user@a.example", "null"],
+)
+def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
+    """Else every page without an origin might use the server."""
+    with pytest.raises(ValueError, match=r"^allowed_origin is .*; allowed: scheme, host and perhaps a port from 1 to"):
+        ServerOptions(allowed_origin=(origin,))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "same", "other"),
+    [
+        ("https://chat.example", "https://chat.example:443", "https://chat.example:0"),
+        ("http://chat.example:80", "http://chat.example", "https://chat.example:80"),
+        ("https://[2001:db8:0::1]:8443", "https://[2001:db8::1]:8443", "https://[2001:db8::1]"),
+        ("https://chat.example", "https://CHAT.example", "https://chat.example:65536"),
+    ],
+)
+def test_origins_are_the_same_however_they_are_written(allowed: str, same: str, other: str) -> None:
+    pages = AllowedPages((allowed,))
+    assert same in pages
+    for origin in (other, "", "null", f"{allowed}/", "https://[1:2]"):
+        assert origin not in pages
 
 
 def test_a_page_of_another_site_gets_nothing(server: RunningServer) -> None:

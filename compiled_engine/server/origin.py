@@ -1,0 +1,36 @@
+"""What an origin of web pages is, in an option and in a request's header."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import IPv6Address
+from typing import NamedTuple
+
+_ORIGIN = re.compile(r"(https?)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_LAST_PORT = 65535
+
+
+class Origin(NamedTuple):
+    """The scheme, the host (of IPv6 without brackets) and the port."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+def read_origin(text: str) -> Origin | None:
+    """Read an origin such as https://chat.example:8080; None for what is none, such as null or a URL with a path."""
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None:
+        return None
+    scheme, host, port = found.groups()
+    number = _DEFAULT_PORTS[scheme] if port is None else int(port)
+    if not 1 <= number <= _LAST_PORT:
+        return None
+    if host.startswith("["):
+        try:
+            host = str(IPv6Address(host[1:-1]))
+        except ValueError:
+            return None
+    return Origin(scheme, host, number)
