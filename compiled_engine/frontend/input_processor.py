@@ -205,12 +205,17 @@ def checked_priorities(given: int | Sequence[int] | None, count: int, limits: Re
     for index, value in enumerate(values):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"priority[{index}] must be an integer, got {value!r}")
-        if not -(1 << 63) <= value < 1 << 63:
+        if not is_priority(value):
             raise ValueError(f"priority[{index}] must be an integer of 64 bits, got {value}")
     if any(values) and not limits.has_priorities:
         warn_caller("priority has no effect unless scheduling_policy is 'priority'")
         return [0] * count
     return list(values)
+
+
+def is_priority(value: int) -> bool:
+    """Return whether a message to the engine core can carry it."""
+    return -(1 << 63) <= value < 1 << 63
 
 
 def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int) -> None:

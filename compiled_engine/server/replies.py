@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from compiled_engine.frontend.input_processor import is_priority
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
@@ -207,7 +208,10 @@ async def read_body(
     def read() -> tuple[Fields, list[str]]:
         values = decoded(body, limits.max_json_depth, limits.max_json_values)
         fields, ignored = read_request(values, kind, strict=serving.options.strict, refused=refused, habits=habits)
-        if getattr(fields, "priority", None) and not serving.engine.limits.has_priorities:
+        priority = getattr(fields, "priority", None)
+        if priority is not None and not is_priority(priority):
+            raise bad_request("priority", f"priority must be an integer of 64 bits, got {priority}")
+        if priority and not serving.engine.limits.has_priorities:
             fields.priority = None  # type: ignore[attr-defined]
             ignored.append("priority has no effect unless scheduling_policy is 'priority'")
         return fields, ignored

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import MODEL, RunningServer, ScriptedEngine, running
+from running_server import MODEL, RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.frontend.pooling import PoolingParams
 from compiled_engine.server.chat_messages import ChatMessage
@@ -133,6 +133,15 @@ def test_a_priority_without_effect_is_named(few: RunningServer, path: str) -> No
     if path in GENERATING:
         assert response.headers["x-compiled-engine-warning"].startswith("priority has no effect unless")
     assert few.engine.given[-1]["priority"] == 0
+
+
+@pytest.mark.parametrize("priority", [1 << 63, -(1 << 63) - 1, 1 << 64, 1.5, "1", True])
+@pytest.mark.parametrize("path", [*GENERATING, *POOLING])
+def test_a_priority_is_an_integer_of_64_bits_even_without_effect(
+    few: RunningServer, path: str, priority: object
+) -> None:
+    response = post(few, path, {**(GENERATING | POOLING)[path], "priority": priority})
+    assert (response.status_code, "priority" in error_of(response)["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("path", [*GENERATING, *POOLING])
