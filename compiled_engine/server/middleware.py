@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from urllib.parse import SplitResult, urlsplit
 
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_engine.server.cache_salt import KEY
@@ -105,6 +106,7 @@ class RequestScope:
         self.serving = serving
         self._app = app
         self._routes = frozenset(routes)
+        self._patterns = [compile_path(route)[0] for route in routes if "{" in route]
         self._open_paths = frozenset(open_paths)
         self._refusal_of_visitor = visitor_check(serving.options)
         self._pages = AllowedPages(serving.options.allowed_origin)
@@ -118,8 +120,8 @@ class RequestScope:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         root = scope.get("root_path", "")
         path = scope["path"].removeprefix(root)
-        if root and path.startswith(f"{root}/"):  # the proxy has left it there
-            scope = {**scope, "path": path}
+        if root and path.startswith(f"{root}/") and not self._is_whole(path, root):  # the proxy has left it there
+            scope["path"] = path  # the log of requests reads it in this very object
             path = path.removeprefix(root)
         route = path if path in self._routes else OTHER_ROUTE  # a label must not grow with requests
 
@@ -136,6 +138,18 @@ class RequestScope:
             refusal = refusal or self._refusal_of_key(scope, path)
         app = preflight or (self._app if refusal is None else error_response(refusal))
         await app(scope, receive, send_with_id)
+
+    def _is_whole(self, path: str, root: str) -> bool:
+        """Return whether a path that begins as root does is known with it, as /v1/models is with /v1."""
+        if path in self._routes:
+            return True
+        return self._with_parameters(path) and not self._is_known(path.removeprefix(root))
+
+    def _is_known(self, path: str) -> bool:
+        return path in self._routes or self._with_parameters(path)
+
+    def _with_parameters(self, path: str) -> bool:
+        return any(pattern.match(path) for pattern in self._patterns)
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
         """Compare with every key, each in constant time, so that the time reveals nothing about them."""

@@ -92,6 +92,33 @@ def test_a_proxys_prefix_is_no_part_of_a_path(server: RunningServer, prefix: str
         assert counted == {"/health", "/v1/models", "other"}
 
 
+@pytest.mark.parametrize("prefix", ["", "/v1"])  # the proxy removes it, or leaves it
+def test_a_proxys_prefix_may_be_the_beginning_of_known_paths(server: RunningServer, prefix: str) -> None:
+    key = {"authorization": f"Bearer {KEY}"}
+    with running(ScriptedEngine(server.engine, ["a"]), api_key=(KEY,), root_path="/v1") as behind_proxy:
+        url = behind_proxy.url + prefix
+        assert httpx.get(f"{url}/health").status_code == 200
+        name = httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"]
+        assert httpx.get(f"{url}/v1/models/{name}", headers=key).json()["id"] == name
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=key, timeout=30).status_code == 200
+        assert httpx.get(f"{url}/v1/completions", headers=key).status_code == 405
+        assert httpx.get(f"{url}/v1/nothing", headers=key).status_code == 404
+    with running(ScriptedEngine(server.engine), root_path="/v1/models") as behind_proxy:
+        url = behind_proxy.url + prefix.replace("/v1", "/v1/models")
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models/{name}").json()["id"] == name
+
+
+@pytest.mark.parametrize("root_path", ["/llm", "/v1"])
+def test_the_log_of_requests_has_a_proxys_prefix_once(
+    server: RunningServer, root_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(ScriptedEngine(server.engine), root_path=root_path, uvicorn_log_level="info") as behind_proxy:
+        for prefix in ("", root_path):
+            httpx.get(f"{behind_proxy.url}{prefix}/v1/models")
+    assert re.findall("GET ([^ ]*models)", capsys.readouterr().out) == [f"{root_path}/v1/models"] * 2
+
+
 BOUNDS: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 5}),
     ("n", {"n": 2, "prompt": ["a", "b", "c"]}),

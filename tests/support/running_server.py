@@ -82,7 +82,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 @contextmanager
 def running(engine: Any, **options: Any) -> Iterator[RunningServer]:
-    server = RunningServer(engine, ServerOptions(port=0, uvicorn_log_level="error", **options))
+    server = RunningServer(engine, ServerOptions(**{"port": 0, "uvicorn_log_level": "error"} | options))
     server.start()
     try:
         yield server
