@@ -14,6 +14,7 @@ from pathlib import Path
 from compiled_engine.process.begin_gpu import begin_gpu
 from compiled_engine.process.bytecode import keep_bytecode
 from compiled_engine.process.child import open_standard_streams
+from compiled_engine.process.ending import end_process
 from compiled_engine.process.memory import collection_paused
 
 
@@ -35,6 +36,7 @@ def core_main() -> None:
             serve(listener, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    end_process(0)
 
 
 def worker_main() -> None:
@@ -53,6 +55,7 @@ def worker_main() -> None:
             from compiled_engine.processes.worker import serve
 
         serve(connection, kind, rank, folder, descriptors[1:])
+    end_process(0)
 
 
 def _begin() -> None:
