@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import signal
 
+from compiled_engine.process.ending import end_process
+
 
 def main() -> None:
-    """Run the command that the process was started with."""
+    """Run the command that the process was started with, and end the process."""
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -18,4 +20,12 @@ def main() -> None:
 
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
-    run()
+    try:
+        run()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        status = end.code
+    else:
+        status = 0
+    end_process(status)

@@ -242,6 +242,23 @@ main()
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.parametrize(("command", "status"), [("--help", 0), ("confg", 2)])
+def test_a_command_ends_with_its_exit_handlers_and_takes_nothing_down(command: str, status: int) -> None:
+    program = """
+import atexit, os, sys
+class Imported:
+    def __del__(self, write=os.write):
+        write(2, b"taken down")
+imported = Imported()
+atexit.register(print, "exit handler", file=sys.stderr)
+from compiled_engine.cli import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", program, command], check=False, capture_output=True, text=True)
+    assert result.returncode == status
+    assert result.stderr.endswith("exit handler\n")
+
+
 BAD_INPUT = [
     (["generate"], "Missing option '--prompt'."),
     (["generate", "--promt", "a"], "No such option: --promt"),

@@ -27,7 +27,7 @@ class Served:
 
     def __init__(self, *arguments: str, **variables: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMPILED_ENGINE_PORT": "0", **variables}
-        code = "from compiled_engine.cli.app import app; app()"
+        code = "from compiled_engine.cli import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "--quiet", *arguments],
             stderr=subprocess.PIPE,
