@@ -39,12 +39,21 @@ from compiled_engine.frontend.pooling_processor import (
     require_pooling,
 )
 from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts
-from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind, RequestStreams, connect, end, leave
+from compiled_engine.frontend.request_stream import (
+    OUTPUT_KINDS,
+    OutputKind,
+    RequestStream,
+    RequestStreams,
+    connect,
+    end,
+    leave,
+)
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT, QUICK_TEXT
 from compiled_engine.messages import AdapterRef, RequestLimits
 from compiled_engine.other_engines.translate import make_options
+from compiled_engine.process.forks import Owner, unless_forked
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.smallest_first import SmallestFirst
 from compiled_engine.process.timeline import Timeline
@@ -106,7 +115,8 @@ class AsyncLLM:
     def _take(self, parts: EngineParts) -> None:
         self._parts = parts
         self._client, self._streams = parts.client, parts.streams
-        self._end = weakref.finalize(self, end, parts.client, parts.core, parts.streams)
+        self._owner = Owner("AsyncLLM")
+        self._end = weakref.finalize(self, unless_forked(end), parts.client, parts.core, parts.streams)
         self._numbers = count()
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
         self._draining = False
@@ -262,6 +272,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator gives a last output with finish_reason "abort". Nothing if it is not known."""
+        self._owner.require_here()
         self._client.abort(self._streams.abort(request_id))
 
     async def metrics(self) -> dict[str, Any]:
@@ -291,6 +302,7 @@ class AsyncLLM:
 
         Returns how many were aborted. `generate` raises RuntimeError from now on.
         """
+        self._owner.require_here()
         self._draining = True
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (left := self._streams.num_unfinished) and (deadline is None or time.monotonic() < deadline):
@@ -300,7 +312,12 @@ class AsyncLLM:
         return left
 
     async def shutdown(self) -> None:
-        """End the core and free the device; requests under way get EngineDeadError. May be called again."""
+        """End the core and free the device; requests under way get EngineDeadError. May be called again.
+
+        In a fork of the process that made it nothing happens: the core is the other's.
+        """
+        if not self._owner.is_here:
+            return
         if self.errored is None:
             self._attach()
         leave(self._client, self._streams)
@@ -380,12 +397,13 @@ class AsyncLLM:
         try:
             self._send(prepared)
             while True:
+                self._owner.require_here()
                 result = await stream.next()
                 yield result
                 if result.finished:
                     return
         finally:
-            self._client.abort(self._streams.remove(stream))
+            self._leave([stream])
 
     async def _prepared(self, size: int, prepare: Callable[[], Prepared], *, apart: bool = False) -> Prepared:
         """Return the result of prepare, run in a thread if texts are long, or `apart`. size: their characters."""
@@ -421,8 +439,14 @@ class AsyncLLM:
                 self._send(request)
             ended: list[Any] = [await stream.next() for stream in streams]
         finally:
-            self._client.abort([left for stream in streams for left in self._streams.remove(stream)])
+            self._leave(streams)
         return ended
+
+    def _leave(self, streams: Sequence[RequestStream]) -> None:
+        """Stop following requests, and end them; in a fork they go on, for their reader in the other process."""
+        left = [request_id for stream in streams for request_id in self._streams.remove(stream)]
+        if self._owner.is_here:
+            self._client.abort(left)
 
     def _send(self, prepared: PreparedRequest) -> None:
         self._require_open()
@@ -437,6 +461,7 @@ class AsyncLLM:
 
     def _attach(self) -> None:
         """Serve the running event loop; requests of an earlier, ended loop end."""
+        self._owner.require_here()
         loop = asyncio.get_running_loop()
         before = self._client.loop
         if before is loop:

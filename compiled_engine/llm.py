@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -23,7 +22,7 @@ from compiled_engine.messages import AdapterRef, ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 from compiled_engine.process.bytecode import bytecode_kept
-from compiled_engine.process.forks import ADVICE
+from compiled_engine.process.forks import Owner
 from compiled_engine.process.in_background import import_apart
 from compiled_engine.process.memory import collection_paused, no_full_gc
 from compiled_engine.process.progress import Progress, RichProgress, SilentProgress
@@ -66,7 +65,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
         timeline = Timeline()
         timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-        self._process = os.getpid()
+        self._owner = Owner("LLM")
         self._progress = RichProgress() if progress else SilentProgress()
         parts = _start({"model": model, **options}, self._progress, timeline)
         self._config, self._tokenizer = parts.config, parts.tokenizer
@@ -286,7 +285,7 @@ class LLM:
 
         In a fork of the process that made it nothing happens: the device is the other's.
         """
-        if self._core is not None and self._process == os.getpid():
+        if self._core is not None and self._owner.is_here:
             self._loop.close()
             if self._profiler.running:
                 self._profiler.stop()
@@ -389,10 +388,7 @@ class LLM:
     def _require_open(self) -> EngineCore | Replicas:
         if self._core is None:
             raise RuntimeError("this LLM is closed; make a new one")
-        if self._process != os.getpid():
-            raise RuntimeError(
-                f"this LLM belongs to the process that this one is a fork of; {ADVICE}, and make one here"
-            )
+        self._owner.require_here()
         return self._core
 
     def _require_tokenizer(self) -> Tokenizer:

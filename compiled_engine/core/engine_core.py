@@ -27,6 +27,7 @@ from compiled_engine.messages import (
     SchedulerOutput,
     StepOutputs,
 )
+from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
@@ -64,7 +65,7 @@ class EngineCore:
         self.config = config
         self.clock = clock
         self.executor = executor
-        self._free = weakref.finalize(self, executor.close)  # if `close` is not called
+        self._free = weakref.finalize(self, unless_forked(executor.close))  # if `close` is not called
         self._free.atexit = False
         self._steps_in_flight = config.steps_in_flight
         draft_length = None

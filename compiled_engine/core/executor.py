@@ -76,9 +76,9 @@ class InProcessExecutor:
         link: StageLink | None = None,
     ):
         """group, link: the ranks that this one is of, see Runner."""
-        begin_to_compute()
         load_plugins(config.compile.plugins)
         check_registered(config.compile.passes)
+        begin_to_compute(leaves_threads=config.device.type == "cuda" or torch.get_num_threads() > 1)
         self._device = config.device
         if config.device.type == "cuda":  # while the model is compiled, or found and its weights are read
             cuda_context(config.device.index or 0)

@@ -13,6 +13,7 @@ from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor, Running
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.messages import EngineRequest, StepOutputs
+from compiled_engine.process.forks import Owner
 from compiled_engine.sampling.token_mask import TokenMask
 
 # Ctrl-C between steps, not within one: an interrupted step would leave the core's books half written.
@@ -76,6 +77,7 @@ class EngineLoop:
         self._outputs = outputs
         self._changed: dict[str, Running] = {}  # what no run has given out yet, by request id
         self._closed = False
+        self._owner = Owner("LLM")
         self._failure = ""  # what the last step that failed raised, as text: the error itself would hold the engine
         self._in_use = threading.Lock()
         self._abandoned: list[Generator[list[RequestOutput], None, None]] = []  # ended while another one moved
@@ -92,6 +94,7 @@ class EngineLoop:
         outputs = self._run(requests, partial)
         try:
             while True:
+                self._owner.require_here()
                 with self._turn():
                     of_step = next(outputs, None)
                 if of_step is None:
@@ -153,7 +156,7 @@ class EngineLoop:
                 self._changed.pop(request_id, None)
                 for engine_request_id in state.unfinished_ids():
                     self._outputs.forget(engine_request_id)
-                    if engine_request_id in added and not self._closed:
+                    if engine_request_id in added and not self._closed and self._owner.is_here:
                         with deferred_interrupt():
                             self._core.abort(engine_request_id)
 

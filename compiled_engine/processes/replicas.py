@@ -26,6 +26,7 @@ from msgspec import structs
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError, Failed
 from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.process.forks import unless_forked
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import Replica, RoutedRequest, metrics_of_all
 from compiled_engine.processes.router import Router
@@ -62,7 +63,7 @@ class Replicas:
         self.num_slots = min(replica.num_slots for replica in replicas)
         self._all = tuple(replicas)
         self._living = {replica.number: replica for replica in replicas}
-        self._free = weakref.finalize(self, _end, self._all, when_ended)  # if `close` is not called
+        self._free = weakref.finalize(self, unless_forked(_end), self._all, when_ended)  # if `close` is not called
         block_size = config.cache.block_size
         num_blocks = self.num_slots // block_size if config.cache.enable_prefix_caching else 0
         self._router = Router(len(replicas), AHEAD * config.max_running, block_size, num_blocks)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import multiprocessing
 import pickle
 import shutil
 import threading
@@ -345,35 +344,6 @@ def test_a_token_mask_that_calls_its_engine_ends_its_own_request(llm: LLM) -> No
     assert failed.outputs[0].finish_reason == "error"
     assert "busy with another call" in str(failed.outputs[0].stop_reason)
     assert len(other.outputs[0].token_ids) == 12
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_is_refused_instead_of_waiting_for_threads_that_it_lacks(llm: LLM) -> None:
-    def errors(results: Any) -> None:
-        calls: list[Callable[[], Any]] = [
-            lambda: LLM(**SMALL),
-            lambda: llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False),
-            lambda: list(llm.stream(PROMPTS[0], GREEDY)),
-            llm.close,
-        ]
-        for call in calls:
-            try:
-                results.put(repr(call()))
-            except RuntimeError as error:
-                results.put(str(error))
-
-    forks = multiprocessing.get_context("fork")
-    results = forks.SimpleQueue()
-    child = forks.Process(target=errors, args=(results,))
-    child.start()
-    child.join(30)
-    child.kill()
-    assert child.exitcode == 0
-    made, generated, streamed, closed = (results.get() for _ in range(4))
-    assert made.startswith("an engine cannot run in a fork of a process that has run one; use multiprocessing's start")
-    assert generated == streamed
-    assert generated.startswith("this LLM belongs to the process that this one is a fork of;")
-    assert closed == "None"
 
 
 def test_warnings_point_at_the_line_of_the_caller(llm: LLM) -> None:
