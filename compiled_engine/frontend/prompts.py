@@ -55,9 +55,7 @@ def _parse(name: str, prompt: Any) -> Prompt:
         if _is_sequence(prompt):
             return Prompt(name, None, _parse_token_ids(name, prompt))
         raise TypeError(f"{name} must be {FORMS}, got {_shown(prompt)}{_as_list(prompt)}")
-    unknown = [] if KNOWN.issuperset(prompt) else [key for key in prompt if key not in KEYS]
-    unknown = [key for key in unknown if key not in OF_OTHER_ENGINES or prompt[key] is not None]
-    if unknown:
+    if not KNOWN.issuperset(prompt) and (unknown := _unknown_keys(prompt)):
         advice = "; token ids are 'prompt_token_ids'" if unknown[0] == "input_ids" else ""
         raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}{advice}")
     text, token_ids, salt = map(prompt.get, KEYS)
@@ -105,6 +103,11 @@ def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
         if not _is_integer(token_id):
             raise TypeError(f"{name}[{index}] must be a token id (an integer), got {token_id!r}")
     return tuple(map(int, token_ids))
+
+
+def _unknown_keys(prompt: Mapping[str, Any]) -> list[str]:
+    ignored = {key for key in OF_OTHER_ENGINES if prompt.get(key) is None}
+    return [key for key in prompt if key not in KNOWN | ignored]
 
 
 def _is_sequence(value: Any) -> bool:

@@ -75,8 +75,9 @@ def test_each_size_has_its_own_short_contexts() -> None:
 
 
 def test_verifications_have_graphs_for_the_contexts_that_change_what_they_launch() -> None:
-    graph, _ = resolved(short_contexts=lambda size: (256, 512) if size <= 4 else ())
-    assert graph.short_verified == ((1, 256), (1, 512), (2, 256), (2, 512), (4, 512))
+    contexts = {1: (256, 512), 4: (256, 512), 24: (512, 1024)}
+    graph, _ = resolved(short_contexts=lambda size: contexts.get(size, ()))
+    assert graph.short_verified == ((1, 256), (1, 512), (4, 256), (4, 512), (24, 1024))
 
 
 def test_where_attention_cannot_be_captured_it_runs_between_graphs_of_up_to_512_tokens() -> None:
