@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from telling_program import TELLS_HOW_IT_ENDS
 from typer.testing import CliRunner
 
 import compiled_engine
@@ -244,12 +245,7 @@ main()
 
 @pytest.mark.parametrize(("command", "status"), [("--help", 0), ("confg", 2)])
 def test_a_command_ends_with_its_exit_handlers_and_takes_nothing_down(command: str, status: int) -> None:
-    program = """
-import atexit, os, sys
-class Imported:
-    def __del__(self, write=os.write):
-        write(2, b"taken down")
-imported = Imported()
+    program = f"""{TELLS_HOW_IT_ENDS}
 atexit.register(print, "exit handler", file=sys.stderr)
 from compiled_engine.cli import main
 main()

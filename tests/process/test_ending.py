@@ -8,16 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from telling_program import TELLS_HOW_IT_ENDS
 
-PROGRAM = """
-import atexit, os, sys
+PROGRAM = f"""{TELLS_HOW_IT_ENDS}
 from compiled_engine.process.ending import end_process
-
-class Imported:
-    def __del__(self, write=os.write):
-        write(2, b"taken down")
-
-imported = Imported()
 atexit.register(print, "exit handler")
 print("result")
 end_process(int(sys.argv[1]))

@@ -7,15 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = """
-import atexit, os
+from telling_program import TELLS_HOW_IT_ENDS
+
+PROGRAM = f"""{TELLS_HOW_IT_ENDS}
 from compiled_engine.processes.programs import core_main
-
-class Imported:
-    def __del__(self, write=os.write):
-        write(2, b"taken down")
-
-imported = Imported()
 atexit.register(print, "exit handler")
 core_main()
 """
