@@ -44,10 +44,10 @@ class Owner:
 
 def unless_forked(function: Callable[..., None]) -> Callable[..., None]:
     """Return a function that does the same in this process, and nothing in forks of it: for finalizers."""
-    process = os.getpid()
+    maker = os.getpid()
 
     def call(*arguments: Any) -> None:
-        if process == os.getpid():
+        if os.getpid() == maker:
             function(*arguments)
 
     return call

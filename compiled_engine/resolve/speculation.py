@@ -25,6 +25,7 @@ from compiled_engine.config import (
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.eagle3_folder import is_head, read_head
 from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.speculative_keys import is_default, unknown_key_message
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.compile import resolve_compile
 from compiled_engine.resolve.cuda_graphs import (
@@ -34,7 +35,6 @@ from compiled_engine.resolve.cuda_graphs import (
     recording_obstacle,
 )
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
-from compiled_engine.resolve.foreign_draft_keys import is_default, unknown_key_message
 from compiled_engine.resolve.parallel import check_model
 from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, require, text
 

@@ -71,8 +71,7 @@ class ServerOptions:
     allowed_origin: tuple[str, ...] = declare(
         (),
         TEXTS,
-        "origin of web pages that may use the server in a browser, for example https://chat.example",
-        "`*` for every origin",
+        "origin of web pages that may use the server in a browser, for example https://chat.example, or * for all",
     )
     served_model_name: tuple[str, ...] = declare(
         (),

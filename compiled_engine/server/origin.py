@@ -1,4 +1,4 @@
-"""What an origin of web pages is, in an option and in a request's header."""
+"""Origins of web pages, as the option for them and requests' headers name them."""
 
 from __future__ import annotations
 

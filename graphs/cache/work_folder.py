@@ -11,6 +11,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from compiled_engine.process.forks import unless_forked
+
 _LOCK = "lock"
 _FILES = "files"
 
@@ -31,7 +33,7 @@ class WorkFolder:
         except OSError:
             shutil.rmtree(outer, ignore_errors=True)
             raise
-        self._remove = weakref.finalize(self, _remove, outer, lock, os.getpid())
+        self._remove = weakref.finalize(self, unless_forked(_remove), outer, lock)
 
     def close(self) -> None:
         self._remove()
@@ -52,7 +54,6 @@ def is_in_use(outer: Path) -> bool:
     return False
 
 
-def _remove(outer: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # not in a child that was forked
-        shutil.rmtree(outer, ignore_errors=True)
-        os.close(lock)
+def _remove(outer: Path, lock: int) -> None:
+    shutil.rmtree(outer, ignore_errors=True)
+    os.close(lock)
