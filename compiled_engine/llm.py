@@ -22,6 +22,7 @@ from compiled_engine.messages import AdapterRef, ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 from compiled_engine.process.bytecode import bytecode_kept
+from compiled_engine.process.forks import Owner
 from compiled_engine.process.in_background import import_apart
 from compiled_engine.process.memory import collection_paused, no_full_gc
 from compiled_engine.process.progress import Progress, RichProgress, SilentProgress
@@ -64,6 +65,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
         timeline = Timeline()
         timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
+        self._owner = Owner("LLM")
         self._progress = RichProgress() if progress else SilentProgress()
         parts = _start({"model": model, **options}, self._progress, timeline)
         self._config, self._tokenizer = parts.config, parts.tokenizer
@@ -283,7 +285,7 @@ class LLM:
 
         In a fork of the process that made it nothing happens: the device is the other's.
         """
-        if self._core is not None and self._loop.owner.is_here:
+        if self._core is not None and self._owner.is_here:
             self._loop.close()
             if self._profiler.running:
                 self._profiler.stop()
@@ -386,7 +388,7 @@ class LLM:
     def _require_open(self) -> EngineCore | Replicas:
         if self._core is None:
             raise RuntimeError("this LLM is closed; make a new one")
-        self._loop.owner.require_here()
+        self._owner.require_here()
         return self._core
 
     def _require_tokenizer(self) -> Tokenizer:

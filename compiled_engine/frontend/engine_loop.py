@@ -77,7 +77,7 @@ class EngineLoop:
         self._outputs = outputs
         self._changed: dict[str, Running] = {}  # what no run has given out yet, by request id
         self._closed = False
-        self.owner = Owner("LLM")
+        self._owner = Owner("LLM")
         self._failure = ""  # what the last step that failed raised, as text: the error itself would hold the engine
         self._in_use = threading.Lock()
         self._abandoned: list[Generator[list[RequestOutput], None, None]] = []  # ended while another one moved
@@ -94,7 +94,7 @@ class EngineLoop:
         outputs = self._run(requests, partial)
         try:
             while True:
-                self.owner.require_here()
+                self._owner.require_here()
                 with self._turn():
                     of_step = next(outputs, None)
                 if of_step is None:
@@ -156,7 +156,7 @@ class EngineLoop:
                 self._changed.pop(request_id, None)
                 for engine_request_id in state.unfinished_ids():
                     self._outputs.forget(engine_request_id)
-                    if engine_request_id in added and not self._closed and self.owner.is_here:
+                    if engine_request_id in added and not self._closed and self._owner.is_here:
                         with deferred_interrupt():
                             self._core.abort(engine_request_id)
 
