@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and int(os.environ.get("GP
     _first = int(_worker.removeprefix("gw")) % max(1, len(_devices) // _share) * _share
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_devices[_first : _first + _share])
 
+import poison
 import pytest
 import quick_compiler
 import torch
@@ -63,6 +65,7 @@ settings.load_profile("any machine")
 own_cache_dir = pytest.StashKey[str]()
 own_kernels = pytest.StashKey[dict[str, str]]()
 own_compiler = pytest.StashKey[Path]()
+own_poison = pytest.StashKey[ExitStack]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
     So do kernels that tests launch without an engine. In Triton's own folder, processes that compile a kernel at the
     same time replace each other's libraries, see CheckedFiles.put.
     """
+    if not config.getoption("--unpoisoned"):
+        config.stash[own_poison] = stack = ExitStack()
+        stack.enter_context(poison.poisoned())
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv(poison.VARIABLE, "1")
     if not torch.cuda.is_available():  # garbage may hold a GPU's memory
         gc.set_threshold(*THRESHOLDS)
     if CACHE_VARIABLE not in os.environ:
@@ -84,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if own_poison in config.stash:
+        config.stash[own_poison].close()
     for name in config.stash.get(own_kernels, {}):
         os.environ.pop(name, None)
     gc.unfreeze()  # else libraries report what is garbage by now as leaked
@@ -98,6 +107,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case (markers: product, shown_by)")
     parser.addoption("--seed", default="0", help="chooses the cases of products that run without --all")
+    parser.addoption("--unpoisoned", action="store_true", help="memory that nobody has written is not filled with NaN")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -110,6 +120,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in SKIPPED.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests that count what allocations cost run as users do, their fixtures too."""
+    if item.get_closest_marker("unpoisoned") is None:
+        return (yield)
+    with poison.poisoned(on=False):
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from attention_cases import Case, Request, build, decodes, mistake, outcome
+from attention_cases import Case, Request, build, decodes, mistake, outcome, step
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
@@ -34,16 +35,28 @@ CASES = (
     Case("contexts that do not fit", (Request(300, 3), Request(40, 20))),
 )
 NUM_SMS = 16
+# Windows that begin inside a block, at its border and at a tile's, of prompts that begin anywhere.
+CHUNKS = (*decodes(1, 33), Request(400, 140), Request(333, 70), Request(150, 149), Request(257, 2), Request(21, 21))
+WINDOWED = tuple(
+    Case(f"window of {window}, blocks of {block_size}", CHUNKS, 2, 1, 16, block_size, window)
+    for window, block_size in ((1, 16), (20, 16), (128, 16), (130, 48), (200, 256))
+)
+# Keys of the tiles in 16 bits: short and long contexts, and Hopper's, whose kernel the interpreter does not run.
+TILES_OF_KEYS = 32, 64, 128
 
 
-def difference(case: Case) -> str | None:
-    """What is wrong with the prompts' results: all from the workspace, or, where contexts do not fit, from codes."""
+def difference(case: Case, dtype: torch.dtype = torch.float32, keys: int = 0) -> str | None:
+    """What is wrong with the prompts' results: all from the workspace, or, where contexts do not fit, from codes.
+
+    keys: of a tile; 0: as many as the kernel chooses.
+    """
     case = case.sized("triton")
-    batch = build(case, torch.float32)
+    batch = build(case, dtype)
     cache_N2PKd, scoring = batch.kv_cache_N2PKd, batch.scoring
     write_kv(batch.k_TKd, batch.v_TKd, cache_N2PKd, batch.inputs.slot_mapping_T, scoring.kv_scales_2K, False)
     facts = BatchFacts.of(batch.inputs, case.num_kv_heads, NUM_SMS)
-    tiles = prefill_tiles(case.head_dim, 4, facts.max_seq_len)
+    tiles = prefill_tiles(case.head_dim, dtype.itemsize, facts.max_seq_len)
+    tiles = replace(tiles, keys=keys or tiles.keys)
     layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // (case.num_heads // case.num_kv_heads))
     work_W = torch.full((layout.length(facts.num_tokens),), 77, dtype=torch.int32)
     write_lists(batch.inputs, work_W, layout, facts.min_keys)
@@ -55,14 +68,18 @@ def difference(case: Case) -> str | None:
     for cache, inputs, how, num_tiles in prefill_sources(contexts, cache_N2PKd, batch.inputs, scoring):
         prefill(batch.q_THd, cache, out_THd, inputs, work_W, layout, tiles, NUM_SMS, how, num_tiles)
     out_THd[: facts.num_decodes] = batch.expected_THd[: facts.num_decodes]
-    return mistake(case, batch, out_THd)
+    return mistake(case, batch, out_THd, tolerance=None if dtype is torch.float32 else 5e-3)
 
 
 def main() -> None:
     """Run by the next test in a process whose Triton interprets."""
     torch.set_num_threads(1)
     cases = [replace(case, storage=NAMES[number % 2]) for number, case in enumerate(CASES)]
-    print(json.dumps({f"{case.name}, {case.storage}": text for case in cases if (text := difference(case))}))
+    wrong = {f"{case.name}, {case.storage}": difference(case) for case in cases}
+    for number, (windowed, keys) in enumerate(product(WINDOWED, TILES_OF_KEYS)):
+        case = replace(windowed, storage=NAMES[number % 2])
+        wrong[f"{case.name}, {case.storage}, tiles of {keys}"] = difference(case, torch.float16, keys)
+    print(json.dumps({name: text for name, text in wrong.items() if text}))
 
 
 @loops_to_a_loaded_bound
@@ -87,6 +104,9 @@ LONG_CASES = (
     Case("fits", LONG, head_dim=128),
     Case("fits, as the device knows", LONG, head_dim=128, bound=60_000),
     Case("window", LONG, head_dim=128, sliding_window=200),
+    Case("window of a chunk", (*decodes(300), Request(1700, 700)), head_dim=128, sliding_window=200),
+    Case("window, Hopper's tiles", (Request(3100, 2100), Request(900, 333)), head_dim=128, sliding_window=200),
+    Case("window, heads of 64", (*decodes(5, 300), Request(1700, 700), Request(2222, 1333)), sliding_window=77),
     Case("soft cap and sinks", LONG, soft_cap=5.0, sinks=True),
     Case("head size 256", LONG, head_dim=256),
     Case("does not fit", (Request(9000, 600), Request(9000, 20)), head_dim=128),
@@ -102,3 +122,18 @@ def test_prompts_read_them_on_a_gpu(case: Case, name: str) -> None:
     assert sum(request.query_len for request in case.requests) >= FEWEST_TOKENS
     # Keys and values are rounded once more, to 16 bits.
     assert outcome("triton", replace(case, storage=name), "cuda", torch.bfloat16, tolerance=1.5e-2) == "right"
+
+
+@pytest.mark.gpu
+@pytest.mark.product(one_in=4, each=("case",))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", LONG_CASES, ids=[case.name for case in LONG_CASES])
+def test_prompts_read_them_in_a_graph(case: Case, name: str) -> None:
+    case = replace(case, storage=name).sized("triton")
+    batch = build(case, torch.bfloat16, "cuda")
+    step("triton", case, batch)  # kernels are compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out_THd = step("triton", case, batch)
+    graph.replay()
+    assert mistake(case, batch, out_THd, tolerance=1.5e-2) is None

@@ -14,7 +14,7 @@ from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 NUM_STEPS = 4
 # Of a step of decodes, in its graph: norm and qkv, rotation and write, attention and its combination, output, gate and

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import triton
 from folders import SUPPORT
+from poison import poison_as_asked
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -88,3 +89,4 @@ def remember_types() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
+    poison_as_asked()

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import BatchFacts
+from compiled_engine.attention.backends.triton_tile import TILES_OF_KEYS, first_read
 from compiled_engine.attention.backends.work_list import SEARCH_WIDTH
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import (
@@ -100,13 +101,10 @@ def decode_contexts_kernel(
     if (total <= capacity) & (block < total):
         number = block - before
         tl.store(new_table_ptr + request * new_table_stride + number, block)
-        first_key = 0
-        if WINDOW > 0:
-            seq_len = tl.load(seq_lens_ptr + request)
-            query_start = tl.load(query_start_loc_ptr + request)
-            first_position = seq_len - (tl.load(query_start_loc_ptr + request + 1) - query_start)
-            first_key = first_position - WINDOW + 1
-        if (number + 1) * BLOCK_SIZE > first_key:
+        query_start = tl.load(query_start_loc_ptr + request)
+        query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+        first_position = tl.load(seq_lens_ptr + request) - query_len
+        if (number + 1) * BLOCK_SIZE > first_read(first_position, WINDOW, TILES_OF_KEYS):
             old_block = tl.load(block_table_ptr + tl.cast(request, tl.int64) * table_stride + number)
             HALF: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
             heads_H = tl.arange(0, TILE_H)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, seen
+from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, first_read, seen
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.boxes import Box
@@ -109,11 +109,10 @@ def key_tiles(first_position, seq_len, HEADS: gl.constexpr):  # type: ignore[no-
     Padding (seq_len 0) has one tile, of which it sees nothing.
     """
     end_key = gl.maximum(gl.minimum(first_position + ROWS // HEADS.group, seq_len), 0)
-    first_masked = gl.maximum(first_position, 0) // KEYS
-    first_tile = first_masked * 0
-    if HEADS.window > 0:
-        first_tile = gl.maximum(first_position - HEADS.window + 1, 0) // KEYS
-        first_masked = first_tile
+    first_tile = first_read(first_position, HEADS.window, KEYS) // KEYS
+    first_masked = first_tile
+    if HEADS.window == 0:
+        first_masked = gl.maximum(first_position, 0) // KEYS
     return end_key, first_tile, first_masked, gl.maximum(gl.cdiv(end_key, KEYS), 1)
 
 

@@ -11,7 +11,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile, blocks_of, normalised, scales
+from compiled_engine.attention.backends.triton_tile import (
+    LOWEST,
+    attend_tile,
+    blocks_of,
+    first_read,
+    normalised,
+    scales,
+)
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import product_type, scales_of
@@ -131,11 +138,9 @@ def prefill_kernel(
             positions_M = seq_len - query_len + queries_M
             first_position = seq_len - query_len + first_query
             end_key = tl.minimum(first_position + QUERIES, seq_len)
-            if WINDOW > 0:
-                first_key = tl.maximum(first_position - WINDOW + 1, 0) // TILE_N * TILE_N
-                end_unmasked = first_key
-            else:
-                first_key = 0
+            first_key = first_read(first_position, WINDOW, TILE_N)
+            end_unmasked = first_key
+            if WINDOW == 0:
                 end_unmasked = tl.maximum(first_position + 1, 0) // TILE_N * TILE_N
             table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
             head_cache_ptr = cache_ptr + kv_head * HEAD_DIM

@@ -18,6 +18,8 @@ from compiled_engine.attention.triton_codes import key_offset, load_scales, numb
 # Lower than any score, yet finite: a row that has seen no key so far must not turn into NaN.
 LOWEST = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(math.log2(math.e))
+# A tile of keys divides this number, whichever kernel reads it: decoded contexts begin at a multiple.
+TILES_OF_KEYS = tl.constexpr(128)
 
 
 def scales(scoring: Scoring) -> tuple[float, float]:
@@ -41,6 +43,20 @@ def first_seen(seq_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
         return tl.maximum(seq_len - WINDOW, 0)
     else:
         return 0
+
+
+@triton.jit
+def first_read(first_position: tl.tensor, WINDOW: tl.constexpr, TILE_N: tl.constexpr) -> tl.tensor:
+    """The first key of the tiles of TILE_N keys that queries from this position on read, one way or another: those
+    before the window have no weight, but they are multiplied with it, and zero times NaN is NaN. WINDOW 0: the first.
+
+    Who writes what others read calls this function with TILES_OF_KEYS, which comes before all of their tiles.
+    """
+    tl.static_assert(TILES_OF_KEYS % TILE_N == 0, "decoded contexts begin at a multiple of TILES_OF_KEYS")
+    if WINDOW > 0:
+        return tl.maximum(first_position - WINDOW + 1, 0) // TILE_N * TILE_N
+    else:
+        return first_position * 0
 
 
 @triton.jit
