@@ -20,7 +20,7 @@ SCALE_DTYPE = torch.bfloat16
 # An int8 code is stored as a byte, plus this: so it is the last byte of a half-precision number, exactly.
 INT8_BIAS = 128
 INT8_LARGEST = 127
-# The smallest scale of a head; one of zeros has it.
+# The smallest scale of a head; one of zeros has it. Kernels rely on it: they take logarithms of scales.
 LEAST_SCALE = 2.0**-40
 FP8_LARGEST = 448.0
 

@@ -77,7 +77,7 @@ class Scoring(NamedTuple):
     scale: of the products. sliding_window: number of keys visible to a query, itself included; 0 means all. soft_cap:
     scores are soft_cap * tanh(score / soft_cap) (Gemma 2); 0 means none. sinks_H: for each query head the score of a
     further key without a value (GPT-OSS), any float dtype. kv_scales_2K: the factors of the codes of keys and of values
-    in an FP8 cache, fp32; None: 1.
+    in an FP8 cache, fp32, at least LEAST_SCALE; None: 1.
     """
 
     scale: float

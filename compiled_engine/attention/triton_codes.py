@@ -94,7 +94,7 @@ def load_scales(
         ones_N = tl.where(stored_N, 1.0, 1.0)
         k_scale_N = ones_N * tl.load(head_scales_ptr)
         v_scale_N = ones_N * tl.load(head_scales_ptr + NUM_KV_HEADS)
-    return k_scale_N, tl.maximum(v_scale_N, LEAST_SCALE)
+    return k_scale_N, v_scale_N
 
 
 @triton.jit
@@ -199,5 +199,5 @@ def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor, dtype: tl.constexpr) -> t
         scale = wide_scale(stored)
         return codes_of(x_D, scale, dtype), scale
     else:
-        scale = tl.maximum(tl.load(scale_ptr), LEAST_SCALE)
+        scale = tl.load(scale_ptr)
         return codes_of(x_D, scale, dtype), scale

@@ -170,17 +170,20 @@ class DraftModelProposer:
         return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
 
     def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:
-        """Stage the tokens of requests that have not sampled."""
-        states = self._states
-        of_prompts = np.flatnonzero(np.array(step.starts) < states.num_known[states.rows(step.request_ids)])
-        of_prompts = of_prompts[np.argsort(np.array(step.counts)[of_prompts] > 1, kind="stable")].tolist()
-        if not of_prompts:
+        """Stage the tokens of requests that have not sampled, up to the last of their prompts: with a single one a step
+        has room for drafts behind it, which are not there yet."""
+        states, starts_R = self._states, np.array(step.starts, np.int64)
+        left_R = states.num_known[states.rows(step.request_ids)] - starts_R
+        counts_R = np.minimum(left_R, step.counts)
+        of_prompts = np.flatnonzero(left_R > 0)
+        of_prompts = of_prompts[np.argsort(counts_R[of_prompts] > 1, kind="stable")]
+        if not of_prompts.size:
             return None
         chunks = replace(
             step,
-            request_ids=[step.request_ids[index] for index in of_prompts],
-            starts=[step.starts[index] for index in of_prompts],
-            counts=[step.counts[index] for index in of_prompts],
+            request_ids=[step.request_ids[index] for index in of_prompts.tolist()],
+            starts=starts_R[of_prompts].tolist(),
+            counts=counts_R[of_prompts].tolist(),
             samples=[False] * len(of_prompts),
         )
         return make_batch(chunks, states, self.prompts.buffers, None)

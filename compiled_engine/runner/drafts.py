@@ -34,6 +34,7 @@ from compiled_engine.runner.input_batch import (
     DraftedRows,
     InputBatch,
     InputBuffers,
+    host_of,
 )
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.gumbel import splitmix64
@@ -125,7 +126,7 @@ class DraftedSteps:
             self._buffers.stage_batch(*self._staged)
             self._staged = self._buffers.drafted
         starts_A = np.array(step.starts, np.int32)[rows.request_A] + rows.number_A
-        host = batch.host if key is not None else (*batch.host[:2], int((starts_A + rows.lens_A).max()))
+        host = host_of(key, *batch.host[:2], int((starts_A + rows.lens_A).max()))
         return replace(batch, step_starts=starts_A.tolist(), host=host)
 
 
@@ -191,9 +192,9 @@ def stage_numbered(
     num_single = count if num_tokens == count else int(np.argmax(lens_A > 1))
     num_rows, padded_tokens = count, num_tokens if key is None else key.num_tokens
     # The longest of rows with a token each is one; more is how many of them share a request.
-    host = num_single, int(lens_A.max()) if queries is None else queries, int(ends_A.max())
+    host = host_of(key, num_single, int(lens_A.max()) if queries is None else queries, int(ends_A.max()))
     if key is not None and key.kind is GraphKind.FULL:
-        num_rows, host = key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len)
+        num_rows = key.num_requests
     padding = num_rows - count
     buffers.stage_batch(
         np.concatenate((rows_A, np.full(padding, -1, np.int32))),

@@ -354,7 +354,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         lens_R = np.array(lens, np.int32)
         starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
         if key is not None and key.kind is GraphKind.FULL:  # attention finds the first padding row to have the padding
-            num_rows, host = key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len)
+            num_rows = key.num_requests
             padding = np.full(num_rows - count, -1, np.int32)
             ends = np.full(num_rows - count, padded_tokens, np.int32)
             # A graph of any batch serves those with drafts too.
@@ -362,8 +362,8 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
             buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
         else:
             num_rows = count
-            host = (lens.count(1), max(lens), max(map(add, step.starts, lens)))
             buffers.stage_batch(rows_R, starts_R1)
+        host = host_of(key, lens.count(1), max(lens), max(map(add, step.starts, lens)))
     return InputBatch(
         request_ids,
         rows_R,
@@ -379,6 +379,14 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         order,
         plain=step.head_rests,
     )
+
+
+def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
+    """AttentionInputs.host_3 of a batch with these facts: of a graph that holds attention, those that it was captured
+    with."""
+    if key is not None and key.kind is GraphKind.FULL:
+        return key.num_decodes, key.max_query_len, key.max_seq_len
+    return num_decodes, longest_query, longest_context
 
 
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:

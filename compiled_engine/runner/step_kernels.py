@@ -47,8 +47,9 @@ def prepare_kernel(
 
     numbers_ptr: None without drafts. A row whose draft does not exist is one of padding.
     """
+    # No later kernel may start before the end of this one: attention reads lengths, blocks and slots before its own
+    # wait, and kernels between the two may all let their dependents start before they have waited.
     if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()
         gdc_wait()
     request = tl.program_id(0)
     lane = tl.arange(0, TILE)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from compiled_engine.kv_format import LEAST_SCALE
 from compiled_engine.passes.framework.parameter import Parameter
 
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:([kv])_scale|([kv])_proj\.output_scale)$")
@@ -36,7 +37,8 @@ def kv_scales_of(
 ) -> torch.Tensor:
     """Return the values of a parameter with the role KV_SCALES, [2, K] of a rank.
 
-    num_kv_heads: of the undivided layer. Raises ValueError, with the name, for values that no scale has.
+    num_kv_heads: of the undivided layer. Scales below LEAST_SCALE, those of heads without values, are raised to it.
+    Raises ValueError, with the name, for values that no scale has.
     """
     layer = int(leaf.name.split(".")[1])
     scales_2K = torch.ones(leaf.shape)
@@ -49,5 +51,6 @@ def kv_scales_of(
             raise ValueError(f"{name} has {values.numel()} values; allowed: 1, or one for each of {num_kv_heads} heads")
         if not bool((values.isfinite() & (values > 0)).all()):
             raise ValueError(f"{name} is {values.tolist()}; allowed: finite numbers above 0")
+        values = values.clamp(min=LEAST_SCALE)
         scales_2K[row] = values if values.numel() == 1 else values[first : first + leaf.shape[1]]
     return scales_2K

@@ -32,6 +32,7 @@ CASES = (
     Case("plain", REQUESTS),
     Case("window, large blocks", REQUESTS, block_size=32, sliding_window=20),
     Case("soft cap, sinks, odd heads", REQUESTS, 6, 2, head_dim=24, soft_cap=5.0, sinks=True),
+    Case("padding alone", (Request(0, 1), Request(0, 20), Request(0, 3))),
     Case("contexts that do not fit", (Request(300, 3), Request(40, 20))),
 )
 NUM_SMS = 16
@@ -96,6 +97,7 @@ def test_the_workspace_is_bounded_by_the_tokens_of_the_step() -> None:
     blocks, most = workspace_blocks(replace(few, max_seq_len=100_000), 16)
     assert blocks == MOST_CONTEXT_PER_TOKEN * 1000 // 16 + 2
     assert most == 2 * 6250
+    assert workspace_blocks(replace(few, max_seq_len=0), 16) == (1, 0)
 
 
 # Steps that are large enough, in which contexts fit and do not.

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_engines import PROMPTS
 
+from compiled_engine.kv_format import LEAST_SCALE
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scales_of
 from compiled_engine.passes.framework.parameter import KV_SCALES, Parameter
@@ -124,6 +125,13 @@ def test_each_rank_takes_the_scales_of_its_heads() -> None:
     names = find_kv_scales(tensors)
     found = [kv_scales_of(LEAF, tensors, names, 4, rank, 2)[0].tolist() for rank in range(2)]
     assert found == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_scales_of_heads_without_values_are_what_kernels_can_divide_by() -> None:
+    tensors = {"model.layers.3.self_attn.k_scale": torch.tensor([1e-30, 0.5])}
+    tensors["model.layers.3.self_attn.v_scale"] = torch.tensor(1e-20)
+    found = kv_scales_of(LEAF, tensors, find_kv_scales(tensors), 2, 0, 1)
+    assert found.tolist() == [[LEAST_SCALE, 0.5], [LEAST_SCALE, LEAST_SCALE]]
 
 
 @pytest.mark.parametrize(

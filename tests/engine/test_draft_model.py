@@ -11,6 +11,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from compiled_engine.llm import LLM
+from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.drafts import accepted_at_random
 from compiled_engine.sampling.params import SamplingParams
 
@@ -128,6 +129,21 @@ def test_an_aborted_request_leaves_nothing_to_the_next_in_its_row(own_draft: LLM
     after = own_draft.metrics()
     assert [list(each.outputs[0].token_ids) for each in found] == [list(each.outputs[0].token_ids) for each in expected]
     assert after["accepted_tokens"] - before["accepted_tokens"] == after["draft_tokens"] - before["draft_tokens"] > 0
+
+
+def test_nothing_is_read_behind_the_last_token_of_a_prompt(own_draft: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a single token is left of it, behind a chunk, the step has room for drafts behind that."""
+    read: list[int] = []
+    read_prompts = DraftModelProposer.read_prompts
+
+    def counted(proposer: DraftModelProposer, drafting: Drafting) -> None:
+        read.append(drafting.prompts.num_tokens if drafting.prompts else 0)
+        read_prompts(proposer, drafting)
+
+    monkeypatch.setattr(DraftModelProposer, "read_prompts", counted)
+    prompt = {"prompt_token_ids": list(range(200, 233))}  # a token more than a step computes
+    own_draft.generate([prompt], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+    assert [number for number in read if number] == [32, 1]
 
 
 def test_the_cache_of_a_draft_model_counts(bundled_model_path: Path) -> None:

@@ -40,7 +40,6 @@ from compiled_engine.attention.backends.triton_tile import (
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.attention.triton_codes import (
-    LEAST_SCALE,
     ONE_SCALE,
     codes_of,
     int8_scale,
@@ -372,8 +371,8 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         k_scale = 1.0
         v_scale = 1.0
     else:
-        k_scale = gl.maximum(gl.load(head_scales_ptr), LEAST_SCALE)
-        v_scale = gl.maximum(gl.load(head_scales_ptr + NUM_KV_HEADS), LEAST_SCALE)
+        k_scale = gl.load(head_scales_ptr)
+        v_scale = gl.load(head_scales_ptr + NUM_KV_HEADS)
     # Scores are powers of two from here on.
     product_scale = scale_log2
     if CAP_SCALE > 0:

@@ -158,11 +158,14 @@ def prefill_sources(
 
 
 def workspace_blocks(facts: BatchFacts, block_size: int) -> tuple[int, int]:
-    """Return the blocks of the workspace, and the most that the contexts of a batch's prompts may have."""
+    """Return the blocks of the workspace, and the most that the contexts of a batch's prompts may have.
+
+    Padding alone has none, but a program has to say so to the readers: there is a block at least.
+    """
     num_prompts = facts.num_requests - facts.num_decodes
     bound = cdiv(MOST_CONTEXT_PER_TOKEN * facts.num_tokens, block_size) + num_prompts
     most = num_prompts * cdiv(facts.max_seq_len, block_size)
-    return min(bound, most), most
+    return max(1, min(bound, most)), most
 
 
 def decode_contexts(

@@ -94,13 +94,13 @@ def listed_decode_kernel(
 
     partial_ptr: float32 [R, K, G, MAX_SPLITS, d]; partial_max_ptr and partial_sum_ptr: float32 [R, K, G, MAX_SPLITS].
     """
-    # Before the wait: kernels just before this one write q and the cache, but the list was there before them.
-    num_items = tl.load(work_ptr) * NUM_KV_HEADS
-    arrived_ptr = work_ptr + HEADER
-    splits_ptr = arrived_ptr + num_requests * NUM_KV_HEADS
+    # Before anything is read: of a layer that plans for itself, a kernel just before this one writes the list.
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
+    num_items = tl.load(work_ptr) * NUM_KV_HEADS
+    arrived_ptr = work_ptr + HEADER
+    splits_ptr = arrived_ptr + num_requests * NUM_KV_HEADS
     rows_M = tl.arange(0, TILE_M)
     d_D = tl.arange(0, TILE_D)
     mask_M = rows_M < GROUP
