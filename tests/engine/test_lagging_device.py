@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lagging_device import lagging_device
 from token_masks import ByLastToken
 
+from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
@@ -63,6 +66,27 @@ def test_a_row_is_taken_while_its_last_prompt_is_in_flight() -> None:
         later = tokens(llm, 8)  # what the prefix cache has kept
     assert found == expected
     assert later == expected_later
+
+
+def test_a_state_is_copied_between_the_steps_before_and_after(tmp_path: Path) -> None:
+    """With fewer snapshots than prefixes, which take them from each other while steps are in flight."""
+    write_checkpoint(tmp_path, family("lfm2"))
+    options = OPTIONS | {"max_num_seqs": 3, "max_model_len": 160, "num_state_snapshots": 2}
+    random_ = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [random_.randrange(131) for _ in range(count)]
+
+    shared = [ids(72) for _ in range(6)]
+    prompts = [{"prompt_token_ids": random_.choice(shared) + ids(random_.randrange(1, 40))} for _ in range(40)]
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
+    found = []
+    for lags in (False, True):
+        with LLM(tmp_path, progress=False, **options) as llm, lagging_device() if lags else nullcontext():
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert llm.metrics()["prefix_hits"] > 0
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[1] == found[0]
 
 
 def random_requests(seed: int) -> list[EngineRequest]:

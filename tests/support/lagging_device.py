@@ -1,7 +1,7 @@
 """A device that lags behind the host, on the CPU: work is queued at launch, and runs when a result is asked for.
 
-It sees what a CUDA stream would: staged writes as they were at the launch, and what kernels read through unified
-addressing (known_ids_KL) as it is when they run.
+It sees what a CUDA stream would: staged writes as they were at the launch, what kernels read through unified addressing
+(known_ids_KL) as it is when they run, and copies of recurrent states between the steps that they were launched between.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from compiled_engine.runner.draft_model import Drafting
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import UnsampledStep
+from compiled_engine.runner.state_rows import StateRows
 
 
 class LaunchedStep:
@@ -69,7 +70,7 @@ def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
 @contextmanager
 def lagging_device() -> Iterator[None]:
     """Engines run so meanwhile; they have to finish their steps inside."""
-    run, sample = Runner.run, Runner.sample
+    run, sample, copy_state = Runner.run, Runner.sample, StateRows._copy
     queue: deque[Callable[[], None]] = deque()
     last: list[LaunchedStep] = []
 
@@ -108,7 +109,17 @@ def lagging_device() -> Iterator[None]:
 
         queue.append(execute)
 
+    def lagging_copy(rows: StateRows, source: int, target: int) -> None:
+        def execute() -> None:
+            with torch.inference_mode():
+                copy_state(rows, source, target)
+
+        queue.append(execute)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "run", lagging_run)
         patch.setattr(Runner, "sample", lagging_sample)
+        patch.setattr(StateRows, "_copy", lagging_copy)
         yield
+        while queue:  # copies behind the last step
+            queue.popleft()()
