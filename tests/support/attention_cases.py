@@ -397,7 +397,7 @@ def same_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
     (codes, *scales), (other_codes, *other_scales) = planes(one_N2PKd), planes(other_N2PKd)
     difference = (codes.int() - other_codes.int()).abs()
     same_scales = all(
-        torch.equal(mine.view(torch.int16), others.view(torch.int16))
+        torch.allclose(mine, others, rtol=0, atol=0, equal_nan=True)
         for mine, others in zip(scales, other_scales, strict=True)
     )
     return same_scales and int(difference.max()) <= 1 and int(difference.sum()) <= difference.numel() // 500
