@@ -13,6 +13,7 @@ from attention_cases import Case, Request, build, decodes, mistake, outcome, ste
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
+from compiled_engine.attention.backends import triton_tile
 from compiled_engine.attention.backends.decode_splits import BatchFacts
 from compiled_engine.attention.backends.decoded_contexts import (
     FEWEST_TOKENS,
@@ -21,7 +22,7 @@ from compiled_engine.attention.backends.decoded_contexts import (
     prefill_sources,
     workspace_blocks,
 )
-from compiled_engine.attention.backends.triton_prefill import prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, SMALLEST_ROWS, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.kv_format import CODED
@@ -98,6 +99,16 @@ def test_the_workspace_is_bounded_by_the_tokens_of_the_step() -> None:
     assert blocks == MOST_CONTEXT_PER_TOKEN * 1000 // 16 + 2
     assert most == 2 * 6250
     assert workspace_blocks(replace(few, max_seq_len=0), 16) == (1, 0)
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("bound", [1, SHORT_CONTEXT, SHORT_CONTEXT + 1])
+def test_tiles_fit_what_others_compute_for_them(element_size: int, bound: int) -> None:
+    """Decoded contexts begin at a border of every tile of keys, and lists have room for tiles of the fewest rows."""
+    for head_dim in range(16, 257, 8):
+        tiles = prefill_tiles(head_dim, element_size, bound)
+        assert triton_tile.TILES_OF_KEYS.value % tiles.keys == 0
+        assert tiles.rows >= SMALLEST_ROWS
 
 
 # Steps that are large enough, in which contexts fit and do not.
