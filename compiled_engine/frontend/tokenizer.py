@@ -32,7 +32,7 @@ class Tokenizer:
 
     special_tokens: texts by name, such as eos_token. chat_template: one, or several by name, or None.
     special_ids: ids that skip_special_tokens leaves out. byte_ids: SentencePiece's tokens of a single byte
-    (<0x00> to <0xFF>); a run of them is decoded as a whole.
+    (<0x00> to <0xFF>), each with its byte; a run of them is decoded as a whole. word_ids: those of a short word.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class Tokenizer:
         self._words, self._in_transformers = words, in_transformers
         self.special_tokens, self.chat_template = special_tokens, chat_template
         self.special_ids = words.special_ids()
-        self.byte_ids = frozenset(i for token in BYTE_TOKENS if (i := words.token_to_id(token)) is not None)
-        self._word = self.encode("a", add_special_tokens=False)
+        bytes_of_tokens = ((words.token_to_id(token), byte) for byte, token in enumerate(BYTE_TOKENS))
+        self.byte_ids = {token_id: byte for token_id, byte in bytes_of_tokens if token_id is not None}
+        self.word_ids = self.encode("a", add_special_tokens=False)
         self._decoded_tokens: dict[int, str] = {}
         self._known_ids: set[int] = set()
         self._hf: PreTrainedTokenizerBase | None = None
@@ -128,7 +129,7 @@ class Tokenizer:
         return text
 
     def _decode_token(self, token_id: int) -> str:
-        before, both = self.decode(self._word), self.decode([*self._word, token_id])
+        before, both = self.decode(self.word_ids), self.decode([*self.word_ids, token_id])
         if token_id in self.special_ids or not both.startswith(before):
             return self.decode([token_id])
         return both[len(before) :]
