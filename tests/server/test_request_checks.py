@@ -320,15 +320,15 @@ def test_log_probabilities_of_chats_are_ordered_by_rank(top: int, shown: list[st
 
 
 def test_log_probabilities_of_completions_have_places_in_the_text() -> None:
-    entries = [None, ENTRY, {5: Logprob(-0.5, 1, "abc")}]
-    found, end = completion_logprobs(entries, [1, 7, 5], 10, first_text="xy")
-    assert found.tokens == ["xy", "é", "abc"]
-    assert found.text_offset == [10, 12, 13]
-    assert found.token_logprobs == [None, -3.0, -0.5]
-    assert found.top_logprobs == [None, {"é": -3.0, "": -1.0, "b": -9999.0}, {"abc": -0.5}]
-    assert end == 16
+    entries = [ENTRY, {4: Logprob(-1.5, 1, "</s>")}, {5: Logprob(-0.5, 1, "abc")}]
+    found, end = completion_logprobs(entries, [7, 4, 5], 10, {4})
+    assert found.tokens == ["é", "</s>", "abc"]
+    assert found.text_offset == [10, 11, 11]  # the text leaves the special token out
+    assert found.token_logprobs == [-3.0, -1.5, -0.5]
+    assert found.top_logprobs == [{"é": -3.0, "": -1.0, "b": -9999.0}, {"</s>": -1.5}, {"abc": -0.5}]
+    assert end == 14
     both = found + completion_logprobs(entries[2:], [5], end)[0]
-    assert (both.tokens[-2:], both.text_offset[-2:]) == (["abc", "abc"], [13, 16])
+    assert (both.tokens[-2:], both.text_offset[-2:]) == (["abc", "abc"], [11, 14])
     assert len(both.token_logprobs) == len(both.top_logprobs) == 4
 
 
