@@ -33,6 +33,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._join_specials = not skip_special_tokens and not spaces_between_special_tokens
         self._last_is_special = False
+        self._emitted_text = ""
         before, begun = self._context(prompt_token_ids)
         self._start([*before, *begun])
         # The output may complete a character that the prompt began, which then belongs to the output.

@@ -179,31 +179,20 @@ def rendered(*given: dict[str, Any], chat: Any = None, limits: Limits = LIMITS) 
     return messages_for_template(messages, chat or Chat(), limits)
 
 
-CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
 
 
 def test_messages_as_a_template_takes_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert rendered({"role": "developer", "content": parts}) == [{"role": "system", "content": "a\nb"}]
+    assert rendered({"role": "developer", "content": parts}) == [{"role": "system", "content": parts}]
     assert rendered({"role": "developer", "content": "a"}, chat=Chat("developer"))[0]["role"] == "developer"
     (message,) = rendered(
         {"role": "assistant", "tool_calls": [CALL], "reasoning": "r", "reasoning_content": "rc", "name": "n"}
     )
     assert message == {
         **{"role": "assistant", "content": "", "name": "n", "reasoning_content": "rc"},
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}, "id": "c"}],
+        "tool_calls": [CALL],
     }
-    for given, found in (
-        ("", {}),
-        ("[1]", "[1]"),
-        ("no", "no"),
-        ({"a": 1}, {"a": 1}),
-        ('{"a": [{}]}', {"a": [{}]}),  # as deep as is allowed
-        ('{"a": [[{}]]}', '{"a": [[{}]]}'),
-    ):
-        call = {"function": {"name": "add", "arguments": given}}
-        (message,) = rendered({"role": "assistant", "tool_calls": [call]})
-        assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": found}}]
 
 
 @pytest.mark.parametrize(
