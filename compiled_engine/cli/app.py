@@ -25,8 +25,9 @@ from compiled_engine.cli.demo import demo
 from compiled_engine.cli.errors import OneLineErrors
 from compiled_engine.cli.generate import generate
 from compiled_engine.cli.inspect import inspect
+from compiled_engine.cli.other_words import EngineCommand
 from compiled_engine.cli.quantise import quantise
-from compiled_engine.cli.serve import serve
+from compiled_engine.cli.serve import ServeCommand, serve
 from compiled_engine.cli.tune import tune
 from compiled_engine.process.bytecode import keep_bytecode
 
@@ -35,11 +36,12 @@ bench = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
+ENGINE_BENCHES = (table, ablation, startup, step, http, embed)
 for command in (
     *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
     *(transformers, load, embed, loss),
 ):
-    bench.command()(command)
+    bench.command(cls=EngineCommand if command in ENGINE_BENCHES else None)(command)
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -49,8 +51,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+KINDS = {**dict.fromkeys((generate, chat, complete, config, inspect, demo), EngineCommand), serve: ServeCommand}
 for command in (generate, chat, complete, serve, config, inspect, tune, quantise, demo):
-    app.command()(command)
+    app.command(cls=KINDS.get(command))(command)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")
 
