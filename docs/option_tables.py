@@ -8,7 +8,8 @@ from typing import Any
 
 from compiled_engine.cli.arguments import Argument, arguments_of
 from compiled_engine.options import EngineOptions
-from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, WithoutEffect
+from compiled_engine.other_engines.bench_words import BENCH
+from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, Rows, WithoutEffect
 from compiled_engine.other_engines.methods import MISSING
 from compiled_engine.other_engines.serve_words import SERVER
 from compiled_engine.sampling.params import OF_TRANSFORMERS, OTHER_PARAMS, SamplingParams
@@ -99,9 +100,17 @@ def keywords_without_effect() -> str:
 
 
 def words_of_servers() -> str:
-    """Words of other engines' servers, by what becomes of them."""
-    rows = by_value((_here(row), f"`--{name.replace('_', '-')}`") for name, row in SERVER.items() if _here(row))
-    return markdown("option of `vllm serve`", "here", rows=[(each, here) for here, each in rows.items()])
+    return words("option of `vllm serve`", SERVER)
+
+
+def words_of_load_tests() -> str:
+    return words("option of `vllm bench serve`", BENCH)
+
+
+def words(heading: str, rows: Rows) -> str:
+    """Words of a command of another engine, by what becomes of them."""
+    names = by_value((_here(row), f"`--{name.replace('_', '-')}`") for name, row in rows.items() if _here(row))
+    return markdown(heading, "here", rows=[(each, here) for here, each in names.items()])
 
 
 def _here(row: Row) -> str:

@@ -25,7 +25,7 @@ from compiled_engine.cli.demo import demo
 from compiled_engine.cli.errors import OneLineErrors
 from compiled_engine.cli.generate import generate
 from compiled_engine.cli.inspect import inspect
-from compiled_engine.cli.other_words import EngineCommand
+from compiled_engine.cli.other_words import BenchServeCommand, EngineCommand
 from compiled_engine.cli.quantise import quantise
 from compiled_engine.cli.serve import ServeCommand, serve
 from compiled_engine.cli.tune import tune
@@ -36,12 +36,15 @@ bench = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
-ENGINE_BENCHES = (table, ablation, startup, step, http, embed)
+BENCH_KINDS = {
+    **dict.fromkeys((table, ablation, startup, step, http, embed), EngineCommand),
+    bench_serve: BenchServeCommand,
+}
 for command in (
     *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
     *(transformers, load, embed, loss),
 ):
-    bench.command(cls=EngineCommand if command in ENGINE_BENCHES else None)(command)
+    bench.command(cls=BENCH_KINDS.get(command))(command)
 
 app = typer.Typer(
     cls=OneLineErrors,

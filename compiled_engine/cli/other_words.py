@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.word_division import divide
+from compiled_engine.other_engines.bench_words import BENCH
 from compiled_engine.other_engines.keywords import KEYWORDS, Rows
 from compiled_engine.other_engines.translate import DEFAULTS, is_on_gpu, translate
 
@@ -32,6 +33,20 @@ class EngineCommand(TyperCommand):
                 if found.get(param.name) != own.get(param.name):
                     ctx.params[param.name] = as_read(param, found.get(param.name))
         return rest
+
+
+class BenchServeCommand(TyperCommand):
+    """`bench serve`, which takes the words of vLLM's."""
+
+    rows: ClassVar[Rows] = BENCH
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with bad_input_is_reported((ValueError, TypeError)):
+            words = divide(args, self.get_params(ctx), self.rows)
+        flags = {param.name: param.opts[0] for param in self.params}
+        for name, value in own_values(self, words.others).items():
+            words.own += [flags[name]] if value is True else [flags[name], str(value)]
+        return super().parse_args(ctx, words.own)
 
 
 def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ a command. `translate` reads the rows. A new word is one row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -60,8 +60,8 @@ class Honoured(OnCommandLine):
 
     option: of this engine, which takes the value. values: values with another name here, by their names in lower case,
     or without effect; others are unchanged. nothing: values without effect. choices: instead, all allowed values, each
-    with its options; names may be in lower case. read: instead, the reader in `translate` for the value. Without any of
-    these, the engine always does what the value asks for.
+    with its options; names may be in lower case. read: instead, the options for the value, and all words given; or the
+    name of a reader in `translate`. Without any of these, the engine always does what the value asks for.
     """
 
     means: str
@@ -69,7 +69,7 @@ class Honoured(OnCommandLine):
     values: Mapping[str, str | WithoutEffect] = field(default_factory=dict)
     nothing: tuple[Any, ...] = ()
     choices: Mapping[Any, Mapping[str, Any]] | None = None
-    read: str = ""
+    read: str | Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = ""
 
 
 @dataclass(frozen=True)

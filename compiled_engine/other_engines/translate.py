@@ -202,7 +202,8 @@ def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str,
         return _choose(value, row.choices)
     if row.option is not None:
         return {} if value in row.nothing else {row.option: known}
-    return READERS[row.read](value, given) if row.read else {}
+    read = READERS[row.read] if isinstance(row.read, str) else row.read
+    return read(value, given)
 
 
 def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -255,6 +256,7 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # By the names that rows have for them: from a value, and all keywords, to options.
 READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
+    "": lambda value, given: {},
     "capture sizes": _capture_sizes,
     "sizes or the largest": _cuda_graph_sizes,
     "one device": _device_ids,

@@ -215,6 +215,59 @@ def test_the_environment_of_another_server_is_honoured_or_named() -> None:
     assert started("model", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")[2] == ""
 
 
+# Of published commands for vLLM's load test: the options that they stand for.
+LOADS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "--model org/name --dataset-name random --random-input-len 8000 --random-output-len 1000 --request-rate 10000 "
+        "--num-prompts 16 --ignore-eos --trust-remote-code",
+        {"model": "org/name", "input_len": "8000", "output_len": "1000", "request_rate": ["10000"], "num_requests": 16},
+    ),
+    (
+        "--random-input 800 --random-output 100 --num-prompt 9",
+        {"input_len": "800", "output_len": "100", "num_requests": 9},
+    ),
+    ("--backend vllm --host 10.0.0.1 --port 9000", {"url": "http://10.0.0.1:9000"}),
+    ("--host ::1", {"url": "http://[::1]:8000"}),
+    ("--backend openai-chat --endpoint /v1/chat/completions", {"endpoint": "chat"}),
+    ("--backend openai --endpoint /v1/completions", {"endpoint": "/v1/completions"}),
+    (
+        "--dataset-name custom --dataset-path data.jsonl --custom-output-len 9",
+        {"dataset": Path("data.jsonl"), "output_len": "9"},
+    ),
+    ("--save-result --result-dir log --result-filename a.json", {"output": Path("log/a.json")}),
+    ("--result-dir log", {}),
+    ("--served-model-name short --model org/name", {"model": "short"}),
+    ("--top-p 0.75 --top-k 10 --temperature 0.3", {"extra_body": '{"top_p": 0.75, "top_k": 10}', "temperature": 0.3}),
+    ("--percentile-metrics ttft,tpot --disable-tqdm --tokenizer a", {"quiet": True}),
+    (
+        "--max-concurrency 8 --burstiness 100 --seed 42 --random-range-ratio 0",
+        {"concurrency": 8, "burstiness": 100.0, "seed": 42},
+    ),
+]
+BENCH: Any = typer.main.get_command(app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("line", "options"), LOADS)
+def test_commands_of_another_load_test_are_read(line: str, options: dict[str, Any]) -> None:
+    plain, found = (BENCH.make_context("serve", words).params for words in ([], line.split()))
+    changed = {name: value for name, value in found.items() if value != plain[name]}
+    assert changed == options
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--dataset-name sharegpt", "dataset_name is 'sharegpt'; allowed: 'random', 'custom'"),
+        ("--random-range-ratio 0.2", "give --input-len and --output-len uniform:LEAST:MOST"),
+        ("--backend tgi", "backend is 'tgi'; allowed: 'vllm', 'openai', 'openai-chat'"),
+        ("--backend openai-chat --endpoint-type vllm --profile", "a profile of the server is not supported"),
+    ],
+)
+def test_another_load_is_an_error(line: str, said: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", *line.split()])
+    assert (result.exit_code, said in result.stderr) == (2, True), result.output
+
+
 def test_help_shows_none_of_them() -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", "--help"]).stdout
     assert "--trust-remote-code" not in shown
