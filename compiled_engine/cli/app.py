@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_embed import embed
@@ -36,7 +37,7 @@ bench = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
-BENCH_KINDS = {
+BENCH_KINDS: dict[Any, type[TyperCommand]] = {
     **dict.fromkeys((table, ablation, startup, step, http, embed), EngineCommand),
     bench_serve: BenchServeCommand,
 }
@@ -54,7 +55,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-KINDS = {**dict.fromkeys((generate, chat, complete, config, inspect, demo), EngineCommand), serve: ServeCommand}
+KINDS: dict[Any, type[TyperCommand]] = {
+    **dict.fromkeys((generate, chat, complete, config, inspect, demo), EngineCommand),
+    serve: ServeCommand,
+}
 for command in (generate, chat, complete, serve, config, inspect, tune, quantise, demo):
     app.command(cls=KINDS.get(command))(command)
 app.add_typer(bench, name="bench")

@@ -93,15 +93,21 @@ Row: TypeAlias = "Honoured | Only | WithoutEffect | Nested"
 Rows: TypeAlias = "dict[str, Row]"
 
 
-def written(names: str) -> dict[str, dict[str, bool]]:
+def written(names: str) -> dict[str, OnCommandLine]:
     """Names with spaces between them, with how a command line gives them: `name?` is a switch, `name*` has several
     values."""
-    return {name.rstrip("?*"): {"switch": name.endswith("?"), "several": name.endswith("*")} for name in names.split()}
+    return {
+        name.rstrip("?*"): OnCommandLine(switch=name.endswith("?"), several=name.endswith("*"))
+        for name in names.split()
+    }
 
 
 def same(names: str) -> Rows:
     """Rows for options of this engine, which take the values as they are."""
-    return {name: Honoured(f"`{name}`", name, **form) for name, form in written(names).items()}
+    return {
+        name: Honoured(f"`{name}`", name, switch=form.switch, several=form.several)
+        for name, form in written(names).items()
+    }
 
 
 def only(feature: str, instead: str, **values: Any) -> Rows:
@@ -116,7 +122,7 @@ def only(feature: str, instead: str, **values: Any) -> Rows:
 def without_effect(reasons: Mapping[str, str]) -> Rows:
     """Rows for {reason: names with spaces between them}."""
     return {
-        name: WithoutEffect(reason, **form)
+        name: WithoutEffect(reason, switch=form.switch, several=form.several)
         for reason, names in reasons.items()
         for name, form in written(names).items()
     }
