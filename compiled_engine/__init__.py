@@ -54,6 +54,14 @@ __all__ = [
     "unregister_pass",
 ]
 
+# Names of vLLM: module and attribute.
+_OTHER_NAMES = {
+    "AsyncEngineArgs": ("compiled_engine.other_engines.names", "EngineArgs"),
+    "AsyncLLMEngine": ("compiled_engine.async_llm", "AsyncLLM"),
+    "EngineArgs": ("compiled_engine.other_engines.names", "EngineArgs"),
+    "TextPrompt": ("compiled_engine.other_engines.names", "text_prompt"),
+    "TokensPrompt": ("compiled_engine.other_engines.names", "tokens_prompt"),
+}
 _MODULES = {
     "LLM": "compiled_engine.llm",
     "AsyncLLM": "compiled_engine.async_llm",
@@ -80,9 +88,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("compiled-engine")
-    if name in _MODULES:
+    if name in _MODULES or name in _OTHER_NAMES:
+        module, attribute = _OTHER_NAMES.get(name) or (_MODULES[name], name)
         with collection_paused(), bytecode_kept():
-            return getattr(import_module(_MODULES[name]), name)
+            return getattr(import_module(module), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

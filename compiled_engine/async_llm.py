@@ -103,6 +103,11 @@ class AsyncLLM:
         return await asyncio.to_thread(cls, model, **options)
 
     @classmethod
+    def from_engine_args(cls, engine_args: Any) -> AsyncLLM:
+        """Construct an engine as scripts for vLLM do, from `EngineArgs`."""
+        return cls(**engine_args.keywords())
+
+    @classmethod
     async def join(cls, address: str) -> AsyncLLM:
         """Join the core at this `address` from another process of this user. It does not keep the core alive.
 

@@ -32,7 +32,7 @@ from compiled_engine.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from compiled_engine.config import EngineConfig
+    from compiled_engine.config import EngineConfig, ModelConfig
     from compiled_engine.core.engine_core import EngineCore
     from compiled_engine.frontend.adapters import LoRARequest
     from compiled_engine.frontend.pooling import (
@@ -268,6 +268,16 @@ class LLM:
     def config(self) -> EngineConfig:
         """The resolved configuration."""
         return self._config
+
+    @property
+    def llm_engine(self) -> LLM:
+        """The same object: scripts for vLLM reach the configuration, metrics and tokenizer through this name."""
+        return self
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's part of the configuration, as vLLM calls it."""
+        return self._config.model
 
     @property
     def core(self) -> EngineCore:

@@ -18,6 +18,9 @@ NONE, NORMALISE, SOFTMAX, SIGMOID = "none", "normalise", "softmax", "sigmoid"
 # Of pooler_config, by vLLM's names.
 KINDS_BY_NAME = {"cls": "cls", "mean": "mean", "last": "lasttoken", "all": "lasttoken"} | {kind: kind for kind in KINDS}
 
+# Tasks of pooler_config, by vLLM's names: what the model is converted to.
+TASKS = {"embed": EMBED, "token_embed": EMBED, "classify": CLASSIFY, "token_classify": CLASSIFY, "score": CLASSIFY}
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -83,6 +86,7 @@ class PoolerConfig:
     use_activation: bool | None = None
     softmax: bool | None = None
     dimensions: int | None = None
+    task: str | None = None
 
     @classmethod
     def of(cls, value: Any) -> PoolerConfig:
@@ -111,11 +115,23 @@ class PoolerConfig:
                 raise ValueError(f"pooler_config: {name} is {kind!r}; allowed: {', '.join(KINDS_BY_NAME)}")
         if self.tok_pooling_type is not None and str(self.tok_pooling_type).lower() != "all":
             raise ValueError(f"pooler_config: tok_pooling_type is {self.tok_pooling_type!r}; allowed: ALL")
+        if self.task is not None and self.task not in TASKS:
+            raise ValueError(f"pooler_config: task is {self.task!r}; allowed: {', '.join(TASKS)}")
         for name in ("normalize", "use_activation", "softmax"):
             if not isinstance(getattr(self, name), bool | None):
                 raise TypeError(f"pooler_config: {name} is {getattr(self, name)!r}; allowed: true, false, null")
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
             raise ValueError(f"pooler_config: dimensions is {self.dimensions!r}; allowed: an integer of at least 1")
+
+    def converts(self, convert: str) -> str:
+        """Return the option `convert` with what the task asks for. Raises ValueError if they differ."""
+        if self.task is None:
+            return convert
+        if convert not in ("auto", "none", TASKS[self.task]):
+            raise ValueError(
+                f"pooler_config: task is {self.task!r}, but convert is {convert!r}; allowed: one of the two"
+            )
+        return TASKS[self.task]
 
     @property
     def kinds(self) -> tuple[str, ...] | None:

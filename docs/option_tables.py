@@ -8,8 +8,10 @@ from typing import Any
 
 from compiled_engine.cli.arguments import Argument, arguments_of
 from compiled_engine.options import EngineOptions
-from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, WithoutEffect
+from compiled_engine.other_engines.bench_words import BENCH
+from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, Rows, WithoutEffect
 from compiled_engine.other_engines.methods import MISSING
+from compiled_engine.other_engines.serve_words import SERVER
 from compiled_engine.sampling.params import OF_TRANSFORMERS, OTHER_PARAMS, SamplingParams
 from compiled_engine.schema import Declaration, declarations, described
 from compiled_engine.server.options import Limits, ServerOptions
@@ -95,6 +97,29 @@ def keywords_without_effect() -> str:
     ignored = {name: row for name, row in KEYWORDS.items() if isinstance(row, WithoutEffect)}
     names = by_value((row.reason, f"`{name}`") for name, row in ignored.items())
     return markdown("why", "keywords", rows=names.items())
+
+
+def words_of_servers() -> str:
+    return words("option of `vllm serve`", SERVER)
+
+
+def words_of_load_tests() -> str:
+    return words("option of `vllm bench serve`", BENCH)
+
+
+def words(heading: str, rows: Rows) -> str:
+    """Words of a command of another engine, by what becomes of them."""
+    names = by_value((_here(row), f"`--{name.replace('_', '-')}`") for name, row in rows.items() if _here(row))
+    return markdown(heading, "here", rows=[(each, here) for here, each in names.items()])
+
+
+def _here(row: Row) -> str:
+    """Return what becomes of a word; nothing for an option of this engine."""
+    if isinstance(row, Honoured):
+        return "" if row.means == f"`{row.option}`" else row.means
+    if isinstance(row, Only):
+        return f"error: {row.feature} is not supported; {row.instead}"
+    return f"no effect: {row.reason}" if isinstance(row, WithoutEffect) else ""
 
 
 def missing_methods() -> str:

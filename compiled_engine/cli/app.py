@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_embed import embed
@@ -25,8 +26,9 @@ from compiled_engine.cli.demo import demo
 from compiled_engine.cli.errors import OneLineErrors
 from compiled_engine.cli.generate import generate
 from compiled_engine.cli.inspect import inspect
+from compiled_engine.cli.other_words import BenchServeCommand, EngineCommand
 from compiled_engine.cli.quantise import quantise
-from compiled_engine.cli.serve import serve
+from compiled_engine.cli.serve import ServeCommand, serve
 from compiled_engine.cli.tune import tune
 from compiled_engine.process.bytecode import keep_bytecode
 
@@ -35,11 +37,15 @@ bench = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
+BENCH_KINDS: dict[Any, type[TyperCommand]] = {
+    **dict.fromkeys((table, ablation, startup, step, http, embed), EngineCommand),
+    bench_serve: BenchServeCommand,
+}
 for command in (
     *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
     *(transformers, load, embed, loss),
 ):
-    bench.command()(command)
+    bench.command(cls=BENCH_KINDS.get(command))(command)
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -49,8 +55,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+KINDS: dict[Any, type[TyperCommand]] = {
+    **dict.fromkeys((generate, chat, complete, config, inspect, demo), EngineCommand),
+    serve: ServeCommand,
+}
 for command in (generate, chat, complete, serve, config, inspect, tune, quantise, demo):
-    app.command()(command)
+    app.command(cls=KINDS.get(command))(command)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")
 

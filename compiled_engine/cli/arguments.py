@@ -15,16 +15,16 @@ from typing import Any
 import typer
 
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.cli.other_names import other_name
+from compiled_engine.cli.other_words import as_read, own_values
+from compiled_engine.cli.word_division import OBJECTS, find_row, is_number_of_other_kind, with_unit
 from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.serve_words import VARIABLES
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import Declaration, JsonSchema, declarations, plain, unknown_name_message
 
 ENVIRONMENT = "COMPILED_ENGINE_"
 # Options with variables that the engine reads itself, as defaults that may be ignored.
 READ_BY_THE_ENGINE = ("cache_dir",)
-# Options whose values are JSON objects; a YAML file may have them as mappings.
-OBJECTS = ("speculative_config", "pooler_config")
 TYPES: dict[str, type] = {"integer": int, "number": float, "boolean": bool}
 
 
@@ -90,20 +90,21 @@ class Argument:
             return () if self._may_be_emptied and value == [0] else tuple(value)
         if isinstance(value, Path):
             return str(value)
-        is_number = "anyOf" in self.declaration.schema and value.isdecimal()
+        is_number = "anyOf" in self.declaration.schema and isinstance(value, str) and value.isdecimal()
         return int(value) if is_number else value
 
     def parameter(self, panel: str, *, from_environment: bool, with_default: bool) -> inspect.Parameter:
         if "/" in self.written:  # the second name has a column, which would cut off names of other options
             panel = f"{panel}: on or off"
-        variable = self.variable if from_environment and self.name not in READ_BY_THE_ENGINE else None
+        own = [self.variable] * (from_environment and self.name not in READ_BY_THE_ENGINE)
+        others = VARIABLES.get(self.name, ()) if from_environment else ()
         option = typer.Option(
             None,
             self.written,
             help=self.help + self.default * with_default,
             rich_help_panel=panel,
             show_default=False,
-            envvar=variable,
+            envvar=[*own, *others] or None,
             show_envvar=False,
         )
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=self.type | None)
@@ -225,16 +226,20 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(values, dict):
         raise typer.BadParameter(f"{str(path)!r} must hold option names with their values")
     names = _names_of_options(context)
-    lists = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
+    params = {parameter.name: parameter for parameter in context.command.params}
+    rows = getattr(context.command, "rows", {})
     defaults: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for written, value in values.items():
         name, negates = names.get(str(written).replace("-", "_"), (None, False))
         if name is None:
-            what = f"{str(path)!r} has the unknown option"
-            flags = {parameter: known for known, (parameter, _) in names.items()}
-            if (instead := other_name(str(written), flags)) is not None:
-                raise typer.BadParameter(f"{what} {str(written)!r}; {instead}")
-            raise typer.BadParameter(unknown_name_message(what, str(written), names))
+            if (found := find_row(rows, str(written))) is None:
+                known = {*names, *rows}
+                raise typer.BadParameter(
+                    unknown_name_message(f"{str(path)!r} has the unknown option", str(written), known)
+                )
+            others[found[0]] = not value if found[1] else value
+            continue
         if isinstance(value, dict) and name in OBJECTS:
             defaults[name] = json.dumps(value, default=str)  # YAML has dates
             continue
@@ -242,8 +247,15 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
             raise typer.BadParameter(f"{written} in {str(path)!r} must be a value or a list, got {value!r}")
         if negates and not isinstance(value, bool):
             raise typer.BadParameter(f"{written} in {str(path)!r} must be true or false, got {value!r}")
-        several = name in lists and not isinstance(value, list)
-        defaults[name] = [value] if several else not value if negates else value
+        parameter = params[name]
+        if is_number_of_other_kind(name, given := with_unit(name, value), rows):
+            others[name] = given
+            continue
+        several = getattr(parameter, "multiple", False) and not isinstance(given, list)
+        defaults[name] = [given] if several else not given if negates else given
+    if others:
+        own = own_values(context.command, others)
+        defaults |= {name: as_read(params[name], value) for name, value in own.items()}
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 

@@ -62,6 +62,7 @@ def serve(
         typer.Option(
             "--num-requests",
             "--num-prompts",
+            "--num-prompt",
             min=1,
             help="Requests of each rate. Default: 100, or all of the dataset.",
             rich_help_panel=TWO_NAMES,
@@ -70,11 +71,23 @@ def serve(
     num_warmups: Annotated[int, typer.Option(min=0, help="Uncounted requests before the measurement.")] = 1,
     input_len: Annotated[
         str | None,
-        typer.Option("--input-len", "--random-input-len", help="Tokens of a random prompt.", rich_help_panel=TWO_NAMES),
+        typer.Option(
+            "--input-len",
+            "--random-input-len",
+            "--random-input",
+            help="Tokens of a random prompt.",
+            rich_help_panel=TWO_NAMES,
+        ),
     ] = None,
     output_len: Annotated[
         str | None,
-        typer.Option("--output-len", "--random-output-len", help="Tokens to ask for.", rich_help_panel=TWO_NAMES),
+        typer.Option(
+            "--output-len",
+            "--random-output-len",
+            "--random-output",
+            help="Tokens to ask for.",
+            rich_help_panel=TWO_NAMES,
+        ),
     ] = None,
     shared_prefix: Annotated[
         int,

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.other_words import EngineCommand
 from compiled_engine.cli.output import AsJson, console, print_json
 from compiled_engine.graphs.cache.diff import Difference, differences, flatten
 from compiled_engine.graphs.cache.entry import factors_key
@@ -100,7 +101,7 @@ def diff(a: Key, b: Key, *, cache_dir: CacheDir = None, as_json: AsJson = False)
         typer.echo("\n".join(difference_lines(found, here, there)))
 
 
-@cache.command()
+@cache.command(cls=EngineCommand)
 @takes_engine_options
 def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
     """Say whether an engine with these options would find its compiled model; if not, which factors differ.

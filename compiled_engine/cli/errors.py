@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from compiled_engine.cli.other_names import other_name
 from compiled_engine.process.child import replace_missing_streams
 
 # click's UsageError: recent versions of typer have their own copy of click.
@@ -69,7 +68,7 @@ class OneLineErrors(TyperGroup):
         except UsageError as error:
             if not error.format_message():  # no command was given: its help was shown
                 sys.exit(0)
-            _exit_with(_of_another_engine(error) or f"{error.format_message()}{_origin(error, given)}")
+            _exit_with(f"{error.format_message()}{_origin(error, given)}")
         except BadInputError as error:
             _exit_with(str(error))
         except OSError as error:
@@ -82,16 +81,6 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _of_another_engine(error: Any) -> str | None:
-    """The message for an option that the command does not have, but another engine; None for other errors."""
-    written, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if context is None or not written or any(written in parameter.opts for parameter in context.command.params):
-        return None
-    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    instead = other_name(written, flags)
-    return None if instead is None else f"No such option: {written}; {instead}"
-
-
 def _origin(error: Any, given: Sequence[str]) -> str:
     """An option's value, and where it comes from: the command line, which is `given`, the environment, or a file."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
@@ -99,7 +88,9 @@ def _origin(error: Any, given: Sequence[str]) -> str:
         return ""
     match getattr(context.get_parameter_source(parameter.name), "name", None):
         case "ENVIRONMENT":
-            return f" (the environment has {parameter.envvar}={os.environ.get(str(parameter.envvar))!r})"
+            names = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
+            name = next((each for each in names if os.environ.get(each)), names[0])
+            return f" (the environment has {name}={os.environ.get(name)!r})"
         case "DEFAULT_MAP":
             return f" (the file of --config has {context.lookup_default(parameter.name)!r})"
         case "COMMANDLINE" if values := _values(parameter.opts, given):

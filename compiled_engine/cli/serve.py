@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,21 +11,33 @@ import typer
 
 from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Command, arguments_of, read_config_file, takes_options
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.cli.other_words import EngineCommand
 from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.keywords import KEYWORDS
+from compiled_engine.other_engines.serve_words import SERVER, read_environment
 from compiled_engine.server.options import Limits, ServerOptions
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
     from compiled_engine.server.api_servers import ApiServers
 
+SERVER_ARGUMENTS = arguments_of(ServerOptions)
+SERVER_NAMES = {argument.name for argument in SERVER_ARGUMENTS}
 NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client", "yaml")
+
+
+class ServeCommand(EngineCommand):
+    """The command `serve`, which takes the words of other engines' servers too."""
+
+    # In Python, a word for an option of the server means nothing.
+    rows = {name: row for name, row in KEYWORDS.items() if name not in SERVER_NAMES} | SERVER
 
 
 def _takes_server_options(command: Command) -> Command:
     for keyword, panel, arguments in (
         ("engine", "Engine", ENGINE_ARGUMENTS),
         ("limits", "Limits", arguments_of(Limits)),
-        ("server", "Server", arguments_of(ServerOptions)),
+        ("server", "Server", SERVER_ARGUMENTS),
     ):
         command = takes_options(command, keyword, panel, arguments, from_environment=True)
     return command
@@ -68,11 +81,7 @@ def serve(
         raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
     _require_packages()
     with bad_input_is_reported():
-        from compiled_engine.server.lora_modules import check_adapter_folders, check_adapter_options
-
-        options = ServerOptions(**server, limits=Limits(**limits))
-        check_adapter_options(options, bool(engine.get("enable_lora")))
-        check_adapter_folders(options, engine.get("max_lora_rank", EngineOptions.max_lora_rank))
+        options = checked_options(server, limits, engine)
 
         from compiled_engine.server.api_servers import ApiServers
         from compiled_engine.server.run import bind, first_signal_interrupts  # imports torch
@@ -87,6 +96,20 @@ def serve(
         others.kill()
     if reason is not None:
         raise typer.Exit(1)
+
+
+def checked_options(server: dict[str, Any], limits: dict[str, Any], engine: dict[str, Any]) -> ServerOptions:
+    """The server's options, as far as they can be checked before anything is started. Raises TypeError or
+    ValueError."""
+    from compiled_engine.server.lora_modules import check_adapter_folders, check_adapter_options
+
+    options = ServerOptions(**server, limits=Limits(**limits))
+    EngineOptions(**engine)  # checks them
+    if ignored := read_environment(os.environ, may_load=bool(options.allowed_lora_folder)):
+        typer.echo(f"compiled-engine: environment variables without effect: {', '.join(ignored)}", err=True)
+    check_adapter_options(options, bool(engine.get("enable_lora")))
+    check_adapter_folders(options, engine.get("max_lora_rank", EngineOptions.max_lora_rank))
+    return options
 
 
 def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:

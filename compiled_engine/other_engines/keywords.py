@@ -1,36 +1,79 @@
-"""Keywords of other engines' `LLM`, as data: those of vLLM (its LLM and EngineArgs) and of nano-vllm, and SGLang's
+"""Words of other engines, as data: the keywords of vLLM's `LLM` and `EngineArgs`, of nano-vllm's `LLM`, and SGLang's
 options of drafts.
 
-Each has a row with its effect, read by `translate`.
+One row says what becomes of a word, wherever it is given: as a keyword in Python, a key of a YAML file, or an option of
+a command. `translate` reads the rows. A new word is one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank",
+    "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
+    "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb",
+    "-dcp": "decode_context_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-asc": "api_server_count",
+    "-ac": "attention_config",
+    "-cc": "compilation_config",
+    "-O": "optimization_level",
+    "-n": "nnodes",
+    "-r": "node_rank",
+    "-q": "quantization",
+}
+"""Short options of vLLM's command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnCommandLine:
+    """How a command line gives the word. switch: --word or --no-word, without a value. several: values in a row.
+    Otherwise --word with one value."""
+
+    switch: bool = False
+    several: bool = False
+
 
 @dataclass(frozen=True)
-class Honoured:
-    """A keyword with a meaning here. means: its description in the documents.
+class WithoutEffect(OnCommandLine):
+    """The word may be given, and changes nothing. reason: why. anyway: values that ask for what is the case."""
 
-    option: of this engine, which takes the value. values: values with another name here, by their names in lower case;
-    others are unchanged. nothing: values without effect. choices: instead, all allowed values, each with its options;
-    names may be in lower case. read: instead, the reader in `translate` for the value. Without any of these, the engine
-    always does what the value asks for.
+    reason: str
+    anyway: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Honoured(OnCommandLine):
+    """A word with a meaning here. means: its description in the documents.
+
+    option: of this engine, which takes the value. values: values with another name here, by their names in lower case,
+    or without effect; others are unchanged. nothing: values without effect. choices: instead, all allowed values, each
+    with its options; names may be in lower case. read: instead, the options for the value, and all words given; or the
+    name of a reader in `translate`. Without any of these, the engine always does what the value asks for.
     """
 
     means: str
     option: str | None = None
-    values: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str | WithoutEffect] = field(default_factory=dict)
     nothing: tuple[Any, ...] = ()
     choices: Mapping[Any, Mapping[str, Any]] | None = None
-    read: str = ""
+    read: str | Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = ""
 
 
 @dataclass(frozen=True)
-class Only:
+class Only(OnCommandLine):
     """The engine does what these values ask for and nothing else. feature: what others ask for; instead: what to do."""
 
     values: tuple[Any, ...]
@@ -39,15 +82,7 @@ class Only:
 
 
 @dataclass(frozen=True)
-class WithoutEffect:
-    """The keyword may be given, and changes nothing. reason: why. anyway: values that ask for what is the case."""
-
-    reason: str
-    anyway: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class Nested:
+class Nested(OnCommandLine):
     """A dict with further keys. scalar: the key of a plain integer or string value, if allowed."""
 
     rows: Mapping[str, Row]
@@ -58,30 +93,48 @@ Row: TypeAlias = "Honoured | Only | WithoutEffect | Nested"
 Rows: TypeAlias = "dict[str, Row]"
 
 
+def written(names: str) -> dict[str, OnCommandLine]:
+    """Names with spaces between them, with how a command line gives them: `name?` is a switch, `name*` has several
+    values."""
+    return {
+        name.rstrip("?*"): OnCommandLine(switch=name.endswith("?"), several=name.endswith("*"))
+        for name in names.split()
+    }
+
+
 def same(names: str) -> Rows:
-    """Rows for options of this engine, with spaces between them, that take the values as they are."""
-    return {name: Honoured(f"`{name}`", name) for name in names.split()}
+    """Rows for options of this engine, which take the values as they are."""
+    return {
+        name: Honoured(f"`{name}`", name, switch=form.switch, several=form.several)
+        for name, form in written(names).items()
+    }
 
 
 def only(feature: str, instead: str, **values: Any) -> Rows:
-    """Rows for the keywords that ask for a feature, each with the value or the tuple of values that does not."""
+    """Rows for the words that ask for a feature, each with the value or the tuple of values that does not; False makes
+    a switch."""
     return {
-        name: Only(value if isinstance(value, tuple) else (value,), feature, instead) for name, value in values.items()
+        name: Only(value if isinstance(value, tuple) else (value,), feature, instead, switch=value is False)
+        for name, value in values.items()
     }
 
 
 def without_effect(reasons: Mapping[str, str]) -> Rows:
     """Rows for {reason: names with spaces between them}."""
-    return {name: WithoutEffect(reason) for reason, names in reasons.items() for name in names.split()}
+    return {
+        name: WithoutEffect(reason, switch=form.switch, several=form.several)
+        for reason, names in reasons.items()
+        for name, form in written(names).items()
+    }
 
 
 EAGER: Mapping[str, Any] = {"mode": "eager"}
 LEVELS = Honoured("`mode`: 0 is eager, 3 the default", choices={0: EAGER, 3: {}, "NONE": EAGER, "VLLM_COMPILE": {}})
 GRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-CAPTURE_SIZES = Honoured("`capture_sizes` and `capture_token_sizes`", read="capture sizes")
-LARGEST_CAPTURE = only(
-    "a largest captured size", "list the sizes in cudagraph_capture_sizes", max_cudagraph_capture_size=()
-)
+CAPTURE_SIZES = Honoured("`capture_sizes` and `capture_token_sizes`", read="capture sizes", several=True)
+LARGEST_CAPTURE: Rows = {
+    "max_cudagraph_capture_size": WithoutEffect("the batches to capture follow from max_num_seqs and the memory")
+}
 
 CONFIG_KEYS: Rows = {
     "mode": LEVELS,
@@ -109,32 +162,57 @@ CONFIG_KEYS: Rows = {
 }
 
 COMPILATION_KEYWORDS: Rows = {
-    "enforce_eager": Honoured('`mode="eager"`', choices={True: EAGER, False: {}}),
+    "enforce_eager": Honoured('`mode="eager"`', choices={True: EAGER, False: {}}, switch=True),
     "compilation_config": Nested(CONFIG_KEYS, scalar="mode"),
     "optimization_level": Honoured("`mode`: 0 is eager, others the default", choices={0: EAGER, 1: {}, 2: {}, 3: {}}),
     "cudagraph_capture_sizes": CAPTURE_SIZES,
     "cuda_graph_sizes": Honoured(
         "`capture_sizes` and `capture_token_sizes`; one value stands for 1, 2, 4 and the multiples of 8 up to it",
         read="sizes or the largest",
+        several=True,
     ),
     **LARGEST_CAPTURE,
 }
 # Keywords without effect if enforce_eager disables compilation.
 ABOUT_COMPILATION = frozenset(COMPILATION_KEYWORDS) - {"enforce_eager"}
 
+OTHER_KERNELS = WithoutEffect("there are no kernels of this name; the default ones compute the same")
 ATTENTION_BACKEND = Honoured(
-    "`attention_backend`, in this engine's names",
+    "`attention_backend`, in this engine's names; the default for kernels that it does not have",
     "attention_backend",
     {"triton_attn": "triton", "torch_sdpa": "torch", "flash_attn_vllm_v1": "flash_attn"}
-    | {name: name for name in ("auto", "torch", "cpp", "triton", "flash_attn")},
+    | {name: name for name in ("auto", "torch", "cpp", "triton", "flash_attn")}
+    | dict.fromkeys(
+        (
+            *("flashinfer", "flashinfer_mla", "flashinfer_mla_sparse", "flashmla", "flashmla_sparse", "flash_attn_mla"),
+            *("flash_attn_diffkv", "triton_mla", "cutlass_mla", "tokenspeed_mla", "hpc_attn", "xformers", "cpu_attn"),
+            *("flex_attention", "tree_attn", "rocm_flash", "rocm_attn", "rocm_aiter_fa", "rocm_aiter_mla"),
+            *("rocm_aiter_unified_attn", "rocm_aiter_triton_mla"),
+        ),
+        OTHER_KERNELS,
+    ),
 )
+# Loaders of safetensors files that differ in their speed.
+LOADERS = dict.fromkeys(
+    ("fastsafetensors", "runai_streamer", "instanttensor"),
+    WithoutEffect("safetensors files are mapped into memory"),
+)
+OTHER_FORMAT = WithoutEffect("a checkpoint's files in the Hugging Face format are read, not those in Mistral's")
 
 HONOURED: Rows = {
     **same(
-        "model tokenizer revision tokenizer_revision download_dir skip_tokenizer_init device seed load_format "
-        "max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching "
-        "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
-        "data_parallel_size runner convert pooler_config enable_lora max_loras max_lora_rank max_cpu_loras"
+        "model tokenizer revision tokenizer_revision download_dir skip_tokenizer_init? device seed "
+        "max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching? "
+        "scheduling_policy async_scheduling? logits_processors* tensor_parallel_size pipeline_parallel_size "
+        "data_parallel_size runner convert pooler_config enable_lora? max_loras max_lora_rank max_cpu_loras"
+    ),
+    "max_model_len": Honoured(
+        '`max_model_len`; "auto" and -1 are the default; 4k is 4,000, and 4K is 4,096', read="length"
+    ),
+    "load_format": Honoured(
+        "`load_format`; faster loaders of safetensors files are the default",
+        "load_format",
+        {**LOADERS, "mistral": OTHER_FORMAT},
     ),
     "speculative_config": Honoured("`speculative_config`", "speculative_config", nothing=({},)),
     "dtype": Honoured(
@@ -152,7 +230,7 @@ HONOURED: Rows = {
                     "flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph use_trtllm_attention "
                     "disable_flashinfer_q_quantization mla_prefill_backend use_prefill_query_quantization "
                     "indexer_kv_dtype use_non_causal flex_attn_block_m flex_attn_block_n flex_attn_q_block_size "
-                    "flex_attn_kv_block_size"
+                    "flex_attn_kv_block_size use_fp4_indexer_cache"
                 }
             ),
         }
@@ -171,10 +249,9 @@ HONOURED: Rows = {
         | {name: {"model_impl": name} for name in ("auto", "textbook", "transformers")},
     ),
     "quantization": Honoured(
-        "`quantization`; names of formats are what the checkpoint states",
-        choices={name: {"quantization": "fp8"} for name in ("fp8", "fp8_per_tensor")}
-        | {name: {"quantization": "fp8_block"} for name in ("fp8_block", "fp8_per_block")}
-        | {name: {} for name in ("compressed-tensors", "modelopt", "mxfp4")},
+        "`quantization`; the name of a format is an error unless the checkpoint states it",
+        "quantization",
+        {"fp8_per_tensor": "fp8", "fp8_per_block": "fp8_block"},
     ),
     "kv_cache_dtype": Honoured(
         "`kv_cache_dtype`; `int8_per_token_head` is `int8`; `fp8` needs a compiled mode and, with `triton`, compute "
@@ -224,10 +301,18 @@ HONOURED: Rows = {
             ),
         }
     ),
-    "disable_log_stats": Honoured("nothing is logged; `metrics()` and `RequestOutput.metrics` are always there"),
+    "disable_log_stats": Honoured(
+        "nothing is logged; `metrics()` and `RequestOutput.metrics` are always there", switch=True
+    ),
     "max_logprobs": Honoured("any number of logprobs is allowed"),
-    "disable_cascade_attn": Honoured("there is no cascade attention"),
-    "tokenizer_mode": Honoured("the checkpoint's fast tokenizer", choices={"auto": {}, "hf": {}}),
+    "language_model_only": Honoured("the text model of a multimodal checkpoint runs alone", switch=True),
+    "disable_cascade_attn": Honoured("there is no cascade attention", switch=True),
+    "tokenizer_mode": Honoured(
+        "the checkpoint's fast tokenizer",
+        values={"mistral": OTHER_FORMAT},
+        choices={"auto": {}, "hf": {}},
+    ),
+    "config_format": Honoured("config.json", values={"mistral": OTHER_FORMAT}, choices={"auto": {}, "hf": {}}),
     "hf_token": Honoured("the token that huggingface_hub finds, HF_TOKEN for one", read="no token"),
     **COMPILATION_KEYWORDS,
 }
@@ -253,7 +338,16 @@ NOT_SUPPORTED: Rows = {
         "give tensor_parallel_size, pipeline_parallel_size or data_parallel_size",
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
+    ),
+    **only(
+        "an engine that is started in parts, on several hosts",
+        "start it once, on one host or with distributed_executor_backend='ray'",
         nnodes=1,
+        node_rank=0,
+        data_parallel_rank=(),
+        data_parallel_start_rank=(),
+        data_parallel_hybrid_lb=False,
+        data_parallel_external_lb=False,
     ),
     **only("a separate revision of the code", "name a folder that has it", code_revision=()),
     **only("a quantisation configuration as a keyword", "give quantization", quantization_config=({},)),
@@ -301,7 +395,6 @@ NOT_SUPPORTED: Rows = {
         rope_theta=(),
         override_attention_dtype=(),
         disable_sliding_window=False,
-        config_format=("auto", "hf"),
     ),
     **only("a configuration object of vLLM", "give its fields as keywords", vllm_config=()),
     **only("another end-of-sequence token", "give SamplingParams(stop_token_ids=...)", eos=-1),
@@ -330,84 +423,88 @@ NOT_SUPPORTED: Rows = {
 
 # Keywords without effect, by reason.
 WITHOUT_EFFECT: Rows = {
-    "enable_chunked_prefill": WithoutEffect("long prompts are always computed in chunks", anyway=(True,))
+    "enable_chunked_prefill": WithoutEffect("long prompts are always computed in chunks", anyway=(True,), switch=True)
 } | without_effect(
     {
         "no code of a checkpoint is ever run: the model's code is the engine's own or that of transformers": """
-            trust_remote_code
+            trust_remote_code?
         """,
         "the processes of an engine run on one host and need no address": """
-            master_addr master_port node_rank distributed_timeout_seconds
-            cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus data_parallel_rank
-            data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
-            data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend
+            master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind?
+            numa_bind_nodes* numa_bind_cpus* data_parallel_size_local data_parallel_address
+            data_parallel_rpc_port data_parallel_multi_port_external_lb? data_parallel_backend
             dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
-            disable_nccl_for_dp_synchronization disable_custom_all_reduce ray_workers_use_nsight worker_use_ray
-            max_parallel_loading_workers enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
-            mm_tensor_ipc mm_ipc_gpu_memory_gb dcp_q_replicate dp_sync_interval enable_hc_sp
-            enable_batch_sharded_sampling elastic_ep_max_dp_size enable_nccl_comm_suspend enable_fault_tolerance
-            fault_tolerance_config watchdog_config enable_shm_tensor_arena
+            disable_nccl_for_dp_synchronization? disable_custom_all_reduce? ray_workers_use_nsight?
+            worker_use_ray? max_parallel_loading_workers enable_dbo? ubatch_size dbo_decode_token_threshold
+            dbo_prefill_token_threshold mm_tensor_ipc mm_ipc_gpu_memory_gb dcp_q_replicate dp_sync_interval
+            enable_hc_sp? enable_batch_sharded_sampling? elastic_ep_max_dp_size enable_nccl_comm_suspend?
+            enable_fault_tolerance? fault_tolerance_config watchdog_config enable_shm_tensor_arena?
         """,
         "it configures a server; see docs/serving.md": """
-            served_model_name allowed_local_media_path allowed_media_domains tokens_only renderer_num_workers
-            shutdown_timeout stream_interval _api_process_count _api_process_rank tokenizer_pool_size
+            served_model_name shutdown_timeout stream_interval tokens_only? renderer_num_workers tokenizer_pool_size
+            _api_process_count _api_process_rank
         """,
         "there is no expert parallelism: each rank has a part of every expert, as of an MLP": """
-            enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep eplb_config
-            enable_eplb expert_placement_strategy
+            enable_expert_parallel? enable_ep_weight_filter? moe_backend all2all_backend enable_elastic_ep?
+            eplb_config enable_eplb? expert_placement_strategy
         """,
         "states of recurrences have no options": """
-            mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
-            enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend mamba_ssu_algorithm
-            enable_mamba_shared_prefix_checkpoint use_replayssm replayssm_buffer_len kda_prefill_backend
-            kda_decode_backend engram_config
+            mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode
+            mamba_backend enable_mamba_cache_stochastic_rounding? mamba_cache_philox_rounds
+            gdn_prefill_backend mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint? use_replayssm?
+            replayssm_buffer_len kda_prefill_backend kda_decode_backend engram_config
         """,
         "models take only text": """
-            language_model_only limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs
-            mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
-            mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
-            mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate
-            disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache mm_hasher_algorithm
-            video_pruning_method mm_processor_device mm_device_do_normalize ec_manager_config
+            limit_mm_per_prompt allowed_local_media_path allowed_media_domains*
+            enable_mm_embeds? interleave_mm_strings? media_io_kwargs mm_processor_kwargs
+            mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_only?
+            mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+            mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling?
+            video_pruning_rate disable_chunked_mm_input? enable_mm_processor_stats?
+            disable_mm_preprocessor_cache? mm_hasher_algorithm video_pruning_method mm_processor_device
+            mm_device_do_normalize? ec_manager_config
         """,
         "adapters have the model's dtype, change any of its linears, and are divided as these are": """
-            default_mm_loras fully_sharded_loras lora_dtype lora_target_modules enable_tower_connector_lora
-            specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
+            default_mm_loras fully_sharded_loras? lora_dtype lora_target_modules* enable_tower_connector_lora?
+            specialize_active_lora? enable_mixed_moe_lora_format? enable_moe_shared_loras? max_lora_cls_labels
         """,
-        "kv_cache_dtype applies to all layers": "kv_cache_dtype_skip_layers",
-        "no supported format is deprecated": "allow_deprecated_quantization",
+        "kv_cache_dtype applies to all layers": "kv_cache_dtype_skip_layers*",
+        "no supported format is deprecated": "allow_deprecated_quantization?",
         "nothing is offloaded": """
             offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
             kv_offloading_backend swap_space
         """,
         "safetensors files are mapped into memory": """
             safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
-            model_loader_extra_config ignore_patterns pt_load_map_location use_tqdm_on_load
+            model_loader_extra_config ignore_patterns* pt_load_map_location use_tqdm_on_load?
         """,
         "kernels come from attention_backend and the passes": """
-            linear_backend ir_op_priority kernel_config enable_flashinfer_autotune use_fp64_gumbel performance_mode
-            kv_sharing_fast_prefill jit_monitor_mode jit_monitor_verbose sparse_indexer_topk_backend monokernel
+            linear_backend ir_op_priority kernel_config enable_flashinfer_autotune? use_fp64_gumbel?
+            performance_mode kv_sharing_fast_prefill? jit_monitor_mode jit_monitor_verbose?
+            sparse_indexer_topk_backend monokernel?
         """,
         "the scheduler has no such setting": """
-            max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold scheduler_reserve_full_isl
-            prefill_schedule_interval watermark disable_hybrid_kv_cache_manager prefix_caching_hash_algo
-            num_scheduler_steps use_v2_block_manager preemption_mode scheduler_delay_factor disable_async_output_proc
-            long_prefill_token_threshold_adaptive max_num_scheduled_tokens max_num_active_seqs max_num_queued_reqs
-            max_num_queued_tokens prefix_cache_retention_interval prefix_match_unit swa_bounded_replay
+            max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold
+            scheduler_reserve_full_isl? prefill_schedule_interval watermark disable_hybrid_kv_cache_manager?
+            prefix_caching_hash_algo num_scheduler_steps use_v2_block_manager? preemption_mode
+            scheduler_delay_factor disable_async_output_proc? long_prefill_token_threshold_adaptive?
+            max_num_scheduled_tokens max_num_active_seqs max_num_queued_reqs max_num_queued_tokens
+            prefix_cache_retention_interval prefix_match_unit swa_bounded_replay?
         """,
         "a CUDA graph serves any sequence length": "max_seq_len_to_capture",
         "structured output is SamplingParams(structured_outputs=...)": "guided_decoding_backend",
         "the server parses reasoning, see --reasoning-parser": """
-            reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning
+            reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning?
         """,
         "see metrics(), get_metrics() and start_profile()": """
-            aggregate_engine_logging show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
-            kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
-            enable_logging_iteration_details custom_histogram_buckets per_request_spec_decode_metrics logging_config
-            log_level log_config_file enable_trace_replay
+            aggregate_engine_logging? show_hidden_metrics_for_version otlp_traces_endpoint
+            collect_detailed_traces* kv_cache_metrics? kv_cache_metrics_sample cudagraph_metrics?
+            enable_layerwise_nvtx_tracing? enable_mfu_metrics? enable_logging_iteration_details?
+            custom_histogram_buckets* per_request_spec_decode_metrics? logging_config log_level
+            log_config_file enable_trace_replay?
         """,
-        "this engine does not use it": "additional_config enable_cumem_allocator fail_on_environ_validation",
-        "there is no sleep mode": "sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
+        "this engine does not use it": "additional_config enable_cumem_allocator? fail_on_environ_validation?",
+        "there is no sleep mode": "sleep_mode_backend sleep_mode_offload_cudagraph? sleep_preserve_parameter_names",
     }
 )
 

@@ -23,8 +23,6 @@ MISSING = {
     "collective_rpc": _ONE_PROCESS,
     "get_world_size": _ONE_PROCESS,
     "apply_model": "the model's layers are compiled away; `compiled-engine inspect` shows what runs",
-    "llm_engine": "config, metrics() and get_tokenizer() are attributes of the LLM itself",
-    "model_config": "config.model has the model's configuration",
     "supported_tasks": "config.model.pooling is None for a model that generates text; else its task is what it does",
     "default_sampling_params": "get_default_sampling_params() returns a copy",
     "request_counter": "metrics() counts requests, and each output has its request_id",

@@ -1,4 +1,4 @@
-"""Keys of vLLM's speculative_config that the engine does not have: what to do instead."""
+"""Keys and methods of vLLM's speculative_config that the engine does not have: what to do instead."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ INSTEAD: Mapping[str, str] = {
         "give method: 'ngram', which finds what followed the last tokens before",
     ),
 }
+
+_OWN_HEADS = "the draft layers of a checkpoint itself are not run"
+_OTHER_HEADS = "draft models of this kind are not run"
+METHODS: Mapping[str, str] = {
+    "mtp": _OWN_HEADS,
+    **dict.fromkeys(("eagle", "medusa", "mlp_speculator", "dflash", "dspark", "draft_tokens"), _OTHER_HEADS),
+    "suffix": "texts of other requests are not searched",
+}
+
+
+def other_method_message(method: str) -> str | None:
+    """Return the error for another engine's method of drafts; None for a name that none has."""
+    reason = METHODS.get("mtp" if method.endswith("_mtp") else method)
+    if reason is None:
+        return None
+    return (
+        f"speculative_config['method'] is {method!r}: {reason}; leave speculative_config out, which changes no answer, "
+        "or give the method ngram, draft_model or eagle3"
+    )
 
 
 def is_default(name: str, value: Any) -> bool:

@@ -1,14 +1,12 @@
-"""Translate a caller's keywords, this engine's and other engines', to this engine's options."""
+"""Translate a caller's words, this engine's and other engines', to this engine's options."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-import torch
-
-from compiled_engine.config import GraphMode
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.keywords import (
     ABOUT_COMPILATION,
@@ -17,8 +15,10 @@ from compiled_engine.other_engines.keywords import (
     Nested,
     Only,
     Row,
+    Rows,
     WithoutEffect,
 )
+from compiled_engine.other_engines.lengths import read_length
 from compiled_engine.process.callers import warn_caller
 from compiled_engine.schema import unknown_name_message
 
@@ -47,55 +47,81 @@ class Ignored(NamedTuple):
     reason: str
 
 
+class Translated(NamedTuple):
+    """The options that were asked for, and what has no effect."""
+
+    options: dict[str, Any]
+    ignored: tuple[Ignored, ...]
+
+    @property
+    def note(self) -> str:
+        """The words without effect, each with its reason; those with the same reason together."""
+        reasons: dict[str, list[str]] = {}
+        for word, reason in self.ignored:
+            reasons.setdefault(reason, []).append(word)
+        return "; ".join(f"{', '.join(words)} ({reason})" for reason, words in reasons.items())
+
+
 def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
-    """Translate the keywords of `LLM`, including those of other engines, to options (see `translate`)."""
-    device = str(keywords.get("device", "auto"))
-    on_gpu = (device == "auto" or device.startswith("cuda")) and torch.cuda.is_available()
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in translate(keywords, on_gpu=on_gpu).items()
-    }
-    return EngineOptions(**values)
+    """Translate the keywords of `LLM`, including those of other engines, to options (see `translate`). Warns once,
+    naming every keyword without effect."""
+    found = translate(keywords, on_gpu=lambda: is_on_gpu(keywords.get("device", "auto")))
+    if found.ignored:
+        warn_caller(f"keywords without effect: {found.note}")
+    return EngineOptions(**found.options)
 
 
-def translate(keywords: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """Translate keywords to options of `EngineOptions`. None has no effect for another engine's keyword.
+def is_on_gpu(device: Any) -> bool:
+    """Return whether the engine runs on a GPU, with this option `device`. Imports PyTorch."""
+    import torch
 
-    on_gpu: whether there can be CUDA graphs; without them, keywords about them have no effect, nor have sizes of
-    batches that the graph mode does not capture.
+    return (str(device) == "auto" or str(device).startswith("cuda")) and torch.cuda.is_available()
 
-    Warns once, naming every keyword without effect. Raises TypeError for an unknown keyword, and ValueError for a value
-    that needs an unsupported feature, or contradicts another keyword.
+
+def translate(
+    keywords: Mapping[str, Any],
+    *,
+    on_gpu: Callable[[], bool],
+    rows: Rows = KEYWORDS,
+    defaults: Mapping[str, Any] = DEFAULTS,
+) -> Translated:
+    """Translate words to options. None has no effect for another engine's word.
+
+    on_gpu: whether there can be CUDA graphs, asked for only where that matters; without them, words about them have no
+    effect, nor have sizes of batches that the graph mode does not capture. rows: of words that may occur. defaults: of
+    the options.
+
+    Raises TypeError for an unknown word, and ValueError for a value that needs an unsupported feature, or contradicts
+    another word.
     """
     wanted: dict[str, Wanted] = {}
     ignored: dict[Ignored, None] = {}
     sizes: list[Wanted] = []
-    for item in _read_all(keywords):
+    for item in _read_all(keywords, rows, defaults):
         if isinstance(item, Ignored):
             ignored[item] = None
-        elif item.option in CUDA_GRAPH_OPTIONS and item.keyword not in DEFAULTS and not on_gpu:
+        elif item.option in CUDA_GRAPH_OPTIONS and item.keyword not in defaults and not on_gpu():
             ignored[Ignored(item.keyword, "CUDA graphs need a CUDA GPU")] = None
-        elif item.option in SIZES and item.keyword not in DEFAULTS:
+        elif item.option in SIZES and item.keyword not in defaults:
             sizes.append(item)  # which of them count depends on all keywords
         else:
-            _add(wanted, item)
-    captured = _captured(wanted)
+            _add(wanted, item, defaults)
+    captured = _captured(wanted) if sizes else ()
     for item in sizes:
         if item.option in captured:
-            _add(wanted, item)
+            _add(wanted, item, defaults)
         elif not captured:
             ignored[Ignored(item.keyword, "the mode captures no CUDA graphs")] = None
-    if ignored:
-        reasons = "; ".join(f"{keyword} ({reason})" for keyword, reason in ignored)
-        warn_caller(f"keywords without effect: {reasons}")
-    return {option: item.value for option, item in wanted.items()}
+    return Translated({option: item.value for option, item in wanted.items()}, tuple(ignored))
 
 
-def _captured(wanted: Mapping[str, Wanted]) -> list[str]:
+def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
     """The options with sizes of batches that are captured, as far as the keywords say."""
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
+    from compiled_engine.config import GraphMode  # imports PyTorch
+
     for known in GraphMode:
         if known.value == graph_mode:
             families = zip(SIZES, (known.captures_decodes, known.captures_mixed), strict=True)
@@ -103,25 +129,25 @@ def _captured(wanted: Mapping[str, Wanted]) -> list[str]:
     return list(SIZES)  # no mode at all, which is an error elsewhere
 
 
-def _add(wanted: dict[str, Wanted], item: Wanted) -> None:
+def _add(wanted: dict[str, Wanted], item: Wanted, defaults: Mapping[str, Any]) -> None:
     """Two keywords may ask for the same option: for the same value, or one of them for the default."""
-    default, other = DEFAULTS[item.option], wanted.get(item.option)
+    default, other = defaults[item.option], wanted.get(item.option)
     if other is None or other.value == default:
         wanted[item.option] = item
     elif item.value not in (default, other.value):
         raise ValueError(f"{item}, but {other}; allowed: one of the two")
 
 
-def _read_all(keywords: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
+def _read_all(keywords: Mapping[str, Any], rows: Rows, defaults: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
     for name, value in keywords.items():
         if name in ABOUT_COMPILATION and value is not None and keywords.get("enforce_eager") is True:
             yield Ignored(name, "enforce_eager is True, so nothing is compiled")
-        elif name in KEYWORDS:
-            yield from _read(name, value, KEYWORDS[name], keywords)
-        elif name in DEFAULTS:
-            yield Wanted(name, name, value)
+        elif name in rows:
+            yield from _read(name, value, rows[name], keywords)
+        elif name in defaults:
+            yield Wanted(name, name, _fixed(value))
         else:
-            raise TypeError(unknown_name_message("LLM has no option", name, {*DEFAULTS, *KEYWORDS, "progress"}))
+            raise TypeError(unknown_name_message("LLM has no option", name, {*defaults, *rows, "progress"}))
 
 
 def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
@@ -138,12 +164,18 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
                 raise ValueError(f"{name} is {value!r}: {feature} is not supported; {instead} (allowed: {allowed})")
         case Honoured():
             try:
-                for option, found in _honour(value, row, given).items():
-                    yield Wanted(name, option, found)
+                found = _honour(value, row, given)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
+            if isinstance(found, str):
+                yield Ignored(f"{name}={_name(value)}", found)
+            else:
+                for option, wanted in found.items():
+                    yield Wanted(name, option, _fixed(wanted))
         case Nested(rows, scalar):
-            if scalar is not None and isinstance(value, int | str):
+            if isinstance(value, str) and value.startswith("{"):
+                value = _read_json(name, value)
+            elif scalar is not None and isinstance(value, int | str):
                 value = {scalar: value}
             if not isinstance(value, Mapping):
                 raise TypeError(f"{name} is {value!r}; allowed: a dict{f', or its {scalar!r}' if scalar else ''}")
@@ -153,13 +185,25 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
                 yield from _read(f"{name}[{key!r}]", item, rows[key], given)
 
 
-def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Translate a value to options. Raises ValueError with the value and what is allowed."""
+def _read_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}, which is no JSON: {error}") from error
+
+
+def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any] | str:
+    """Translate a value to options, or return why it has no effect. Raises ValueError with the value and what is
+    allowed."""
+    known = row.values.get(_name(value).lower(), value)
+    if isinstance(known, WithoutEffect):
+        return known.reason
     if row.choices is not None:
         return _choose(value, row.choices)
     if row.option is not None:
-        return {} if value in row.nothing else {row.option: row.values.get(_name(value).lower(), value)}
-    return READERS[row.read](value, given) if row.read else {}
+        return {} if value in row.nothing else {row.option: known}
+    read = READERS[row.read] if isinstance(row.read, str) else row.read
+    return read(value, given)
 
 
 def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -177,6 +221,11 @@ def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         "capture_sizes": _at_most(given.get("max_num_seqs"), value),
         "capture_token_sizes": _at_most(given.get("max_num_batched_tokens"), value),
     }
+
+
+def _length(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A number of tokens, which may have a unit."""
+    return {} if value in ("auto", -1) else {"max_model_len": read_length(value)}
 
 
 def _at_most(limit: Any, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -207,11 +256,18 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # By the names that rows have for them: from a value, and all keywords, to options.
 READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
+    "": lambda value, given: {},
     "capture sizes": _capture_sizes,
     "sizes or the largest": _cuda_graph_sizes,
     "one device": _device_ids,
     "no token": _hf_token,
+    "length": _length,
 }
+
+
+def _fixed(value: Any) -> Any:
+    """A list as the options have it."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _name(value: Any) -> str:

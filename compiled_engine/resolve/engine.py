@@ -118,6 +118,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
 def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:
     """Read the checkpoint's configuration, with the adapter that is merged into its weights."""
     folder = resolve_model_folder(options, reasons, progress)
+    pooler = PoolerConfig.of(options.pooler_config or {})
     model, model_reasons = read_model_config(
         folder.path,
         hub_name=folder.hub_name,
@@ -131,7 +132,7 @@ def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str]
         cache_dir=resolve_cache_dir(options),
         quantization=options.quantization,
         quantization_ignore=options.quantization_ignore,
-        pooling=PoolingOptions(options.runner, options.convert, PoolerConfig.of(options.pooler_config or {})),
+        pooling=PoolingOptions(options.runner, pooler.converts(options.convert), pooler),
     )
     reasons |= model_reasons
     if options.merge_adapter is not None:

@@ -25,7 +25,7 @@ from compiled_engine.config import (
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.eagle3_folder import is_head, read_head
 from compiled_engine.options import EngineOptions
-from compiled_engine.other_engines.speculative_keys import is_default, unknown_key_message
+from compiled_engine.other_engines.speculative_keys import is_default, other_method_message, unknown_key_message
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.compile import resolve_compile
 from compiled_engine.resolve.cuda_graphs import (
@@ -92,6 +92,8 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
     given = _read(options.speculative_config)
     if not given:
         return SpeculationConfig()
+    if (message := other_method_message(str(given.get("method")))) is not None:
+        raise ValueError(message)
     for name, value in given.items():
         if name not in KEYS:
             raise ValueError(unknown_key_message(str(name), value, KEYS))

@@ -150,6 +150,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.url.path.removeprefix(request.scope.get("root_path", ""))[:200]
     nearest = nearest_path(path, {route.path for route in request.app.routes})
     advice = f"; did you mean {nearest}?" if nearest else ""
+    if path in (LOAD, UNLOAD):
+        advice = "; a server has it with --enable-lora and --allowed-lora-folder"
     text = {404: f"there is nothing at {path}{advice}", 405: f"{request.method} is not allowed at {path}"}
     headers = error.headers or {}
     return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_engine.frontend.chat import read_chat_template, render_chat
+from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_chat
 from compiled_engine.frontend.prompts import has_long_text, num_characters
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
 from compiled_engine.server.long_work import LongWork
-from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.options import ServerOptions, template_variables
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.registry import (
     TOOL_FORMATS,
@@ -41,6 +42,7 @@ class SpecialTokenGuard:
 
 
 LONGEST_SETTING = 256
+MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ChatFormat:
     guard: SpecialTokenGuard
     texts: LongWork
     allowed_settings: tuple[str, ...]
+    default_settings: Mapping[str, Any]
     tool_template: str = ""
 
     def knows(self, name: str) -> bool:
@@ -65,8 +68,8 @@ class ChatFormat:
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
         """Return the template's variables besides messages and tools. Raises ApiError 400 for what requests may not
         set."""
-        settings = dict(given or {})
-        for name, value in settings.items():
+        settings = {**self.default_settings, **(given or {})}
+        for name, value in (given or {}).items():
             if name not in self.allowed_settings:
                 allowed = ", ".join(self.allowed_settings) or "none"
                 raise bad_request(
@@ -89,6 +92,26 @@ class ChatFormat:
                 )
             settings["reasoning_effort"] = reasoning_effort
         return settings
+
+    def drop_unread(self, fields: Any) -> list[str]:
+        """Drop from a request what the chat template does not read and clients send to every server; return a warning
+        for each."""
+        ignored = []
+        if getattr(fields, "reasoning_effort", None) is not None and not self.knows("reasoning_effort"):
+            fields.reasoning_effort = None
+            ignored.append("reasoning_effort is ignored: this model's chat template does not read it")
+        given = getattr(fields, "chat_template_kwargs", None) or {}
+        unread = [name for name in given if name not in self.allowed_settings and not self._reads(name)]
+        if unread:
+            fields.chat_template_kwargs = {name: value for name, value in given.items() if name not in unread}
+            names = ", ".join(map(shown, unread[:MOST_NAMED]))
+            ignored.append(f"chat_template_kwargs: {names} ignored: this model's chat template does not read it")
+        return ignored
+
+    def _reads(self, name: str) -> bool:
+        """Return whether a variable may be in the template, as a whole word."""
+        word = re.compile(rf"\b{re.escape(name)}\b")
+        return name in SETTINGS or any(word.search(text) for text in (self.template, self.tool_template))
 
     def parser(
         self, prompt: str, tool_names: Sequence[str], *, one_call: bool, continued: str | None = None
@@ -163,6 +186,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
         SpecialTokenGuard(tokenizer),
         texts,
         options.chat_template_kwargs,
+        template_variables("default_chat_template_kwargs", options.default_chat_template_kwargs or {}),
         tool_template,
     )
 

@@ -235,8 +235,9 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
             fields["tools"] = {"enum": [[], None]}
         if "chat_template_kwargs" in fields:
             fields["chat_template_kwargs"] = _settings(serving)
-        _narrow(fields, ("reasoning_effort",), maxLength=LONGEST_SETTING)
-        if "reasoning_effort" in fields and (serving.chat is None or not serving.chat.knows("reasoning_effort")):
+        if serving.chat is not None and serving.chat.knows("reasoning_effort"):
+            _narrow(fields, ("reasoning_effort",), maxLength=LONGEST_SETTING)
+        elif "reasoning_effort" in fields and serving.options.strict:
             fields["reasoning_effort"] = {"const": None}
     schemas["ExtraValue"] = EXTRA_VALUE
     if serving.chat is None or not serving.chat.knows("tools"):

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from compiled_engine.schema import SWITCH, TEXTS, check_all, declare, documented, integer, number, one_of, path, text
+from compiled_engine.frontend.chat import SETTINGS
+from compiled_engine.schema import (
+    SWITCH,
+    TEXTS,
+    Kind,
+    check_all,
+    declare,
+    documented,
+    integer,
+    number,
+    one_of,
+    path,
+    text,
+)
 from compiled_engine.server.origin import read_origin
 
 MOST_API_SERVERS = 64
@@ -14,6 +30,23 @@ ANY_ORIGIN = "*"
 COUNT = integer()
 UNBOUNDED_COUNT = integer(-1)
 SECONDS = number("above 0", lambda seconds: seconds > 0)
+
+
+def template_variables(name: str, value: Any) -> dict[str, Any]:
+    """Read variables of the chat template: a mapping, or a JSON object as text. Raises TypeError or ValueError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{name} is {value!r}, which is no JSON: {error}") from error
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {value!r}; allowed: a JSON object")
+    if taken := sorted(SETTINGS & value.keys()):
+        raise ValueError(f"{name} has {', '.join(taken)}; allowed: other names")
+    return dict(value)
+
+
+VARIABLES = Kind(template_variables, {"anyOf": [{"type": "string"}, {"type": "object"}]})
 
 
 @dataclass(frozen=True)
@@ -109,6 +142,13 @@ class ServerOptions:
         TEXTS,
         "name of a chat_template_kwargs entry that requests may set",
         flag="--allow-chat-template-kwarg",
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | str | None = declare(
+        None,
+        VARIABLES,
+        'variables of the chat template in every request, such as `{"enable_thinking": false}`',
+        "those of a request's `chat_template_kwargs` come before them",
+        flag="--chat-template-kwargs",
     )
     prefix_cache_salt_per_key: bool = declare(
         False,

@@ -208,6 +208,8 @@ async def read_body(
     def read() -> tuple[Fields, list[str]]:
         values = decoded(body, limits.max_json_depth, limits.max_json_values)
         fields, ignored = read_request(values, kind, strict=serving.options.strict, refused=refused, habits=habits)
+        if serving.chat is not None and not serving.options.strict:
+            ignored += serving.chat.drop_unread(fields)
         priority = getattr(fields, "priority", None)
         if priority is not None and not is_priority(priority):
             raise bad_request("priority", f"priority must be an integer of 64 bits, got {priority}")

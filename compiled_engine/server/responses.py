@@ -165,6 +165,8 @@ async def responses(request: Request) -> Reply:
     model = serving.model(fields.model)
     check_bounds(fields, serving.options.limits, serving.max_answer_tokens, None)  # by the names that fields have here
     chat = _as_chat(fields, ignored)
+    if not serving.options.strict:
+        ignored += serving.chat_format().drop_unread(chat)
     prompt = await unless_gone(request.receive, chat_prompt(serving, chat, "text.format"))
     events = ResponseEvents(_begun(serving, fields, model, prompt), prompt.make_call_id)
     # Always in parts: how many tokens are reasoning shows only while they come.

@@ -149,7 +149,8 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
     asked = (("top_logprobs", top_logprobs), ("logprobs", logprobs), ("prompt_logprobs", fields.prompt_logprobs))
     for name, value in asked:
         if value is not None and limits.max_logprobs != -1 and (value > limits.max_logprobs or value == -1):
-            raise bad_request(name, f"{name} must be at most {limits.max_logprobs}, got {value}")
+            every = ": -1 is the whole vocabulary, which needs --max-logprobs -1" if value == -1 else ""
+            raise bad_request(name, f"{name} must be from 0 to {limits.max_logprobs}, got {value}{every}")
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         value = getattr(fields, name, None)
         if value is not None and value > longest:

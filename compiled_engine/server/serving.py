@@ -157,7 +157,9 @@ class Serving:
         """Raises ApiError 400 if the model cannot chat."""
         self.tokenizer()
         if self.chat is None:
-            raise bad_request("messages", "this model has no chat template: use /v1/completions")
+            pools = self.engine.config.model.pooling is not None
+            instead = "it pools: give input to /v1/embeddings or /pooling" if pools else "use /v1/completions"
+            raise bad_request("messages", f"this model has no chat template: {instead}")
         return self.chat
 
 

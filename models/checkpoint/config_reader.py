@@ -162,11 +162,14 @@ def _quantisation(
         return stated
     if SECTION in fields or stated is not None:
         method = MXFP4 if stated is None else stated.method
-        if stated is not None and method == asked and not ignore:  # it says what is the case
+        if method == asked and not ignore:  # it says what is the case
             return stated
         raise ValueError(f"quantization is {asked!r}, but {path} is quantised already, with {method}; allowed: None")
     if asked not in ONLINE:
-        raise ValueError(f"quantization must be one of {', '.join(ONLINE)}, got {asked!r}")
+        raise ValueError(
+            f"quantization is {asked!r}, but {path} is not quantised; allowed: None, or {' or '.join(ONLINE)}, which "
+            "quantise weights while they are loaded"
+        )
     return online(asked, ignore or DEFAULT_IGNORE)
 
 

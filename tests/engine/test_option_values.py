@@ -138,6 +138,29 @@ def test_objects() -> None:
         EngineOptions(pooler_config={"dimension": 3})
 
 
+@pytest.mark.parametrize(
+    ("task", "convert", "result"),
+    [
+        ("embed", "auto", "embed"),
+        ("token_embed", "none", "embed"),
+        ("classify", "auto", "classify"),
+        ("score", "classify", "classify"),
+        ("token_classify", "auto", "classify"),
+        (None, "embed", "embed"),
+        (None, "auto", "auto"),
+    ],
+)
+def test_a_task_of_pooling_is_a_conversion(task: str | None, convert: str, result: str) -> None:
+    assert PoolerConfig.of({"task": task}).converts(convert) == result
+
+
+def test_a_task_that_contradicts_the_conversion_is_an_error() -> None:
+    with pytest.raises(ValueError, match="task is 'embed', but convert is 'classify'"):
+        PoolerConfig(task="embed").converts("classify")
+    with pytest.raises(ValueError, match="task is 'reward'; allowed: embed, token_embed, classify"):
+        EngineOptions(pooler_config={"task": "reward"})
+
+
 @pytest.mark.parametrize("field", [field.name for field in fields(EngineOptions)])
 def test_what_may_be_left_to_the_engine(field: str) -> None:
     if field in MAY_BE_NONE | LATER:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -12,13 +11,9 @@ from foreign_signatures import NANO_VLLM, VLLM_0_25, VLLM_0_33
 
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.keywords import CONFIG_KEYS, KEYWORDS, Honoured, Nested, Only, WithoutEffect
-from compiled_engine.other_engines.translate import make_options, translate
+from compiled_engine.other_engines.translate import Translated, make_options, translate
 
-SIGNATURES = [
-    pytest.param(engine, name, default, id=f"{engine} {name}")
-    for engine, signature in (("vLLM", VLLM_0_25 | VLLM_0_33), ("nano-vllm", NANO_VLLM))
-    for name, default in signature.items()
-]
+SIGNATURES = {"vLLM": VLLM_0_25 | VLLM_0_33, "nano-vllm": NANO_VLLM}
 # What honoured keywords stand for, on a GPU.
 HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("model", "folder", {"model": "folder"}),
@@ -63,7 +58,7 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("model_impl", "transformers", {"model_impl": "transformers"}),
     ("quantization", "fp8", {"quantization": "fp8"}),
     ("quantization", "fp8_per_block", {"quantization": "fp8_block"}),
-    ("quantization", "compressed-tensors", {}),
+    ("quantization", "compressed-tensors", {"quantization": "compressed-tensors"}),
     ("distributed_executor_backend", "mp", {"distributed_executor": "multiprocess"}),
     ("distributed_executor_backend", "uni", {"distributed_executor": "in_process"}),
     ("dtype", "half", {"dtype": "float16"}),
@@ -80,6 +75,8 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("max_logprobs", 100, {}),
     ("disable_cascade_attn", False, {}),
     ("tokenizer_mode", "hf", {}),
+    ("config_format", "hf", {}),
+    ("language_model_only", True, {}),
     ("hf_token", True, {}),
     ("enforce_eager", True, {"mode": "eager"}),
     ("enforce_eager", False, {}),
@@ -115,25 +112,28 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-def rows(kind: type) -> list[Any]:
-    return [pytest.param(name, row, id=name) for name, row in KEYWORDS.items() if isinstance(row, kind)]
+def rows(kind: type) -> list[tuple[str, Any]]:
+    return [(name, row) for name, row in KEYWORDS.items() if isinstance(row, kind)]
+
+
+def read(keywords: dict[str, Any], *, on_gpu: bool = True) -> Translated:
+    return translate(keywords, on_gpu=lambda: on_gpu)
 
 
 def translated(keywords: dict[str, Any], on_gpu: bool = True) -> dict[str, Any]:
     """The options, where a keyword without effect is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return translate(keywords, on_gpu=on_gpu)
+    found = read(keywords, on_gpu=on_gpu)
+    assert found.ignored == ()
+    return found.options
 
 
-@pytest.mark.parametrize(("engine", "name", "default"), SIGNATURES)
-def test_every_keyword_has_a_row_that_takes_its_default(engine: str, name: str, default: Any) -> None:
-    assert name in KEYWORDS
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_options({name: default})
-    assert all(name in str(warning.message) for warning in caught)
-    assert not caught or isinstance(KEYWORDS[name], WithoutEffect)
+@pytest.mark.parametrize("signature", SIGNATURES, ids=SIGNATURES.keys())
+def test_every_keyword_has_a_row_that_takes_its_default(signature: str) -> None:
+    for name, default in SIGNATURES[signature].items():
+        assert name in KEYWORDS
+        found = read({name: default})
+        EngineOptions(**found.options)
+        assert not found.ignored or isinstance(KEYWORDS[name], WithoutEffect), name
 
 
 @pytest.mark.filterwarnings("ignore:keywords without effect")
@@ -143,11 +143,11 @@ def test_all_defaults_together_are_the_defaults(signature: dict[str, Any]) -> No
     assert options == EngineOptions()
 
 
-@pytest.mark.parametrize(("name", "value", "options"), HONOURED)
-def test_an_honoured_keyword_is_the_option(name: str, value: Any, options: dict[str, Any]) -> None:
+def test_an_honoured_keyword_is_the_option() -> None:
     defaults = {field.name: field.default for field in fields(EngineOptions)}
-    found = {key: tuple(item) if isinstance(item, list) else item for key, item in translated({name: value}).items()}
-    assert {key: item for key, item in found.items() if item != defaults[key]} == options
+    for name, value, options in HONOURED:
+        found = translated({name: value})
+        assert {key: item for key, item in found.items() if item != defaults[key]} == options, (name, value)
 
 
 def test_every_honoured_keyword_has_a_case() -> None:
@@ -157,37 +157,65 @@ def test_every_honoured_keyword_has_a_case() -> None:
     assert keys == {key for _, value, _ in HONOURED if isinstance(value, dict) for key in value} & keys
 
 
-@pytest.mark.parametrize(("name", "row"), rows(Only))
-def test_what_is_not_supported_is_an_error_with_advice(name: str, row: Only) -> None:
-    for value in (*row.values, None):
-        assert translated({name: value}) == {}
-    for value in (True, 2, "something", {"method": "ngram"}):
-        if value not in row.values:
-            with pytest.raises(ValueError, match=name) as caught:
-                translate({name: value}, on_gpu=True)
-            assert repr(value) in str(caught.value)
-            assert row.feature in str(caught.value)
-            assert row.instead in str(caught.value)
+def test_what_is_not_supported_is_an_error_with_advice() -> None:
+    for name, row in rows(Only):
+        assert all(translated({name: value}) == {} for value in (*row.values, None)), name
+        for value in (True, 2, "something", {"method": "ngram"}):
+            if value not in row.values:
+                with pytest.raises(ValueError, match=name) as caught:
+                    read({name: value})
+                assert all(text in str(caught.value) for text in (repr(value), row.feature, row.instead))
 
 
-@pytest.mark.parametrize(("name", "row"), rows(WithoutEffect))
-def test_what_has_no_effect_is_accepted_with_a_warning(name: str, row: WithoutEffect) -> None:
-    with pytest.warns(UserWarning, match="without effect") as caught:
-        assert translate({name: "something"}, on_gpu=True) == {}
-    assert f"{name} ({row.reason})" in str(caught[0].message)
-    assert all(translated({name: value}) == {} for value in (None, *(row.anyway or (False,))))
+def test_what_has_no_effect_is_accepted_with_the_reason() -> None:
+    for name, row in rows(WithoutEffect):
+        assert read({name: "something"}) == ({}, ((name, row.reason),))
+        assert all(translated({name: value}) == {} for value in (None, *(row.anyway or (False,)))), name
 
 
 def test_all_keywords_without_effect_are_in_one_warning() -> None:
-    with pytest.warns(UserWarning, match="swap_space.*lora_dtype") as caught:
-        translate({"swap_space": 4, "seed": 1, "lora_dtype": "bfloat16"}, on_gpu=True)
+    with pytest.warns(UserWarning, match=r"swap_space, offload_params \(nothing.*lora_dtype") as caught:
+        make_options({"swap_space": 4, "offload_params": [1], "seed": 1, "lora_dtype": "bfloat16"})
     assert len(caught) == 1
+
+
+def test_kernels_and_loaders_of_other_names_are_the_default() -> None:
+    """They compute the same."""
+    given = {"attention_backend": "FLASHINFER", "load_format": "runai_streamer", "tokenizer_mode": "mistral"}
+    found = read(given | {"attention_config": {"backend": "ROCM_AITER_FA", "use_trtllm_attention": True}})
+    assert found.options == {}
+    assert len(found.ignored) == 5
+    with pytest.raises(ValueError, match="attention_backend is 'flsh'"):
+        make_options({"attention_backend": "flsh"})
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [
+        ("4k", 4000),
+        ("4K", 4096),
+        ("1.5k", 1500),
+        ("1m", 10**6),
+        ("2M", 2 << 20),
+        (128, 128),
+        ("auto", None),
+        (-1, None),
+    ],
+)
+def test_a_length_may_have_a_unit(given: Any, length: int | None) -> None:
+    assert translated({"max_model_len": given}).get("max_model_len") == length
+
+
+@pytest.mark.parametrize("given", ["4kb", "k", "1.5K", "4 k", "many"])
+def test_a_length_with_another_unit_is_an_error(given: str) -> None:
+    with pytest.raises(TypeError, match=f"max_model_len is '{given}'; allowed: an integer"):
+        make_options({"max_model_len": given})
 
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"nnodes": 2}, "nnodes is 2: this kind of parallelism is not supported"),
+        ({"nnodes": 2}, "nnodes is 2: an engine that is started in parts, on several hosts is not supported"),
         ({"ngram_prompt_lookup_max": 4}, "speculative decoding by separate options .* give speculative_config, a dict"),
         ({"speculative_algorithm": "EAGLE3"}, "speculative decoding by separate options .* give speculative_config, a"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb is True"),
@@ -211,7 +239,7 @@ def test_all_keywords_without_effect_are_in_one_warning() -> None:
 )
 def test_a_value_that_cannot_be_honoured_is_an_error(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        translate(keywords, on_gpu=True)
+        read(keywords)
 
 
 @pytest.mark.parametrize(
@@ -227,30 +255,31 @@ def test_a_value_that_cannot_be_honoured_is_an_error(keywords: dict[str, Any], m
 )
 def test_an_unknown_name_or_form_is_an_error(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        translate(keywords, on_gpu=True)
+        read(keywords)
 
 
 def test_a_token_is_not_repeated_in_the_error() -> None:
     with pytest.raises(ValueError, match="HF_TOKEN") as caught:
-        translate({"hf_token": "secret"}, on_gpu=True)
+        read({"hf_token": "secret"})
     assert "secret" not in str(caught.value)
 
 
 def test_enforce_eager_silences_what_is_about_compilation() -> None:
-    with pytest.warns(UserWarning, match="compilation_config .enforce_eager is True"):
-        options = translate({"compilation_config": {"cudagraph_mode": "FULL"}, "enforce_eager": True}, on_gpu=True)
-    assert options == {"mode": "eager"}
+    found = read({"compilation_config": {"cudagraph_mode": "FULL"}, "enforce_eager": True})
+    assert found.options == {"mode": "eager"}
+    assert found.note == "compilation_config (enforce_eager is True, so nothing is compiled)"
 
 
 def test_cuda_graphs_have_no_effect_without_a_gpu() -> None:
-    with pytest.warns(UserWarning, match="cudagraph_capture_sizes .CUDA graphs need a CUDA GPU") as caught:
-        assert translate({"cudagraph_capture_sizes": [1, 2]}, on_gpu=False) == {}
-    assert len(caught) == 1
+    assert read({"cudagraph_capture_sizes": [1, 2]}, on_gpu=False) == (
+        {},
+        (("cudagraph_capture_sizes", "CUDA graphs need a CUDA GPU"),),
+    )
     assert translated({"graph_mode": "full"}, on_gpu=False) == {"graph_mode": "full"}
 
 
 def test_captured_sizes_stay_within_the_limits_that_are_given() -> None:
-    options = translate({"cudagraph_capture_sizes": [1, 8, 64], "max_num_seqs": 8}, on_gpu=True)
+    options = translated({"cudagraph_capture_sizes": [1, 8, 64], "max_num_seqs": 8})
     assert options == {"capture_sizes": (1, 8), "capture_token_sizes": (1, 8, 64), "max_num_seqs": 8}
 
 
@@ -289,15 +318,15 @@ def test_sizes_are_those_of_the_batches_that_are_captured(keywords: dict[str, An
     ],
 )
 def test_sizes_have_no_effect_where_nothing_is_captured(keywords: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="_sizes.* .the mode captures no CUDA graphs"):
-        options = translate(keywords, on_gpu=True)
-    assert not {"capture_sizes", "capture_token_sizes"} & options.keys()
+    found = read(keywords)
+    assert "the mode captures no CUDA graphs" in found.note
+    assert not {"capture_sizes", "capture_token_sizes"} & found.options.keys()
     own = {"capture_sizes": (1,), "mode": "eager"}  # this engine's are an error of `resolve`
     assert translated(own) == own
 
 
 def test_this_engines_own_options_are_taken_as_they_are() -> None:
-    own = {"mode": "compiled", "passes": ["silu_mul"], "num_blocks": None}
+    own = {"mode": "compiled", "passes": ("silu_mul",), "num_blocks": None}
     assert translated(own) == own
 
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from folders import REPOSITORY
 
+from compiled_engine import (  # type: ignore[attr-defined]
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    EngineArgs,
+    TextPrompt,
+    TokensPrompt,
+)
 from compiled_engine.frontend.outputs import Logprob
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
@@ -196,9 +207,38 @@ def test_what_is_missing_says_what_to_do(llm: LLM, name: str, advice: str) -> No
 
 
 def test_what_scripts_reach_through_the_engine_within_is_the_llm_itself(llm: LLM) -> None:
-    with pytest.raises(AttributeError, match=r"'llm_engine'; config, metrics\(\) and get_tokenizer\(\) are attributes"):
-        llm.llm_engine  # noqa: B018
-    assert llm.config.model.vocab_size == llm.get_tokenizer().vocab_size
+    assert llm.llm_engine.model_config is llm.config.model
+    assert llm.llm_engine.model_config.max_model_len == 256
+    assert llm.llm_engine.get_tokenizer().vocab_size == llm.model_config.vocab_size
+
+
+def test_prompts_have_the_names_of_scripts(llm: LLM) -> None:
+    prompts = [TokensPrompt(prompt_token_ids=[5, 6, 7]), TextPrompt(prompt=PROMPT)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.outputs for output in outputs] == [
+        each.outputs for each in llm.generate([[5, 6, 7], PROMPT], GREEDY)
+    ]
+
+
+def test_arguments_of_an_engine_are_an_object() -> None:
+    """What they do not say has no effect, and what they say is what the keywords say."""
+    assert make_options(asdict(EngineArgs())) == EngineOptions()
+    assert AsyncEngineArgs is EngineArgs
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompt")
+    words = ["--model", "org/name", "--max-model-len", "64", "--enforce-eager", "--prompt", "x"]
+    args = EngineArgs.from_cli_args(EngineArgs.add_cli_args(parser).parse_args(words))
+    assert args.keywords() == {"model": "org/name", "max_model_len": 64, "enforce_eager": True}
+    assert make_options(asdict(args)) == EngineOptions(model="org/name", max_model_len=64, mode="eager")
+    with pytest.raises(TypeError, match="enforce_eagr"):
+        EngineArgs(enforce_eagr=True)
+
+
+def test_an_async_engine_is_made_from_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(AsyncLLM, "__init__", lambda self, **keywords: made.append(keywords))
+    AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model="org/name", disable_log_stats=True))
+    assert made == [{"model": "org/name", "disable_log_stats": True}]
 
 
 @pytest.mark.parametrize(("name", "advice"), ARGUMENTS.items())

@@ -78,7 +78,7 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
             {"num_speculative_tokens": 2},
             "no 'method', which it must have; got {'num_speculative_tokens': 2}; allowed: ngram, draft_model, eagle3",
         ),
-        (of(method="eagle"), "speculative_config['method'] is 'eagle'; allowed: ngram, draft_model"),
+        (of(method="eagle"), "speculative_config['method'] is 'eagle': draft models of this kind are not run; leave"),
         (of(method="draft_model"), "speculative_config has no 'model', which it must have"),
         (of(model="a"), "speculative_config['model'] is 'a', but 'method' is 'ngram'; allowed with it: 'draft_model'"),
         (

@@ -154,7 +154,7 @@ def test_a_declaration_is_well_formed(declaration: Declaration) -> None:
     assert text[0].islower() or text[0] in "`[" or text.startswith(("Jinja", "FX"))
     assert not described(declaration).endswith(".")
     names = declaration.kind.schema.get("enum", ())
-    assert [name for name in names if name not in ("auto", *re.findall(r"\w+", text))] == []
+    assert [name for name in names if name not in ("auto", *re.findall(r"[\w-]+", text))] == []
     if declaration.default is not None:
         declaration.kind.check(declaration.name, declaration.default)
 

@@ -251,7 +251,6 @@ def test_many_chats_at_once(server: RunningServer) -> None:
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"messages": MESSAGES, "guided_json": {}}, "guided_json"),
         ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
-        ("chat/completions", {"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort"),
         ("chat/completions", {"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template"),
         ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
         ("chat/completions", {"messages": MESSAGES, "echo": True}, "echo"),

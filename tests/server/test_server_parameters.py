@@ -146,7 +146,7 @@ def test_all_log_probabilities_may_be_asked_for_where_their_number_has_no_bound(
         return sampling_params(fields, SamplingParams(), limits, 256)
 
     assert asked(-1).prompt_logprobs == -1
-    with pytest.raises(ApiError, match="prompt_logprobs must be at most 20, got -1"):
+    with pytest.raises(ApiError, match="prompt_logprobs must be from 0 to 20, got -1"):
         asked(20)
 
 

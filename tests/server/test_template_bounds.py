@@ -9,7 +9,7 @@ import pytest
 from running_server import RunningServer, ScriptedEngine, running
 
 from compiled_engine.frontend.prompts import has_long_text
-from compiled_engine.server.options import Limits
+from compiled_engine.server.options import Limits, ServerOptions
 
 USER = {"role": "user", "content": "x"}
 # Its time grows with the cube of the number of messages.
@@ -29,7 +29,14 @@ def chat(server: RunningServer, messages: list[dict[str, Any]], **asked: Any) ->
 
 @pytest.mark.parametrize(
     "given",
-    [{"anything": 1}, {"messages": []}, {"enable_thinking": "x" * 300}, {"enable_thinking": ["x"]}, {"thinking": {}}],
+    [
+        {"message": 1},
+        {"messages": []},
+        {"tokenize": True},
+        {"enable_thinking": "x" * 300},
+        {"enable_thinking": ["x"]},
+        {"thinking": {}},
+    ],
 )
 def test_variables_come_from_a_list_and_are_short(server: RunningServer, given: dict[str, Any]) -> None:
     assert chat(server, [USER], chat_template_kwargs=given)["param"] == "chat_template_kwargs"
@@ -37,6 +44,50 @@ def test_variables_come_from_a_list_and_are_short(server: RunningServer, given: 
         for settings, status in ((given, 400), ({"enable_thinking": False}, 200)):
             body = {**asked, "chat_template_kwargs": settings}
             assert httpx.post(f"{server.url}/tokenize", json=body).status_code == status
+
+
+def test_what_the_template_does_not_read_is_ignored(server: RunningServer) -> None:
+    """Clients send it to every model. The answer says so, and is the same."""
+    url, body = f"{server.url}/v1/chat/completions", {"messages": [USER], "max_tokens": 4, "temperature": 0}
+    plain = httpx.post(url, json=body).json()["choices"]
+    more = {"reasoning_effort": "low", "chat_template_kwargs": {"anything": [1], "enable_thinking": False, "x y": 1}}
+    for given in ({"reasoning_effort": "low" * 200}, more):
+        answer = httpx.post(url, json=body | given)
+        assert answer.json()["choices"] == plain
+        said = answer.headers["x-compiled-engine-warning"]
+        assert all(
+            name in said for name in ("reasoning_effort", *given.get("chat_template_kwargs", {})) if "en" not in name
+        )
+    response = httpx.post(f"{server.url}/v1/responses", json={"input": "x", "reasoning": {"effort": "low"}})
+    assert (response.status_code, "reasoning_effort" in response.headers["x-compiled-engine-warning"]) == (200, True)
+    many = {"chat_template_kwargs": {f"name{number}": 1 for number in range(5000)}}
+    assert len(httpx.post(url, json=body | many).headers["x-compiled-engine-warning"]) < 400
+
+
+def test_a_strict_server_ignores_nothing(server: RunningServer) -> None:
+    with running(ScriptedEngine(server.engine, ["a"]), strict=True) as strict:
+        assert chat(strict, [USER], reasoning_effort="low")["param"] == "reasoning_effort"
+        assert chat(strict, [USER], chat_template_kwargs={"anything": 1})["param"] == "chat_template_kwargs"
+
+
+def test_variables_may_have_defaults(server: RunningServer) -> None:
+    """A request's come before them; those that requests may not set remain."""
+    template = "{{ thinking }}{{ secret }}{{ messages[0].content }}"
+    defaults = '{"thinking": "yes", "secret": ["s"]}'
+    with running(
+        ScriptedEngine(server.engine, ["a"]), chat_template=template, default_chat_template_kwargs=defaults
+    ) as own:
+        for given, text in (({}, "yes['s']x"), ({"thinking": "no"}, "no['s']x")):
+            body = {"messages": [USER], "chat_template_kwargs": given}
+            tokens = httpx.post(f"{own.url}/tokenize", json=body).json()["tokens"]
+            assert httpx.post(f"{own.url}/detokenize", json={"tokens": tokens}).json()["prompt"] == text
+        assert chat(own, [USER], chat_template_kwargs={"secret": "x"})["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(("value", "said"), [("{", "no JSON"), ("[1]", "a JSON object"), ({"tools": []}, "has tools")])
+def test_defaults_that_are_no_variables(value: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"default_chat_template_kwargs .*{said}"):
+        ServerOptions(default_chat_template_kwargs=value)
 
 
 def test_the_effort_is_short(server: RunningServer) -> None:

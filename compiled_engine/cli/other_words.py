@@ -1,0 +1,89 @@
+"""Words of other engines on the command line and in YAML files, translated to a command's own options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand
+
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.word_division import divide
+from compiled_engine.other_engines.bench_words import BENCH
+from compiled_engine.other_engines.keywords import KEYWORDS, Rows
+from compiled_engine.other_engines.translate import DEFAULTS, is_on_gpu, translate
+
+
+class EngineCommand(TyperCommand):
+    """A command with the engine's options, which takes other engines' words as well."""
+
+    rows: ClassVar[Rows] = KEYWORDS
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with bad_input_is_reported((ValueError, TypeError)):
+            words = divide(args, self.get_params(ctx), self.rows)
+        rest = super().parse_args(ctx, words.own)
+        if not ctx.resilient_parsing:
+            own = {param.name: value for param in self.params if (value := _given(ctx, param)) is not None}
+            found = own_values(self, {**own, **words.others})
+            for param in self.params:
+                if found.get(param.name) != own.get(param.name):
+                    ctx.params[param.name] = as_read(param, found.get(param.name))
+        return rest
+
+
+class BenchServeCommand(TyperCommand):
+    """`bench serve`, which takes the words of vLLM's."""
+
+    rows: ClassVar[Rows] = BENCH
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with bad_input_is_reported((ValueError, TypeError)):
+            words = divide(args, self.get_params(ctx), self.rows)
+        flags = {param.name: param.opts[0] for param in self.params}
+        for name, value in own_values(self, words.others).items():
+            words.own += [flags[name]] if value is True else [flags[name], str(value)]
+        return super().parse_args(ctx, words.own)
+
+
+def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate words to values of the command's own options, and say in one line which have no effect. Raises
+    BadInputError."""
+    defaults = {param.name: DEFAULTS.get(param.name, param.default) for param in command.params}
+    with bad_input_is_reported((ValueError, TypeError)):
+        found = translate(
+            words, on_gpu=lambda: is_on_gpu(words.get("device", "auto")), rows=command.rows, defaults=defaults
+        )
+    if found.ignored:
+        typer.echo(f"compiled-engine: without effect: {found.note}", err=True)
+    return found.options
+
+
+def as_read(param: Any, value: Any) -> Any:
+    """Convert an option's value to what the command line would have given; None for an option that is not given."""
+    if value is None:
+        return None
+    if param.is_flag:
+        return not value if _negates(param) else value
+    if param.multiple:
+        return list(value) or [0]  # 0 stands for an empty list
+    return json.dumps(value) if isinstance(value, Mapping) else value
+
+
+def _negates(param: Any) -> bool:
+    return bool(param.opts[0].startswith("--no-") and not param.secondary_opts)
+
+
+def _given(ctx: Any, param: Any) -> Any:
+    """Return the value of an option as the engine has it; None if it is not given."""
+    value = ctx.params.get(param.name)
+    if value in (None, [], ()) or getattr(ctx.get_parameter_source(param.name), "name", "DEFAULT") == "DEFAULT":
+        return None
+    if getattr(param, "is_flag", False):
+        return not value if _negates(param) else value
+    if getattr(param, "multiple", False):
+        return () if value == [0] else tuple(value)
+    return str(value) if isinstance(value, Path) else value

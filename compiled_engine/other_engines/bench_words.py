@@ -1,0 +1,67 @@
+"""Words of `vllm bench serve`, as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from compiled_engine.other_engines.keywords import Honoured, Rows, only, without_effect
+
+BODY_FIELDS = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+RESULT = "bench_serve.json"
+
+
+def server_url(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The server's URL from its host and its port."""
+    host, port = given.get("host", "127.0.0.1"), given.get("port", 8000)
+    return {"url": f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"}
+
+
+def result_file(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The file of the result, if one is asked for."""
+    if not given.get("save_result", False):
+        return {}
+    return {"output": str(PurePath(str(given.get("result_dir", ""))) / str(given.get("result_filename", RESULT)))}
+
+
+def body_fields(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sampling parameters of all requests."""
+    return {"extra_body": json.dumps({name: given[name] for name in BODY_FIELDS if name in given})}
+
+
+BENCH: Rows = {
+    "dataset_name": Honoured(
+        "random prompts, or `dataset` with JSONL of vLLM's form custom",
+        choices={"random": {}, "custom": {}},
+    ),
+    **dict.fromkeys(
+        ("backend", "endpoint_type"),
+        Honoured(
+            "`endpoint`",
+            choices={"vllm": {}, "openai": {}, "openai-chat": {"endpoint": "chat"}},
+        ),
+    ),
+    **dict.fromkeys(("host", "port"), Honoured("`url`", read=server_url)),
+    "save_result": Honoured("`output`", read=result_file, switch=True),
+    **dict.fromkeys(("result_dir", "result_filename"), Honoured("`output`, with --save-result", read=result_file)),
+    **dict.fromkeys(BODY_FIELDS, Honoured("`extra_body`", read=body_fields)),
+    "served_model_name": Honoured("`model`", "model"),
+    "ready_check_timeout_sec": Honoured("`ready_timeout`", "ready_timeout"),
+    "custom_output_len": Honoured("`output_len`", "output_len"),
+    "disable_tqdm": Honoured("`quiet`", choices={True: {"quiet": True}, False: {}}, switch=True),
+    **only("a range around a length", "give --input-len and --output-len uniform:LEAST:MOST", random_range_ratio=(0,)),
+    **only("a profile of the server", "run compiled-engine bench step --profile", profile=False),
+    **only("answers in one part", "leave it out", no_stream=False),
+    **only("beam search", "leave it out", use_beam_search=False),
+    **only("log-probabilities in answers", "give --extra-body '{\"logprobs\": 1}'", logprobs=()),
+    **only("adapters in turn", "give --model, an adapter's name", lora_modules=([],)),
+    **without_effect(
+        {
+            "the server tokenises": "tokenizer tokenizer_mode trust_remote_code?",
+            "all of these metrics are reported": "percentile_metrics",
+            "the result has the command, the date and the machine": "label metadata* request_id_prefix append_result?",
+        }
+    ),
+}

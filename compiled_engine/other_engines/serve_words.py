@@ -1,0 +1,114 @@
+"""Words of other engines' servers, as data: those of `vllm serve` that its engine does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from compiled_engine.other_engines.keywords import Honoured, Rows, WithoutEffect, only, without_effect
+
+# Parsers with other names elsewhere, which read the same markup as one here.
+TOOL_PARSERS = {
+    "llama4_json": "llama3_json",
+    "qwen3_xml": "qwen3_coder",
+    "glm47": "glm45",
+}
+REASONING_PARSERS = dict.fromkeys(
+    (
+        *("glm45", "deepseek_v3", "deepseek_v31", "nemotron_v3", "kimi_k2", "step3p5", "minimax_m2", "ernie45"),
+        *("olmo3", "mimo", "holo2"),
+    ),
+    "qwen3",
+) | {"step3": "deepseek_r1"}
+
+SERVER: Rows = {
+    "tool_call_parser": Honoured("`tool_call_parser`", "tool_call_parser", TOOL_PARSERS, nothing=("",)),
+    "reasoning_parser": Honoured("`reasoning_parser`", "reasoning_parser", REASONING_PARSERS, nothing=("",)),
+    "allowed_origins": Honoured("`allowed_origin`; by default no other site is allowed", "allowed_origin"),
+    "default_chat_template_kwargs": Honoured("`default_chat_template_kwargs`", "default_chat_template_kwargs"),
+    "disable_uvicorn_access_log": Honoured(
+        "`uvicorn_log_level`: warning", choices={True: {"uvicorn_log_level": "warning"}, False: {}}, switch=True
+    ),
+    "enable_auto_tool_choice": Honoured(
+        "models choose tools wherever `tool_call_parser` has a format, by default that of the chat template",
+        switch=True,
+    ),
+    "exclude_tools_when_tool_choice_none": Honoured("tool_choice none always leaves tools out of prompts", switch=True),
+    "enable_server_load_tracking": Honoured("/load always has it", switch=True),
+    "enable_request_id_headers": Honoured("answers always have x-request-id", switch=True),
+    "enable_prompt_tokens_details": Honoured("usage always has prompt_tokens_details", switch=True),
+    "chat_template_content_format": WithoutEffect(
+        "a template gets contents in the form that it reads", anyway=("auto",)
+    ),
+    **only(
+        "a server that is started in parts, on several hosts",
+        "start it once, on one host or with --distributed-executor ray",
+        headless=False,
+    ),
+    **only("listening on a Unix socket", "give --host and --port", uds=()),
+    **only(
+        "checking certificates of clients, or reloading the server's",
+        "use a proxy",
+        ssl_ca_certs=(),
+        ssl_cert_reqs=0,
+        ssl_ciphers=(),
+        enable_ssl_refresh=False,
+    ),
+    **only("code of the user's own in the server", "use a proxy", middleware=([],)),
+    **only(
+        "a parser of the user's own",
+        "give --tool-call-parser and --reasoning-parser one of their names, or none",
+        tool_parser_plugin="",
+        tool_call_parser_plugin="",
+        reasoning_parser_plugin="",
+    ),
+    **only("calling tools in the server", "call them in the client", tool_server=()),
+    **only("another role of answers", "leave it out", response_role="assistant"),
+    **only("a chat template in a request", "give --chat-template", trust_request_chat_template=False),
+    **only(
+        "a field in all answers that requests do not ask for",
+        "let requests give return_tokens_as_token_ids, or stream_options with include_usage",
+        return_tokens_as_token_ids=False,
+        enable_force_include_usage=False,
+    ),
+    **only("the path /tokenizer_info", "leave it out", enable_tokenizer_info_endpoint=False),
+    **only("gRPC", "leave it out", grpc=False),
+    **only(
+        "restricting methods or headers of other sites",
+        "leave it out",
+        allowed_methods=(["*"],),
+        allowed_headers=(["*"],),
+    ),
+    **without_effect(
+        {
+            "requests and answers are never logged": """
+                enable_log_requests? disable_log_requests? enable_log_outputs? enable_log_deltas? max_log_len
+                log_error_stack? disable_access_log_for_endpoints
+            """,
+            "no cookies are used": "allow_credentials? allowed_credentials?",
+            "the server's documents are the file /openapi.json alone": "disable_fastapi_docs? enable_offline_docs?",
+            "processes are divided by --api-server-count": "disable_frontend_multiprocessing?",
+            "bounds of requests are options of their own, such as --max-header-bytes": """
+                h11_max_incomplete_event_size h11_max_header_count
+            """,
+            "a stream sends each token as it is made": "stream_interval",
+            "this server does not use it": "tokens_only? renderer_num_workers tokenizer_pool_size",
+        }
+    ),
+}
+
+# Environment variables of vLLM that are read for an option of this server, by the option's name.
+VARIABLES = {"api_key": ("VLLM_API_KEY",)}
+PREFIX = "VLLM_"
+LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+
+
+def read_environment(variables: Mapping[str, str], *, may_load: bool) -> list[str]:
+    """Return the variables of vLLM that are set and have no effect. may_load: whether clients may load adapters. Raises
+    ValueError for one that asks for what only an option can give."""
+    read = {name for names in VARIABLES.values() for name in names}
+    if variables.get(LOADING, "").strip().lower() in ("1", "true") and not may_load:
+        raise ValueError(
+            f"{LOADING} is {variables[LOADING]!r}, but allowed_lora_folder is not given; allowed: "
+            "--allowed-lora-folder, the folder from which clients may load adapters, or the variable unset"
+        )
+    return sorted(name for name in variables if name.startswith(PREFIX) and name not in (*read, LOADING))
