@@ -19,7 +19,7 @@ from test_import_directions import imports_of, modules, within
 # By feature, the words that its names have, whatever stands around them. Kernels' own masks, memory pools, progress
 # that is told in stages and writes that are staged are no features.
 WORDS = {
-    "speculation": r"draft|eagle|n_?gram|specul|taps?(?![a-z])|aux_hidden|sharpness|accept|verif"
+    "speculation": r"draft|eagle|n_?gram|specul|taps?(?![a-z])|aux_(hidden|layers)|sharpness|accept|verif"
     r"|(?<![a-z])(rests|rested|resting|let_rest|plain|short|follows?|head(?!_dim|_width))(?![a-z])",
     "adapters": r"adapt|lora(?![a-z])|overtak|set_aside",
     "pooling": r"pool(s|ed|er|ing)(?![a-z])|vectors|second_text",
