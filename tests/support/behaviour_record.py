@@ -1,14 +1,22 @@
-"""A record of what the engine makes of models, to compare a change of code with what was before it.
+"""A record of what the engine makes of models and requests, to compare a change of code with what was before it.
 
     python tests/support/behaviour_record.py write before.json
     python tests/support/behaviour_record.py write after.json
     python tests/support/behaviour_record.py compare before.json after.json
 
-For each family and layout: the plan and the pieces of each compile range and what these call, how often each pass
-matched, the graphs' names, a digest of every parameter's bytes on every rank, and the tokens that come out with their
-log-probabilities to four digits. On a machine with a GPU one rank is recorded there too. Digests are of one version of
-torch: both files have to be written in the same environment. `compare` prints each difference and ends with status 1 if
-there is one.
+The parts, each of which `--part` may choose:
+
+models: for each family and layout the plan and the pieces of each compile range and what these call, how often each
+pass matched, the graphs' names, a digest of every parameter's bytes on every rank, and the tokens that come out with
+their log-probabilities to four digits. On a machine with a GPU one rank is recorded there too.
+features: for each feature of behaviour_features.py what comes of its requests, eagerly, with graphs of recorded work,
+compiled and on a GPU: outputs, digests of the messages between scheduler and runner, metrics, and what a steady step
+costs in calls and ops. `--quick` leaves out what is compiled.
+scheduler: digests of the messages of its property tests.
+
+Digests are of one version of torch and Hypothesis: both files have to be written in the same environment. `compare`
+prints each difference and ends with status 1 if there is one. Two things are printed and are no difference: a digest
+that has moved to another name, and a step that costs less.
 """
 
 from __future__ import annotations
@@ -16,14 +24,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from behaviour_features import FEATURES, QUICK, record_feature
+from folders import REPOSITORY
+from message_record import recorded_loads, recorded_properties
 
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.config import EngineConfig
@@ -43,6 +55,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_parallel_size": 2},
     "PP 2": {"pipeline_parallel_size": 2},
 }
+PARTS = ("models", "features", "scheduler")
+# What a step costs may become less.
+COSTS, NO_DIFFERENCE = "a step", "no difference: "
 OPTIONS: dict[str, Any] = {
     "progress": False,
     "dtype": "float32",
@@ -129,50 +144,92 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} {digest(data)}"
 
 
-def write(path: Path, families: list[str]) -> None:
+def of_models(families: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Record the families in every layout."""
     layouts = {f"cpu, {name}": options | {"device": "cpu"} for name, options in LAYOUTS.items()}
     if torch.cuda.is_available():
         layouts["cuda, one rank"] = {"device": "cuda"}
-    record = {}
     for name in families:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
             write_checkpoint(folder, family(name))
             for layout, options in layouts.items():
                 try:
-                    record[f"{name}, {layout}"] = record_of(folder, options, Path(temporary) / "cache")
+                    yield f"{name}, {layout}", record_of(folder, options, Path(temporary) / "cache")
                 except ValueError as error:  # not every model can be divided in every way
-                    record[f"{name}, {layout}"] = {"refused": str(error)}
-                print(f"{name}, {layout}", file=sys.stderr)
-    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+                    yield f"{name}, {layout}", {"refused": str(error)}
+
+
+def of_features(names: Sequence[str], *, quick: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Record the features in every way."""
+    with tempfile.TemporaryDirectory() as cache:
+        for name in names:
+            ways = [way for way in FEATURES[name].ways if way in QUICK or not quick]
+            for way in [*ways, *(["cuda"] if torch.cuda.is_available() and FEATURES[name].on_gpu else [])]:
+                with tempfile.TemporaryDirectory() as folder:
+                    yield f"{name}, {way}", record_feature(name, way, Path(folder), Path(cache))
+
+
+def of_scheduler(examples: int = 200, seeds: Sequence[int] = range(4)) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Record the scheduler's property tests."""
+    sys.path.insert(0, str(REPOSITORY / "tests" / "core"))
+    from test_scheduler_properties import SchedulerMachine, test_a_heavy_load_is_served_in_full
+
+    yield "scheduler, random work", recorded_properties(SchedulerMachine, examples)
+    yield "scheduler, heavy loads", recorded_loads(test_a_heavy_load_is_served_in_full, seeds)
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
-    """Each value that differs, by its place."""
+    """Each value that differs, by its place. What is no difference begins with NO_DIFFERENCE."""
     if isinstance(before, dict) and isinstance(after, dict):
-        for key in sorted(before.keys() | after.keys()):
+        gone, new = before.keys() - after.keys(), after.keys() - before.keys()
+        for name in sorted(gone):
+            same = [other for other in sorted(new) if is_digest(before[name]) and after[other] == before[name]]
+            if same:
+                yield f"{NO_DIFFERENCE}{place}: {name} is now {same[0]}"
+                gone, new = gone - {name}, new - {same[0]}
+        for key in sorted((before.keys() & after.keys()) | gone | new):
             yield from differences(before.get(key), after.get(key), f"{place} / {key}" if place else key)
     elif before != after:
-        yield f"{place}: {json.dumps(before)[:300]} -> {json.dumps(after)[:300]}"
+        costs_less = f" / {COSTS} / " in place and isinstance(before, int) and isinstance(after, int) and after < before
+        yield f"{NO_DIFFERENCE * costs_less}{place}: {json.dumps(before)[:300]} -> {json.dumps(after)[:300]}"
 
 
-def main() -> int:
+def is_digest(value: Any) -> bool:
+    """Return whether a value is a digest of message_record.py, or of bytes."""
+    return isinstance(value, str) and re.search(r"\b[0-9a-f]{16}$", value) is not None
+
+
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("write", help="record the code as it is")
     writing.add_argument("file", type=Path)
-    writing.add_argument("--family", action="append", choices=FAMILIES, help="may be repeated; default: all")
+    writing.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default: all")
+    writing.add_argument("--family", action="append", choices=FAMILIES, help="of models; may be repeated; default: all")
+    writing.add_argument("--feature", action="append", choices=FEATURES, help="may be repeated; default: all")
+    writing.add_argument("--quick", action="store_true", help="no features that are compiled")
     comparing = commands.add_parser("compare", help="print what differs")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.command == "write":
-        write(arguments.file, arguments.family or list(FAMILIES))
+        torch.set_num_threads(1)  # more would divide sums in other ways
+        parts = {
+            "models": lambda: of_models(arguments.family or FAMILIES),
+            "features": lambda: of_features(arguments.feature or list(FEATURES), quick=arguments.quick),
+            "scheduler": of_scheduler,
+        }
+        record = {}
+        for part in arguments.part or PARTS:
+            for name, found in parts[part]():
+                record[f"{part}: {name}"] = found
+                print(name, file=sys.stderr)
+        arguments.file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         return 0
     found = list(differences(*(json.loads(path.read_text()) for path in (arguments.before, arguments.after))))
     print(*found, sep="\n", end="\n" if found else "")
-    return int(bool(found))
+    return int(not all(line.startswith(NO_DIFFERENCE) for line in found))
 
 
 if __name__ == "__main__":
