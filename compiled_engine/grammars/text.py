@@ -6,6 +6,7 @@ import json
 import os
 import re
 from functools import cache
+from typing import Any
 
 from compiled_engine.grammars.trials import GrammarTrials
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
@@ -18,7 +19,17 @@ LONGEST_COMPILE_S = 10.0
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
 # The distinction of Lark and GBNF is llguidance's, but each line is read once.
-_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|[?!]*+start(?:[.\[{][^\n:]*+)?\s*+:(?!:=))", re.MULTILINE)
+# Parts of GBNF: texts and classes of characters, comments, names. An unterminated text is the converter's error.
+_GBNF_PART = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*+|[\w-]++', re.DOTALL)
+_GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+# Formats that say what a value is used for, and nothing about its text.
+_NOTES = {"password", "binary", "byte", "path", "file-path", "directory-path", "json-string", "base64url"}
+_NOTES |= {"int32", "int64", "float", "double"}
+# Keywords below which a schema has schemas: one, a list of them, or several by name.
+_BELOW = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_BELOW += ("prefixItems", "anyOf", "allOf", "oneOf")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # The converter compares each of these rules with the others.
 MOST_GBNF_RULES = 1000
 
@@ -62,11 +73,13 @@ def _text(given: StructuredOutputs) -> str:
                 f"structured_outputs.grammar must have at most {MOST_GBNF_RULES} rules in GBNF, got {count}"
             )
         try:
-            return LLMatcher.grammar_from_lark(gbnf_to_lark(given.grammar))
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(_GBNF_PART.sub(_gbnf_part, given.grammar)))
         except Exception as error:  # the converter raises what its parser does
             raise ValueError(f"structured_outputs.grammar cannot be read: {error}") from error
     schema = ANY_OBJECT if given.json is None else given.json
     assert isinstance(schema, str)
+    if '"uniqueItems"' in schema or '"format"' in schema:
+        schema = json.dumps(_without_notes(json.loads(schema)), ensure_ascii=False)
     return LLMatcher.grammar_from_json_schema(
         schema,
         overrides={
@@ -74,3 +87,37 @@ def _text(given: StructuredOutputs) -> str:
             "whitespace_pattern": given.whitespace_pattern or (None if given.disable_any_whitespace else WHITESPACE),
         },
     )
+
+
+def _gbnf_part(match: re.Match[str]) -> str:
+    """A part of GBNF as the converter understands it: it knows code points of two digits only, and gives the rule
+    `root` the name `start`."""
+    part = match[0]
+    if part[0] in '"[':
+        return _GBNF_ESCAPE.sub(_character, part)
+    return "start-of-gbnf" if part == "start" else part
+
+
+def _character(match: re.Match[str]) -> str:
+    """The character of an escape in GBNF, unless it means something else when it is written as it is."""
+    digits = match[1] or match[2] or match[3]
+    if digits is None or (number := int(digits, 16)) > 0x10FFFF:
+        return match[0]
+    return chr(number) if number > 0xFF or chr(number).isalnum() else f"\\x{number:02x}"
+
+
+def _without_notes(schema: Any) -> Any:
+    """The schema without keywords that require nothing, which the compiler would refuse."""
+    if isinstance(schema, list):
+        return [_without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if (name == "uniqueItems" and value is False) or (name == "format" and value in _NOTES):
+            continue
+        if name in _BY_NAME and isinstance(value, dict):
+            kept[name] = {each: _without_notes(below) for each, below in value.items()}
+        else:
+            kept[name] = _without_notes(value) if name in _BELOW else value
+    return kept
