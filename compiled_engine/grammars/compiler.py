@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_engine.grammars.constraint import GrammarConstraint, failure_text
 from compiled_engine.grammars.string_masks import StringMasks, StringTokens, probe_for
-from compiled_engine.grammars.text import (
-    KEPT_GRAMMARS,
-    QUICK_GRAMMAR,
-    WHITESPACE,
-    mask_threads,
-    on_large_stack,
-    parser_limits,
-)
+from compiled_engine.grammars.text import QUICK_GRAMMAR, WHITESPACE, mask_threads
+from compiled_engine.grammars.trials import KEPT_GRAMMARS, on_large_stack, parser_limits
 from compiled_engine.messages import GrammarVocabulary
 from compiled_engine.process.smallest_first import SmallestFirst
 

@@ -5,59 +5,33 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from functools import cache
+from typing import Any
 
-from compiled_engine.grammars.constraint import error_of
+from compiled_engine.grammars.trials import GrammarTrials
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
-if TYPE_CHECKING:
-    from llguidance import LLParserLimits, LLTokenizer
-
-# Stack for recursion as deep as its input is long, in bytes of address space, used only as far as the depth needs: the
-# longest allowed grammar, with every rule nested in the one before, needs less than a third. A process that exceeds
-# its stack is killed.
-STACK_BYTES = 512 * 2**20
-_STACK_SIZE = threading.Lock()  # the stack size is a setting of the whole process
-# Limits guard against attacks, since requests bring grammars. KEPT_GRAMMARS: compiled grammars that are kept, the last
-# used; QUICK_GRAMMAR: characters up to which a grammar waits for no larger one.
-KEPT_GRAMMARS = 256
+# Characters up to which a grammar waits for no larger one.
 QUICK_GRAMMAR = 16 << 10
 # A request waits at most this long for its grammar, grammars before it included.
 LONGEST_COMPILE_S = 10.0
 # Between any two parts of JSON: a space, or a line end and an indentation.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
-# Errors that only the model's own vocabulary shows: whether it has these tokens.
-SPECIAL_TOKEN_MARKS = ("<[", "<|")
 # The distinction of Lark and GBNF is llguidance's, but each line is read once.
-_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|[?!]*+start(?:[.\[{][^\n:]*+)?\s*+:(?!:=))", re.MULTILINE)
+# Parts of GBNF: texts and classes of characters, comments, names. An unterminated text is the converter's error.
+_GBNF_PART = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*+|[\w-]++', re.DOTALL)
+_GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+# Formats that say what a value is used for, and nothing about its text.
+_NOTES = {"password", "binary", "byte", "path", "file-path", "directory-path", "json-string", "base64url"}
+_NOTES |= {"int32", "int64", "float", "double"}
+# Keywords below which a schema has schemas: one, a list of them, or several by name.
+_BELOW = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_BELOW += ("prefixItems", "anyOf", "allOf", "oneOf")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # The converter compares each of these rules with the others.
 MOST_GBNF_RULES = 1000
-
-Result = TypeVar("Result")
-
-
-def on_large_stack(work: Callable[[], Result]) -> Result:
-    """Run in a thread of its own, and wait. Raises what `work` raises."""
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    with _STACK_SIZE:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            threading.Thread(target=run, name="large stack", daemon=True).start()
-        finally:
-            threading.stack_size(before)
-    return done.result()
 
 
 def mask_threads() -> int:
@@ -65,30 +39,19 @@ def mask_threads() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
-def parser_limits() -> LLParserLimits:
-    """Limits of one grammar. Fuel is a count of steps: a thousand take less than a millisecond.
-
-    Exceeding a limit is an error of the request.
-    """
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=200_000,
-        max_grammar_size=100_000,
-        step_lexer_fuel=20_000,
-        step_max_items=3_000,
-        max_items_in_row=500,
-        max_lexer_states=20_000,
-        verbose_errors=False,
-    )
-
-
-def grammar_text(given: StructuredOutputs) -> str:
-    """Raises ValueError if it cannot be compiled, or takes more than a grammar may."""
+def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
+    """Raises ValueError if it cannot be compiled, or takes more than a grammar may; TakesLong as GrammarTrials.error
+    does."""
     text = _text(given)
-    if not any(mark in text for mark in SPECIAL_TOKEN_MARKS) and (error := _error(text)):
+    if error := _trials().error(text, hurried=hurried):
         raise ValueError(f"structured_outputs: {error}")
     return text
+
+
+@cache
+def _trials() -> GrammarTrials:
+    """Those of this process."""
+    return GrammarTrials()
 
 
 def _text(given: StructuredOutputs) -> str:
@@ -110,11 +73,13 @@ def _text(given: StructuredOutputs) -> str:
                 f"structured_outputs.grammar must have at most {MOST_GBNF_RULES} rules in GBNF, got {count}"
             )
         try:
-            return LLMatcher.grammar_from_lark(gbnf_to_lark(given.grammar))
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(_GBNF_PART.sub(_gbnf_part, given.grammar)))
         except Exception as error:  # the converter raises what its parser does
             raise ValueError(f"structured_outputs.grammar cannot be read: {error}") from error
     schema = ANY_OBJECT if given.json is None else given.json
     assert isinstance(schema, str)
+    if '"uniqueItems"' in schema or '"format"' in schema:
+        schema = json.dumps(_without_notes(json.loads(schema)), ensure_ascii=False)
     return LLMatcher.grammar_from_json_schema(
         schema,
         overrides={
@@ -124,36 +89,35 @@ def _text(given: StructuredOutputs) -> str:
     )
 
 
-@lru_cache(maxsize=KEPT_GRAMMARS)
-def _error(text: str) -> str:
-    """Return the error of a grammar; empty without one. It is compiled for a vocabulary of bytes, without the GIL, and
-    its first mask is computed: endlessly recursive rules compile, but allow nothing."""
-    from llguidance import LLMatcher
-
-    def error() -> str:
-        matcher = LLMatcher(_bytes(), text, log_level=0, limits=parser_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return error_of(matcher)
-
-    return on_large_stack(error)
+def _gbnf_part(match: re.Match[str]) -> str:
+    """A part of GBNF as the converter understands it: it knows code points of two digits only, and gives the rule
+    `root` the name `start`."""
+    part = match[0]
+    if part[0] in '"[':
+        return _GBNF_ESCAPE.sub(_character, part)
+    return "start-of-gbnf" if part == "start" else part
 
 
-@cache
-def _bytes() -> LLTokenizer:
-    """A vocabulary of the 256 bytes and an end-of-sequence token."""
-    from llguidance import LLTokenizer, TokenizerWrapper
+def _character(match: re.Match[str]) -> str:
+    """The character of an escape in GBNF, unless it means something else when it is written as it is."""
+    digits = match[1] or match[2] or match[3]
+    if digits is None or (number := int(digits, 16)) > 0x10FFFF:
+        return match[0]
+    return chr(number) if number > 0xFF or chr(number).isalnum() else f"\\x{number:02x}"
 
-    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
 
-
-class _Bytes:
-    """A vocabulary of bytes with the interface of TokenizerWrapper."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    special_token_ids = (256,)
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+def _without_notes(schema: Any) -> Any:
+    """The schema without keywords that require nothing, which the compiler would refuse."""
+    if isinstance(schema, list):
+        return [_without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if (name == "uniqueItems" and value is False) or (name == "format" and value in _NOTES):
+            continue
+        if name in _BY_NAME and isinstance(value, dict):
+            kept[name] = {each: _without_notes(below) for each, below in value.items()}
+        else:
+            kept[name] = _without_notes(value) if name in _BELOW else value
+    return kept

@@ -14,6 +14,10 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 
+class TakesLong(Exception):
+    """Raised by work that was taken for small: it is to be submitted again as large work."""
+
+
 @dataclass(order=True)
 class _Waiting(Generic[Result]):
     size: int

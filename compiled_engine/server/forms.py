@@ -69,7 +69,7 @@ async def _checked(checks: LongWork, name: str, values: Mapping[str, Any]) -> St
     def check() -> StructuredOutputs:
         form = StructuredOutputs.of("structured_outputs", values)
         assert form is not None
-        grammar_text(form)
+        grammar_text(form, hurried=True)
         return form
 
     try:
@@ -153,7 +153,7 @@ def _callable(use: ToolUse) -> list[CallableTool]:
         if not (use.required or tool.function.strict):
             schema = ANY_ARGUMENTS
         try:
-            grammar_text(StructuredOutputs(json=schema))
+            grammar_text(StructuredOutputs(json=schema), hurried=True)
         except (TypeError, ValueError) as error:
             if tool.function.strict:
                 name = f"tools[{index}].function.parameters"

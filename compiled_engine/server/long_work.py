@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from compiled_engine.process.smallest_first import SmallestFirst
+from compiled_engine.process.smallest_first import SmallestFirst, TakesLong
 from compiled_engine.server.errors import ApiError, bad_request
 
 Result = TypeVar("Result")
@@ -33,8 +33,18 @@ class LongWork:
         self._under_way: dict[bool, set[Future[Any]]] = {True: set(), False: set()}  # by whether it is small
 
     async def run(self, field: str, size: int, work: Callable[[], Result]) -> Result:
-        """Run work; return its result or raise its error. field: of the request, for errors. Raises ApiError: 503 if
-        too much work is queued, 400 if it takes too long."""
+        """Run work; return its result or raise its error. Work that raises TakesLong is done again as large work.
+        field: of the request, for errors. Raises ApiError: 503 if too much work is queued, 400 if it takes too long."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                try:
+                    return await self._run(field, size, work)
+                except TakesLong:
+                    return await self._run(field, self._small + 1, work)
+        except TimeoutError:
+            raise bad_request(field, f"{field} took more than {self._timeout:g} s to process") from None
+
+    async def _run(self, field: str, size: int, work: Callable[[], Result]) -> Result:
         is_small = size <= self._small
         under_way = self._under_way[is_small]
         if (count := len(under_way)) >= (MOST_SMALL if is_small else MOST_LARGE):
@@ -47,7 +57,4 @@ class LongWork:
         running = self._threads.submit(size, work)
         under_way.add(running)
         running.add_done_callback(under_way.discard)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(running), self._timeout)
-        except TimeoutError:
-            raise bad_request(field, f"{field} took more than {self._timeout:g} s to process") from None
+        return await asyncio.wrap_future(running)

@@ -19,6 +19,7 @@ from folders import REPOSITORY
 from running_server import ENGINE, RunningServer, error_of
 from serve_process import SMALL, served
 
+from compiled_engine.process.smallest_first import TakesLong
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.long_work import MOST_LARGE, LongWork
 from compiled_engine.server.options import Limits
@@ -211,6 +212,29 @@ def test_long_work_has_a_deadline_and_a_queue() -> None:
         go_on.set()
         assert await long_work.run("a form", 11, work) == "done"
         assert len(begun) == 2
+
+    asyncio.run(run())
+
+
+def test_work_that_takes_long_is_done_again_as_large_work() -> None:
+    async def run() -> None:
+        long_work, go_on, tried = LongWork("a test", 10, timeout=20.0), threading.Event(), set()
+
+        def work(number: int) -> int:
+            if number not in tried:
+                tried.add(number)
+                raise TakesLong
+            go_on.wait(20)
+            return number
+
+        large = [asyncio.ensure_future(long_work.run("a form", 1, lambda n=n: work(n))) for n in range(MOST_LARGE)]
+        while len(tried) < MOST_LARGE:
+            assert await long_work.run("a form", 1, lambda: "small") == "small"
+        await asyncio.sleep(0.05)  # the last of them comes back
+        with pytest.raises(ApiError, match="the server is busy: a form would wait for 64 other requests"):
+            await long_work.run("a form", 11, lambda: None)
+        go_on.set()
+        assert await asyncio.gather(*large) == list(range(MOST_LARGE))
 
     asyncio.run(run())
 

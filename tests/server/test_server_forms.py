@@ -246,6 +246,31 @@ def test_a_hostile_form_stalls_nobody(engine: AsyncLLM) -> None:
     asked(engine, ask)
 
 
+def test_two_schemas_that_compile_without_end_hold_up_no_other_form(engine: AsyncLLM) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        async def formed(form: dict[str, Any]) -> str:
+            answer = await client.completions.create(
+                model=MODEL, prompt="x", max_tokens=8, extra_body={"structured_outputs": form}
+            )
+            return answer.choices[0].text
+
+        ended = []
+        schemas = [{"json": {"type": "integer", "multipleOf": number}} for number in (99999989, 99999971)]
+        hostile = [asyncio.ensure_future(formed(schema)) for schema in schemas]
+        for each in hostile:
+            each.add_done_callback(ended.append)
+        await asyncio.sleep(0.1)
+        for number in range(3):
+            assert await formed({"choice": [f"yes {number}"]}) == f"yes {number}"
+        assert not ended
+        for error in await asyncio.gather(*hostile, return_exceptions=True):
+            assert isinstance(error, openai.BadRequestError)
+            assert error.param == "structured_outputs"
+            assert "takes more than" in str(error)
+
+    asked(engine, ask)
+
+
 def test_the_metrics_show_them(engine: AsyncLLM) -> None:
     async def ask(client: openai.AsyncOpenAI) -> str:
         form = {"structured_outputs": {"choice": ["counted"]}}

@@ -32,5 +32,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "many rules of GBNF": {"grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(3000))},
     "options that are a list": {"grammar": '{"grammars": [{"json_schema": {"type": "object", "x-guidance": []}}]}'},
     "a string that does not end": {"json": '{"' + '\\"' * 60_000},
+    "multiples of a large number, and a token's name": {
+        "grammar": 'start: <|endoftext|> | n\nn: %json {"type": "integer", "multipleOf": 99999988}'
+    },
     "a long string": {"json": {"type": "string", "minLength": 10**9, "maxLength": 10**9}},
 }
