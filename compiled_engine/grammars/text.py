@@ -27,9 +27,9 @@ _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-
 _NOTES = {"password", "binary", "byte", "path", "file-path", "directory-path", "json-string", "base64url"}
 _NOTES |= {"int32", "int64", "float", "double"}
 # Keywords below which a schema has schemas: one, a list of them, or several by name.
-_BELOW = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-_BELOW += ("prefixItems", "anyOf", "allOf", "oneOf")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_BELOW = {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"}
+_BELOW |= {"prefixItems", "anyOf", "allOf", "oneOf"}
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # The converter compares each of these rules with the others.
 MOST_GBNF_RULES = 1000
 

@@ -105,9 +105,9 @@ class GrammarTrials:
                 self._close()
             self._owner = os.getpid()
             self._orders, read = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with read:
+            with read, open(os.devnull, "wb") as nowhere:
                 number = read.fileno()
-                self._process = start_process(__name__, [str(number)], [number], output=subprocess.DEVNULL)
+                self._process = start_process(__name__, [str(number)], [number], output=nowhere)
             socket.send_fds(self._orders, [limits], [theirs.fileno()])
 
     def close(self) -> None:
