@@ -25,6 +25,7 @@ from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.parsers.registry import TOOL_FORMATS
 
 TEXTS = LongWork("texts", 1, 60)
 OPTIONS = ServerOptions()
@@ -147,6 +148,13 @@ def test_prompts_are_those_of_transformers(name: str) -> None:
             assert served(chat, messages, asked) == right, (kind, case)
             rendered += right != "refused"
     assert rendered >= 5 * len(BACKENDS)
+
+
+@pytest.mark.parametrize(("name", "tools"), [("hermes 2 pro", "hermes"), ("mixtral 8x22b", "mistral")])
+def test_calls_have_the_format_of_the_template_for_tools(name: str, tools: str) -> None:
+    chat = chat_of(tokenizer_of("gpt", name))
+    assert "tools" not in chat.template
+    assert chat.tools is TOOL_FORMATS[tools]
 
 
 HOSTILE = (

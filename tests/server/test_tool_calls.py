@@ -93,6 +93,28 @@ def test_arguments_are_streamed_in_parts(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].delta.tool_calls is None
 
 
+def test_a_message_that_is_continued_within_its_reasoning(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    """And within its answer: the last tag decides, and the first space of what follows stays."""
+    continued: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    for text, chunks, reasoning, content in (
+        ("<think>\nI can", " add.</think>\n\nYes", " add.", "Yes"),
+        ("<think>\nI can add.\n</think>\n\nYes,", " three.", None, " three."),
+    ):
+        engine.chunks = list(chunks)
+        messages = [*MESSAGES, {"role": "assistant", "content": text}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, extra_body=continued)
+        message = answer.choices[0].message
+        assert ((message.model_extra or {}).get("reasoning_content"), message.content) == (reasoning, content)
+
+
+def test_a_call_without_arguments_is_taken_in_a_history(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    for arguments in ("null", "", "{}"):
+        call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        history: Any = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+        client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS)
+        assert '<tool_call>{"name": "add", "arguments": {}}</tool_call>' in engine.asked[-1][0]["prompt"]
+
+
 def test_the_prompt_has_tools_and_what_was_called_before(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     history: Any = [
