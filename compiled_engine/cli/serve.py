@@ -111,7 +111,8 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     from compiled_engine.server.adapters import load_at_start
     from compiled_engine.server.api_servers import Order
     from compiled_engine.server.app import build_app
-    from compiled_engine.server.run import Server, address, allow_many_connections, serve
+    from compiled_engine.server.connections import allow_many_files
+    from compiled_engine.server.run import Server, address, serve
 
     try:
         with bad_input_is_reported((ValueError, OSError)):
@@ -123,7 +124,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     except BadInputError:
         await engine.shutdown()
         raise
-    allow_many_connections()
+    allow_many_files()
     freeze_heap()
     names = ", ".join(options.served_model_name or (name,))
     typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)

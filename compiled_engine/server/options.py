@@ -27,6 +27,13 @@ class Limits:
     receive_timeout: float = declare(60.0, SECONDS, "seconds from a request's first byte to its last")
     write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may leave its answer unread")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
+    max_connections: int = declare(
+        8192,
+        COUNT,
+        "open connections",
+        "a new one beyond that replaces the one that has waited longest for a request; fewer where the system allows "
+        "fewer open files",
+    )
     max_completions: int = declare(128, COUNT, "prompts times n of a request")
     max_inputs: int = declare(2048, COUNT, "inputs of a request for embeddings, classes or scores")
     max_in_flight: int = declare(
@@ -145,6 +152,11 @@ class ServerOptions:
         "prefix of paths by which clients of a proxy reach the server; the proxy may remove it or leave it",
     )
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def logs_requests(self) -> bool:
+        """Return whether the log has a line for each response."""
+        return self.uvicorn_log_level in ("info", "debug", "trace")
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError naming the option, its value and what is allowed."""
