@@ -47,6 +47,12 @@ class Limits:
         "log-probabilities of an answer, over all its completions and tokens",
         "each with its token, including those of the prompt in each completion",
     )
+    max_pooled_values: int = declare(
+        1 << 23,
+        COUNT,
+        "values of the results of a request that pools, over all its texts",
+        "with a task for tokens, over all their tokens",
+    )
     max_stop: int = declare(64, COUNT, "stop strings of a request")
     max_stop_length: int = declare(1024, COUNT, "characters of a stop string")
     max_token_list: int = declare(

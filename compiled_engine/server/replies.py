@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,6 +26,8 @@ log = logging.getLogger("compiled_engine")
 
 Result = TypeVar("Result")
 
+# Of a long answer, so many bytes or a few more are made before other work runs.
+PIECE_BYTES = 1 << 18
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -50,20 +52,20 @@ async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
     yield DONE
 
 
-class EventStream:
+class PieceStream:
     """A response with a body sent piece by piece, until it ends or the client disconnects; then the generator is
     closed.
 
     A client that reads slowly delays the generator, which then yields more the next time.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        self._events = events
-        self.headers = {**HEADERS, **headers}
+    def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        self._pieces = pieces
+        self.headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-        async with aclosing(self._events):
+        async with aclosing(self._pieces):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 await unless_gone(receive, self._send(send))
@@ -71,9 +73,16 @@ class EventStream:
                 return
 
     async def _send(self, send: Send) -> None:
-        async for data in self._events:
+        async for data in self._pieces:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(PieceStream):
+    """Server-sent events."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(events, {**HEADERS, **headers})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -184,7 +193,7 @@ def _outside_strings(body: bytes) -> np.ndarray:
     return marks[inside == 0]
 
 
-Reply: TypeAlias = "Response | EventStream"
+Reply: TypeAlias = "Response | PieceStream"
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 WARNING_HEADER = "x-compiled-engine-warning"
 LONGEST_HEADER = 1000
@@ -227,6 +236,22 @@ async def read_body(
 def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:
     """200 with `value` as JSON."""
     return Response(msgspec.json.encode(value), headers={"content-type": "application/json", **warned(ignored)})
+
+
+def long_json_response(parts: Iterable[bytes], ignored: Sequence[str] = ()) -> PieceStream:
+    """200 with JSON that is made while it is sent, with other work in between. parts: each takes a moment to make."""
+    return PieceStream(_in_pieces(parts), {"content-type": "application/json", **warned(ignored)})
+
+
+async def _in_pieces(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    piece = bytearray()
+    for part in parts:
+        piece += part
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+            await asyncio.sleep(0)
+    yield bytes(piece)
 
 
 def error_response(error: ApiError) -> Response:
