@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,11 +127,14 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
         raise
     allow_many_files()
     freeze_heap()
-    names = ", ".join(options.served_model_name or (name,))
-    typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
-    return await serve(
-        engine, Server(app, options, others.place if options.api_server_count > 1 else None, others), bound
-    )
+
+    def announce() -> None:
+        names = ", ".join(options.served_model_name or (name,))
+        with contextlib.suppress(OSError):  # a full disk
+            typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
+
+    place = others.place if options.api_server_count > 1 else None
+    return await serve(engine, Server(app, options, place, others, announce), bound)
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:

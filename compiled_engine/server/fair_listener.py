@@ -66,7 +66,7 @@ class FairListener:
             if not self._take():
                 return
 
-    def _rest(self, seconds: float, then: Callable[[], None]) -> None:
+    def _rest(self, seconds: float, then: Callable[[], object]) -> None:
         self._loop.remove_reader(self._bound)
 
         def wake() -> None:

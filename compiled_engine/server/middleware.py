@@ -9,12 +9,14 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
+from compiled_engine.server.admin import ADMIN
 from compiled_engine.server.cache_salt import KEY
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import ServerOptions
@@ -117,7 +119,8 @@ class RequestScope:
         self._refusal_of_visitor = visitor_check(serving.options)
         self._pages = AllowedPages(serving.options.allowed_origin)
         self._log, self._has_log = logging.getLogger("uvicorn.access"), serving.options.logs_requests
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
+        self._keys = _digests(serving.options.api_key)
+        self._admin_keys = _digests(serving.options.admin_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -150,7 +153,7 @@ class RequestScope:
         is_logged = refusal is None and (needs_key or not self._keys) and self._has_log
         await app(scope, receive, send_with_id)
 
-    def _log_response(self, scope: Scope, status: int) -> None:
+    def _log_response(self, scope: Any, status: int) -> None:
         """As uvicorn does, with a bound on the path."""
         path = get_path_with_query_string(scope)[:LONGEST_LOGGED_PATH]
         line = '%s - "%s %s HTTP/%s" %d'
@@ -170,13 +173,15 @@ class RequestScope:
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
         """Compare with every key, each in constant time, so that the time reveals nothing about them."""
-        if not self._keys or path in self._open_paths:
+        if not (self._keys or self._admin_keys) or path in self._open_paths:
             return None
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
-        scope.setdefault("state", {})[KEY] = given
-        matches = [hmac.compare_digest(given, each) for each in self._keys]
-        if scheme.lower() == b"bearer" and any(matches):
+        is_bearer = scheme.lower() == b"bearer"
+        matches = [hmac.compare_digest(given, each) for each in (*self._admin_keys, *self._keys)]
+        is_admin = is_bearer and any(matches[: len(self._admin_keys)])
+        scope.setdefault("state", {}).update({KEY: given, ADMIN: is_admin})
+        if not self._keys or (is_bearer and any(matches)):
             return None
         return ApiError(
             401,
@@ -184,6 +189,10 @@ class RequestScope:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
+
+
+def _digests(keys: Collection[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -27,6 +27,9 @@ class Limits:
     receive_timeout: float = declare(60.0, SECONDS, "seconds from a request's first byte to its last")
     write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may leave its answer unread")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
+    health_timeout: float = declare(
+        60.0, SECONDS, "seconds for which the engine core may answer nothing before /health and /ready say 503"
+    )
     max_connections: int = declare(
         8192,
         COUNT,
@@ -80,6 +83,12 @@ class ServerOptions:
         TEXTS,
         "key that every request must have",
         "except /health, /ping and /ready; without this option no key is needed",
+    )
+    admin_api_key: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "key that requests must have to load and unload adapters, and to give a priority below 0",
+        "it is also a key as `--api-key` is; without this option every request may",
     )
     allowed_origin: tuple[str, ...] = declare(
         (),
@@ -168,11 +177,13 @@ class ServerOptions:
         """Raises TypeError or ValueError naming the option, its value and what is allowed."""
         check_all(self)
         check_all(self.limits)
-        for name, value in (("api_key", self.api_key), ("served_model_name", self.served_model_name)):
+        keys = (("api_key", self.api_key), ("admin_api_key", self.admin_api_key))
+        for name, value in (*keys, ("served_model_name", self.served_model_name)):
             if "" in value:
                 raise ValueError(f"{name} has an empty entry; allowed: a string that is not empty")
-        if any(not key.isascii() or not key.isprintable() for key in self.api_key):
-            raise ValueError("api_key has a character that HTTP headers cannot carry; allowed: printable ASCII")
+        for name, value in keys:
+            if any(not key.isascii() or not key.isprintable() for key in value):
+                raise ValueError(f"{name} has a character that HTTP headers cannot carry; allowed: printable ASCII")
         for origin in self.allowed_origin:
             if origin != ANY_ORIGIN and read_origin(origin) is None:
                 raise ValueError(

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ class Server(uvicorn.Server):
     """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once.
 
     place: its place among several processes. others: the processes that it has started, which get its signals too.
+    announce: called once it accepts connections.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Server(uvicorn.Server):
         options: ServerOptions,
         place: Place | None = None,
         others: ApiServers | None = None,
+        announce: Callable[[], object] = lambda: None,
     ) -> None:
         most = connections_of_a_process(options.limits.max_connections, options.api_server_count)
         self._connections = Connections(most) if place is None else Connections(most, place.count)
@@ -84,19 +86,21 @@ class Server(uvicorn.Server):
         )
         self._app = app
         self._place = place
+        self._announce = announce
         self.others = others
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         place = self._place
         has_most = (lambda: False) if place is None else place.has_most
+        if place is not None:
+            await place.begin()
         self.servers: list[Any] = []
         for bound in sockets or ():
             listener = FairListener(bound, self._make_protocol, self.config.ssl, self._connections, has_most)
             listener.start(BACKLOG)
             self.servers.append(listener)
         self.started = True
-        if place is not None:
-            place.serve()
+        self._announce()
 
     def _make_protocol(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
