@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -32,8 +33,11 @@ from compiled_engine.frontend.pooling import (
     ScoringRequestOutput,
 )
 from compiled_engine.frontend.pooling_processor import (
+    UNBOUNDED,
+    PoolingBounds,
     PoolingProcessor,
     Scoring,
+    Stopped,
     make_pooling_processor,
     require_generating,
     require_pooling,
@@ -198,9 +202,13 @@ class AsyncLLM:
         pooling_task: str | None = None,
         prompt_name: str | None = None,
         priority: int = 0,
+        bounds: PoolingBounds = UNBOUNDED,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool one or many prompts, as `LLM.encode`. Cancelling it ends its requests."""
-        return results(await self._encoded(prompts, pooling_params, pooling_task, prompt_name, priority))
+        """Pool one or many prompts, as `LLM.encode`. Cancelling it ends its requests, and work on their texts.
+
+        Raises TimeoutError or ValueError for what is beyond the bounds.
+        """
+        return results(await self._encoded(prompts, pooling_params, pooling_task, prompt_name, priority, bounds))
 
     async def embed(
         self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
@@ -223,14 +231,19 @@ class AsyncLLM:
         instruction: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        bounds: PoolingBounds = UNBOUNDED,
     ) -> list[ScoringRequestOutput]:
-        """A score for each pair, as `LLM.score`. cache_salt: only pairs of one salt share a cached prefix."""
+        """A score for each pair, as `LLM.score`. cache_salt: only pairs of one salt share a cached prefix. Cancelling
+        it, and bounds: as for `encode`."""
         processor = self._pooler()
 
-        def prepare() -> Scoring:
-            return processor.score(queries, documents, pooling_params, instruction, priority, cache_salt)
+        def prepare(is_stopped: Stopped) -> Scoring:
+            return processor.score(
+                queries, documents, pooling_params, instruction, priority, cache_salt, bounds, is_stopped
+            )
 
-        scoring = await self._prepared(num_characters([queries, documents]), prepare)
+        size = processor.num_characters_of_pairs(queries, documents, instruction)
+        scoring = await self._prepared_in_time(size, prepare, bounds)
         return scoring.scores(await self._pooled(scoring.requests))
 
     async def prepare_structured_outputs(self) -> None:
@@ -416,6 +429,16 @@ class AsyncLLM:
             return await asyncio.wrap_future(self._preparing.submit(size, prepare))
         return prepare()
 
+    async def _prepared_in_time(
+        self, size: int, prepare: Callable[[Stopped], Prepared], bounds: PoolingBounds
+    ) -> Prepared:
+        """Return the result of prepare as `_prepared` does. The work ends with its time, or if this is cancelled."""
+        is_over = threading.Event()
+        try:
+            return await asyncio.wait_for(self._prepared(size, lambda: prepare(is_over.is_set)), bounds.seconds)
+        finally:
+            is_over.set()
+
     def _pooler(self) -> PoolingProcessor:
         self._attach()
         self._require_open()
@@ -428,13 +451,14 @@ class AsyncLLM:
         pooling_task: str | None,
         prompt_name: str | None = None,
         priority: int = 0,
+        bounds: PoolingBounds = UNBOUNDED,
     ) -> list[RunningPooling]:
         processor = self._pooler()
 
-        def prepare() -> list[PreparedRequest]:
-            return processor.process(prompts, pooling_params, pooling_task, prompt_name, priority)
+        def prepare(is_stopped: Stopped) -> list[PreparedRequest]:
+            return processor.process(prompts, pooling_params, pooling_task, prompt_name, priority, bounds, is_stopped)
 
-        return await self._pooled(await self._prepared(num_characters(prompts), prepare))
+        return await self._pooled(await self._prepared_in_time(num_characters(prompts), prepare, bounds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
         """Run requests together; they themselves as they have ended, in their order."""

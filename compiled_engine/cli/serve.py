@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,7 +135,8 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     from compiled_engine.server.adapters import load_at_start
     from compiled_engine.server.api_servers import Order
     from compiled_engine.server.app import build_app
-    from compiled_engine.server.run import Server, address, allow_many_connections, serve
+    from compiled_engine.server.connections import allow_many_files
+    from compiled_engine.server.run import Server, address, serve
 
     try:
         with bad_input_is_reported((ValueError, OSError)):
@@ -146,13 +148,16 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     except BadInputError:
         await engine.shutdown()
         raise
-    allow_many_connections()
+    allow_many_files()
     freeze_heap()
-    names = ", ".join(options.served_model_name or (name,))
-    typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
-    return await serve(
-        engine, Server(app, options, others.place if options.api_server_count > 1 else None, others), bound
-    )
+
+    def announce() -> None:
+        names = ", ".join(options.served_model_name or (name,))
+        with contextlib.suppress(OSError):  # a full disk
+            typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
+
+    place = others.place if options.api_server_count > 1 else None
+    return await serve(engine, Server(app, options, place, others, announce), bound)
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,18 +17,40 @@ from compiled_engine.frontend.input_processor import (
     require_unicode,
 )
 from compiled_engine.frontend.pooling import PoolingParams, PoolingTask, ScoringOutput, ScoringRequestOutput
-from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, parse_prompts
+from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num_characters, parse_prompts
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT, Pair
+from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT, Pair
 from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
+from compiled_engine.process.memory import return_free_memory
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from compiled_engine.config import ModelConfig
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+# Characters that are tokenised at a time, unless a single text has more. Each takes a hundred bytes meanwhile.
+CHARACTERS_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True)
+class PoolingBounds:
+    """Bounds on a call. seconds: for its texts to be tokenised, and to wait for that. values: of all results together.
+    characters: of all pairs together, each with its query and its instruction."""
+
+    seconds: float | None = None
+    values: int | None = None
+    characters: int | None = None
+
+
+UNBOUNDED = PoolingBounds()
+Stopped = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -68,6 +90,7 @@ class PoolingProcessor:
     ) -> None:
         self._tokenizer, self._limits, self.pooling, self._hidden_size = tokenizer, limits, pooling, hidden_size
         self._id_prefix, self._numbers = id_prefix, itertools.count()
+        self._width = pooling.width(hidden_size)
 
     def process(
         self,
@@ -76,17 +99,33 @@ class PoolingProcessor:
         task: str | None = None,
         prompt_name: str | None = None,
         priority: int = 0,
+        bounds: PoolingBounds = UNBOUNDED,
+        is_stopped: Stopped = never,
     ) -> list[PreparedRequest]:
         """Make a request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
+        is_stopped: asked before each part of the work.
 
-        Raises TypeError or ValueError, naming the field, its value and what is allowed.
+        Raises TypeError or ValueError, naming the field, its value and what is allowed; RuntimeError if it is stopped.
         """
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
-        return self._process(parse_prompts(prompts), wanted, prompt_name, priority)
+        prepared = self._process(parse_prompts(prompts), wanted, prompt_name, priority, is_stopped)
+        results = sum(len(each.prompt_token_ids) for each in prepared) if wanted.by_token else len(prepared)
+        if bounds.values is not None and results * self._width > bounds.values:
+            what = "tokens" if wanted.by_token else "texts"
+            raise ValueError(
+                f"prompts must have at most {bounds.values // self._width} {what} in all, as each has a result of "
+                f"{self._width} values, got {results}"
+            )
+        return prepared
 
     def _process(
-        self, parsed: Sequence[Prompt], wanted: PoolingTask, prompt_name: str | None, priority: int
+        self,
+        parsed: Sequence[Prompt],
+        wanted: PoolingTask,
+        prompt_name: str | None,
+        priority: int,
+        is_stopped: Stopped,
     ) -> list[PreparedRequest]:
         before, most = self._before(prompt_name), self._most(wanted.params)
         texts = [before + (each.text or "") for each in parsed if each.token_ids is None]
@@ -95,7 +134,7 @@ class PoolingProcessor:
         names = (each.name for each in parsed if each.token_ids is None)
         for name, text in zip(names, texts, strict=True):
             self._check_text(name, text, wanted.params)
-        encoded = map(tuple, self._encoded(texts, wanted.params))
+        encoded = map(tuple, self._encoded(texts, wanted.params, is_stopped))
         token_ids = [next(encoded) if each.token_ids is None else each.token_ids[:most] for each in parsed]
         return self._prepare(parsed, token_ids, wanted, priority)
 
@@ -107,11 +146,13 @@ class PoolingProcessor:
         instruction: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        bounds: PoolingBounds = UNBOUNDED,
+        is_stopped: Stopped = never,
     ) -> Scoring:
         """Requests that score pairs: one query with each document, or as many of both.
 
-        instruction: of a reranker with a template. Raises as `process`; ValueError for a classifier of several labels,
-        and for a task with a result for each token.
+        instruction: of a reranker with a template. is_stopped, and what is raised: as in `process`; ValueError for a
+        classifier of several labels, and for a task with a result for each token.
         """
         wanted = self._task(params, None)
         if wanted.by_token:
@@ -122,6 +163,13 @@ class PoolingProcessor:
             raise ValueError(f"queries must be one, or one for each of the {len(seconds)} documents, got {len(firsts)}")
         if instruction is not None and not self.pooling.template:
             raise ValueError(f"instruction must be None, as the model has no template, got {instruction!r}")
+        characters = (len(seconds) if len(firsts) == 1 else 1) * sum(map(len, firsts)) + sum(map(len, seconds))
+        characters += len(seconds) * len(instruction or "")
+        if bounds.characters is not None and characters > bounds.characters:
+            raise ValueError(
+                f"documents must have at most {bounds.characters} characters in all, each counted with its query and "
+                f"instruction, got {characters}"
+            )
         (priority,) = checked_priorities(priority, 1, self._limits)
         if cache_salt is not None:
             check_salt("cache_salt", cache_salt)
@@ -130,19 +178,34 @@ class PoolingProcessor:
             prompts = [
                 Prompt(f"{name}[{i}]", text, None, cache_salt) for name, texts in named for i, text in enumerate(texts)
             ]
-            requests = self._process(prompts, wanted, None, priority)
+            requests = self._process(prompts, wanted, None, priority, is_stopped)
             first = itertools.repeat(0) if len(firsts) == 1 else itertools.count()
             return Scoring(requests, [(i, len(firsts) + j) for i, j in zip(first, range(len(seconds)), strict=False)])
         if self.pooling.num_labels != 1:
             raise ValueError(f"score needs a classifier with one label, and the model has {self.pooling.num_labels}")
-        pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
-        for i, (first_text, second_text) in enumerate(pairs):
-            self._check_text(f"documents[{i}]", first_text + second_text, wanted.params)
-        encoded = self._judged(pairs, instruction, wanted.params)
+        for name, texts in (("queries", firsts), ("documents", seconds)):
+            for i, text in enumerate(texts):
+                self._check_text(f"{name}[{i}]", text, wanted.params)
         most = self._most(wanted.params)
-        token_ids = [tuple(pair.token_ids[:most]) for pair in encoded]
-        prompts = [Prompt(f"documents[{i}]", None, ids, cache_salt) for i, ids in enumerate(token_ids)]
-        return Scoring(self._prepare(prompts, token_ids, wanted, priority, [pair.second for pair in encoded]), None)
+        prompts, token_ids, places = [], [], []
+        for i, pair in enumerate(self._judged(firsts, seconds, instruction, most, is_stopped)):
+            ids = tuple(pair.token_ids[:most])
+            if len(ids) > self._limits.most_prompt_tokens:
+                self._limits.check_length(f"documents[{i}]", len(ids))
+            prompts.append(Prompt(f"documents[{i}]", None, ids, cache_salt))
+            token_ids.append(ids)
+            places.append(pair.second)
+        return Scoring(self._prepare(prompts, token_ids, wanted, priority, places), None)
+
+    def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
+        """Return how many characters `score` tokenises: with a template each pair as a whole."""
+        once = num_characters([queries, documents])
+        if not self.pooling.template or not isinstance(documents, list | tuple):
+            return once
+        repeated = num_characters(instruction or INSTRUCTION)
+        if isinstance(queries, str) or (isinstance(queries, list | tuple) and len(queries) == 1):
+            repeated += num_characters(queries)
+        return once + len(documents) * repeated
 
     def _task(self, params: PoolingParams | None, name: str | None) -> PoolingTask:
         if not isinstance(params, PoolingParams | None):
@@ -169,33 +232,57 @@ class PoolingProcessor:
         if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:
             self._limits.check_length(name, max(self._tokenizer.fewest_tokens(text), 1), at_least=True)
 
-    def _encoded(self, texts: list[str], params: PoolingParams) -> list[list[int]]:
+    def _in_parts(
+        self, texts: Sequence[str], is_stopped: Stopped, *, add_special_tokens: bool = True
+    ) -> Iterator[list[int]]:
+        """Token ids of each text, a part of the texts at a time, so that the work can be stopped."""
+        assert self._tokenizer is not None
+        start = done = 0
+        while start < len(texts):
+            if is_stopped():
+                raise RuntimeError("nobody waits for these texts any more")
+            end, size = start + 1, len(texts[start])
+            while end < len(texts) and size + len(texts[end]) <= CHARACTERS_AT_ONCE:
+                size += len(texts[end])
+                end += 1
+            yield from self._tokenizer.encode_batch(texts[start:end], add_special_tokens=add_special_tokens)
+            start, done = end, done + size
+        if done >= HUGE_TEXT:
+            return_free_memory()
+
+    def _encoded(self, texts: list[str], params: PoolingParams, is_stopped: Stopped) -> list[list[int]]:
         """Token ids with special tokens, which a truncation keeps."""
         if not texts:
             return []
-        assert self._tokenizer is not None
-        encoded = self._tokenizer.encode_batch(texts)
+        encoded = list(self._in_parts(texts, is_stopped))
         most = self._most(params)
         too_long = [] if most is None else [i for i, ids in enumerate(encoded) if len(ids) > most]
-        bare = self._tokenizer.encode_batch([texts[i] for i in too_long], add_special_tokens=False)
+        bare = self._in_parts([texts[i] for i in too_long], is_stopped, add_special_tokens=False)
         for i, ids in zip(too_long, bare, strict=True):
             assert most is not None
             encoded[i] = _truncated(encoded[i], ids, most)
         return encoded
 
-    def _judged(self, pairs: list[tuple[str, str]], instruction: str | None, params: PoolingParams) -> list[Pair]:
-        """Pairs in the model's template, else as the tokenizer joins them."""
+    def _judged(
+        self, firsts: list[str], seconds: list[str], instruction: str | None, most: int | None, is_stopped: Stopped
+    ) -> Iterator[Pair]:
+        """Pairs in the model's template, else as the tokenizer joins them; a text of many pairs is tokenised once."""
         assert self._tokenizer is not None
-        most = self._most(params)
         if not self.pooling.template:
-            return self._tokenizer.encode_pairs(pairs, most)
-        before, form, after = self.pooling.template
-        head, tail = self._tokenizer.encode_batch([before, after], add_special_tokens=False)
+            before = list(self._in_parts(firsts, is_stopped, add_special_tokens=False))
+            behind = self._in_parts(seconds, is_stopped, add_special_tokens=False)
+            for first, second in zip(before * (len(seconds) // len(firsts)), behind, strict=True):
+                yield self._tokenizer.join(first, second, most)
+            return
+        start, form, end = self.pooling.template
+        head, tail = self._tokenizer.encode_batch([start, end], add_special_tokens=False)
         room = None if most is None else max(most - len(head) - len(tail), 1)
         given = INSTRUCTION if instruction is None else instruction
+        queries = firsts * (len(seconds) // len(firsts))
+        pairs = zip(queries, seconds, strict=True)
         texts = [form.format(instruction=given, query=query, document=document) for query, document in pairs]
-        bodies = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [Pair([*head, *body[:room], *tail], None) for body in bodies]
+        for body in self._in_parts(texts, is_stopped, add_special_tokens=False):
+            yield Pair([*head, *body[:room], *tail], None)
 
     def _most(self, params: PoolingParams) -> int | None:
         keep, longest = params.truncate_prompt_tokens, self._limits.longest_prompt

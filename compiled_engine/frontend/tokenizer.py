@@ -102,10 +102,10 @@ class Tokenizer:
         """Token ids of each text; fast tokenizers use several threads."""
         return self._words.encode_batch(texts, add_special_tokens)
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[Pair]:
-        """Pairs of texts, joined as the tokenizer joins them. most: the longer text of a pair is cut until both have no
-        more tokens."""
-        return self._words.encode_pairs(pairs, most)
+    def join(self, first: list[int], second: list[int], most: int | None = None) -> Pair:
+        """Two texts without special tokens, joined as the tokenizer joins a pair. most: the longer text is cut until
+        both have no more tokens."""
+        return self._words.join(first, second, most)
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the text's number of tokens, found without tokenising it."""

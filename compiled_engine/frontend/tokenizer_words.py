@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from tokenizers import AddedToken, Tokenizer
@@ -33,6 +35,30 @@ class Pair(NamedTuple):
         return cls(token_ids, type_ids.index(1) if 1 in type_ids else None)
 
 
+@dataclass(frozen=True)
+class PairForm:
+    """How a tokenizer joins two texts. pieces: the place of a text, 0 or 1, or token ids between them; with the type of
+    their tokens."""
+
+    pieces: tuple[tuple[int | tuple[int, ...], int], ...]
+
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        """Return the joined texts; see Words.join."""
+        room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
+        if room is not None and 0 <= room < len(first) + len(second):
+            short = min(len(first), len(second), room // 2)
+            sizes = (short, room - short) if len(first) <= len(second) else (room - short, short)
+            first, second = first[: sizes[0]], second[: sizes[1]]
+        token_ids: list[int] = []
+        start = None
+        for what, kind in self.pieces:
+            piece = what if isinstance(what, tuple) else (first, second)[what]
+            if kind == 1 and start is None and piece:
+                start = len(token_ids)
+            token_ids += piece
+        return Pair(token_ids, start)
+
+
 class Words(Protocol):
     """The protocol of conversion of text to token ids and back."""
 
@@ -40,8 +66,9 @@ class Words(Protocol):
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Pair]:
-        """With special tokens. most: the longer text of a pair is cut until both have no more tokens."""
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        """Two texts without special tokens as a pair with them. most: the longer text is cut until both have no more
+        tokens."""
         ...
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
@@ -76,7 +103,7 @@ class FastWords:
         self.token_to_id = backend.token_to_id
         self.id_to_token = backend.id_to_token
         self._apart: _SpecialsApart | None = None
-        self._cutting: tuple[int, Tokenizer] | None = None
+        self._pair_form: PairForm | None = None
         self._longest_token: int | None = None
         self._lock = threading.Lock()
 
@@ -87,22 +114,21 @@ class FastWords:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Pair]:
-        encodings = self._backend.encode_batch_fast(list(pairs), add_special_tokens=True)
-        if most is not None:
-            too_long = [i for i, encoding in enumerate(encodings) if len(encoding.ids) > most]
-            cut = self._cut_to(most).encode_batch_fast([pairs[i] for i in too_long]) if too_long else []
-            for i, encoding in zip(too_long, cut, strict=True):
-                encodings[i] = encoding
-        return [Pair.of(encoding.ids, encoding.type_ids) for encoding in encodings]
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        if self._pair_form is None:
+            self._pair_form = self._find_pair_form()
+        return self._pair_form.join(first, second, most)
 
-    def _cut_to(self, most: int) -> Tokenizer:
-        with self._lock:
-            if self._cutting is None or self._cutting[0] != most:  # a copy: the setting would affect all calls
-                cutting = Tokenizer.from_str(self._backend.to_str())
-                cutting.enable_truncation(most, strategy="longest_first")
-                self._cutting = most, cutting
-            return self._cutting[1]
+    def _find_pair_form(self) -> PairForm:
+        """The form shows in a pair of texts that have tokens."""
+        words = ("a", *self._backend.get_vocab())
+        word = next(word for word in words if self._backend.encode(word, add_special_tokens=False).ids)
+        example = self._backend.encode(word, word)
+        tokens = zip(example.ids, example.type_ids, example.sequence_ids, strict=True)
+        pieces: list[tuple[int | tuple[int, ...], int]] = []
+        for (place, kind), group in groupby(tokens, lambda token: (token[2], token[1])):
+            pieces.append((tuple(token_id for token_id, _, _ in group) if place is None else place, kind))
+        return PairForm(tuple(pieces))
 
     def longest_token(self) -> int | None:
         if self._longest_token is None:
@@ -199,10 +225,10 @@ class SlowWords:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"] for text in texts]
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Pair]:
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
         options = {} if most is None else {"truncation": "longest_first", "max_length": most}
-        encoded = (self._hf(*pair, return_token_type_ids=True, verbose=False, **options) for pair in pairs)
-        return [Pair.of(each["input_ids"], each.get("token_type_ids", ())) for each in encoded]
+        joined = self._hf.prepare_for_model(first, second, return_token_type_ids=True, verbose=False, **options)  # type: ignore[attr-defined]
+        return Pair.of(joined["input_ids"], joined.get("token_type_ids", ()))
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichBar
@@ -82,6 +83,22 @@ class RichProgress:
                 update(total=1, completed=1)
 
 
+class _Stderr:
+    """The standard error of the moment. What cannot be written is lost: a full disk must end no work that is shown."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+
 def _bar(*, in_bytes: bool, noted: bool) -> RichBar:
     from rich.console import Console
     from rich.progress import (
@@ -101,4 +118,5 @@ def _bar(*, in_bytes: bool, noted: bool) -> RichBar:
         counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True))
     if noted:
         counts += (TextColumn("{task.fields[note]}"),)
-    return RichBar(TextColumn("{task.description}"), BarColumn(), *counts, console=Console(stderr=True))
+    console = Console(file=cast(IO[str], _Stderr()))
+    return RichBar(TextColumn("{task.description}"), BarColumn(), *counts, console=console)

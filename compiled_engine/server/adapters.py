@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.server.admin import require_admin
 from compiled_engine.server.errors import ApiError, bad_request, shown
 from compiled_engine.server.lora_modules import adapters_of
 from compiled_engine.server.options import ServerOptions
@@ -45,6 +46,7 @@ async def load_at_start(engine: AsyncLLM, options: ServerOptions) -> None:
 async def load_adapter(request: Request) -> Response:
     """POST /v1/load_lora_adapter."""
     serving = serving_of(request)
+    require_admin(request, "lora_name", "loading an adapter")
     fields, _ = await read_body(request, serving, LoadAdapterRequest)
     name, path = fields.lora_name, Path(fields.lora_path)
     if not name or name in serving.names:
@@ -63,6 +65,7 @@ async def load_adapter(request: Request) -> Response:
 async def unload_adapter(request: Request) -> Response:
     """POST /v1/unload_lora_adapter."""
     serving = serving_of(request)
+    require_admin(request, "lora_name", "unloading an adapter")
     fields, _ = await read_body(request, serving, UnloadAdapterRequest)
     if serving.adapters.get(fields.lora_name) is None:
         loaded = ", ".join(serving.adapters) or "none"

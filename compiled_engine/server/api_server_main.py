@@ -12,7 +12,8 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.process.memory import freeze_heap
 from compiled_engine.server.api_servers import Order, Place
 from compiled_engine.server.app import build_app
-from compiled_engine.server.run import Server, allow_many_connections, serve
+from compiled_engine.server.connections import allow_many_files
+from compiled_engine.server.run import Server, serve
 from compiled_engine.server.shared_figures import SharedFigures
 
 
@@ -34,6 +35,6 @@ async def _serve(order: Order, listening: int, descriptor: int, number: int) -> 
     place = Place(figures)
     engine = await AsyncLLM.join(order.address)
     app = build_app(engine, options, order.model_name, figures)
-    allow_many_connections()
+    allow_many_files()
     freeze_heap()
     return await serve(engine, Server(app, options, place), socket.socket(fileno=listening))

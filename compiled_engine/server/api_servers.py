@@ -25,6 +25,7 @@ log = logging.getLogger("compiled_engine")
 
 _MAIN = "compiled_engine.server.api_server_main"
 _LOOK_S = 0.1
+_FIRST_S = 0.002
 _EXIT_S = 5.0
 
 
@@ -38,8 +39,15 @@ class Place:
         self._connections = figures.reserve(1)
 
     def serve(self) -> None:
-        """Mark this process as accepting connections."""
+        """Mark this process as one that accepts connections."""
         self._figures.own[self._serving] = 1
+
+    async def begin(self) -> None:
+        """Serve, but not before the first process, which comes last at the server's start. Clients that come at once
+        would all be with the others."""
+        self.serve()
+        while not self.serves(0):
+            await asyncio.sleep(_FIRST_S)
 
     def serves(self, number: int) -> bool:
         return bool(self._figures.of(number, self._serving))

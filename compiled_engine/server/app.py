@@ -32,6 +32,7 @@ from compiled_engine.server.nearest_path import nearest_path
 from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.pooling import classify, embeddings, pooling
+from compiled_engine.server.pulse import Pulse
 from compiled_engine.server.replies import Reply, error_response
 from compiled_engine.server.rerank import rerank, score
 from compiled_engine.server.responses import responses
@@ -115,6 +116,7 @@ def build_app(
         max_new_tokens=_max_new_tokens(engine),
         created=int(time.time()),
         adapters=AdapterNames(adapters),
+        pulse=Pulse(engine.metrics),
     )
     return RequestScope(app, serving, routes, open_paths=[*OPEN_PATHS, *pages])
 

@@ -1,25 +1,30 @@
-"""A listening socket of several processes: the process with the fewest connections accepts the next one."""
+"""A listening socket, perhaps of several processes: the process with the fewest connections accepts the next one."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
 from collections.abc import Callable
+
+from compiled_engine.server.connections import Connections
 
 log = logging.getLogger("compiled_engine")
 
 # For so long a process with more connections than another leaves a new one to that other.
 PATIENCE_S = 0.003
 PAUSE_S = 1.0
+# Connections that are accepted before the loop turns to others, and seconds for each to agree on its encryption.
+AT_ONCE = 64
+HANDSHAKE_S = 10.0
 
 
 class FairListener:
-    """Accepts connections one at a time. Without it, the process that wakes first would get most of them.
+    """Accepts connections, in the place of asyncio's server in uvicorn's.
 
-    has_most: whether another process has fewer connections. Replaces asyncio's server in uvicorn's.
+    connections: of this process, with their bound. has_most: whether another process has fewer. Without it, the process
+    that wakes first would get most of them.
     """
 
     def __init__(
@@ -27,11 +32,13 @@ class FairListener:
         bound: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
         context: ssl.SSLContext | None,
-        has_most: Callable[[], bool],
+        connections: Connections,
+        has_most: Callable[[], bool] = lambda: False,
     ) -> None:
         self._bound = bound
         self._make_protocol = make_protocol
         self._context = context
+        self._connections = connections
         self._has_most = has_most
         self._loop = asyncio.get_running_loop()
         self._waking: asyncio.TimerHandle | None = None
@@ -52,12 +59,14 @@ class FairListener:
         """Connections are for others to wait for."""
 
     def _on_readable(self) -> None:
-        if self._has_most():
-            self._rest(PATIENCE_S, self._take)
-        else:
-            self._take()
+        for _ in range(AT_ONCE):
+            if self._has_most():
+                self._rest(PATIENCE_S, self._take)
+                return
+            if not self._take():
+                return
 
-    def _rest(self, seconds: float, then: Callable[[], None]) -> None:
+    def _rest(self, seconds: float, then: Callable[[], object]) -> None:
         self._loop.remove_reader(self._bound)
 
         def wake() -> None:
@@ -66,20 +75,37 @@ class FairListener:
 
         self._waking = self._loop.call_later(seconds, wake)
 
-    def _take(self) -> None:
+    def _take(self) -> bool:
+        """Accept a connection; return False if there was none."""
         try:
             connection, _ = self._bound.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another process has accepted it
+            return False  # another process has accepted it
         except OSError as error:
             log.error("no connection can be taken: %s", error)
             self._rest(PAUSE_S, lambda: None)
-            return
-        task = self._loop.create_task(self._connect(connection))
+            return False
+        protocol = self._make_protocol()
+        if not self._connections.begin(protocol, connection.close):
+            connection.close()
+            return True
+        task = self._loop.create_task(self._connect(connection, protocol))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return True
 
-    async def _connect(self, connection: socket.socket) -> None:
+    async def _connect(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
+        connecting = asyncio.current_task()
+        if connection.fileno() == -1 or connecting is None:
+            return  # it has been closed for another one
+        self._connections.wait(protocol, connecting.cancel)
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # it has gone again, or does not speak TLS
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._context)
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=None if self._context is None else HANDSHAKE_S,
+            )
+        except OSError:
+            self._connections.end(protocol)  # it has gone again, or does not speak TLS

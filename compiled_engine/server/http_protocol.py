@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from compiled_engine.server.connections import Connections
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import Limits
 
@@ -18,24 +19,53 @@ KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
 LINGER_S = 2.0
 # The size before each chunk of a body, and the ends of its lines.
 CHUNK_HEAD_BYTES = 16
+MOST_HEADERS = 128
+# Bytes that are read at a time. Of what a client sends before its request is answered, about as much waits here: so the
+# server learns of its end, unless it sends more.
+READ_BYTES = 32 << 10
+BLANK_LINE = b"\r\n\r\n"
 REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class Reading(FlowControl):
+    """A connection's flow. While it is held, nothing is read, whoever wants to resume."""
+
+    held = False
+
+    def hold(self) -> None:
+        self.held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        self.held = False
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """Refuses a request with too many bytes besides its body, with trailers, or that does not arrive in time.
     Closes a connection if its client does not read, or continues a body after the answer.
 
-    The bytes besides a body are headers, the heads of chunks, and their extensions.
+    The bytes besides a body are headers, the heads of chunks, and their extensions. One request at a time is parsed:
+    what follows it waits until it has been answered.
 
-    limits: of the server. count: called with 1 for each connection that begins, and -1 for each that ends. Subclasses
-    set them, since uvicorn makes the objects.
+    limits: of the server. connections: all of the process. buffer: for what is read, used by one connection at a time.
+    Subclasses set them, since uvicorn makes the objects.
     """
 
     limits: Limits
-    count: Callable[[int], None]
+    connections_here: Connections
+    buffer: memoryview
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.access_log = False  # see RequestScope
+        self._unparsed = b""
+        self._before = b""  # the last bytes that were parsed: a blank line may begin with them
+        self._body_left: int | None = None  # of a body with a declared length
         self._bytes_beside_body = 0
         self._reads_headers = True
         self._receiving: asyncio.TimerHandle | None = None
@@ -45,23 +75,64 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.count(1)
+        self.flow = self._reading = Reading(transport)
+        self.connections_here.wait(self, transport.abort)
         probe_when_idle(transport.get_extra_info("socket"))
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timers()
-        self.count(-1)
+        self._unparsed = b""
+        self.connections_here.end(self)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """Receive data as uvicorn does, without a log line for invalid HTTP or upgrades."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._refused:
             return
         self._unset_keepalive_if_required()
-        self._bytes_beside_body += len(data)
+        self._unparsed += self.buffer[:nbytes]
+        self._parse()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request has arrived as a whole, and its answer has not been written."""
+        return self._reads_headers and self.cycle is not None and not self.cycle.response_complete
+
+    def _parse(self) -> None:
+        """Parse what has come, up to the end of a request that is not answered."""
+        data, start = self._unparsed, 0
+        while start < len(data) and not (self._refused or self._is_answering or self.transport.is_closing()):
+            end = self._end_of_piece(data, start)
+            self._feed(data[start:end])
+            start = end
+        self._unparsed = data[start:]
+        if len(self._unparsed) > READ_BYTES:
+            self._reading.hold()
+        elif self._reading.held:
+            self._reading.release()
+        if self._receiving is None and not self._is_answering:
+            self._expect_request()  # bytes have come that begin none, such as line ends
+
+    def _end_of_piece(self, data: bytes, start: int) -> int:
+        """Return where the next piece ends: at a place where a request may end, or with the data."""
+        if not self._reads_headers and self._body_left is not None:
+            return min(start + self._body_left, len(data))
+        seen = self._before + data[start : start + len(BLANK_LINE)]
+        place = seen.find(BLANK_LINE)
+        if place >= 0:
+            return start + place + len(BLANK_LINE) - len(self._before)
+        place = data.find(BLANK_LINE, start)
+        return len(data) if place < 0 else place + len(BLANK_LINE)
+
+    def _feed(self, piece: bytes) -> None:
+        """Parse as uvicorn does, without a log line for invalid HTTP or upgrades."""
+        self._before = (self._before + piece[1 - len(BLANK_LINE) :])[1 - len(BLANK_LINE) :]
+        self._bytes_beside_body += len(piece)
         try:
-            self.parser.feed_data(data)
+            self.parser.feed_data(piece)
         except httptools.HttpParserError:
             self._refuse(ApiError(400, "the request must be valid HTTP/1.1"))
         except httptools.HttpParserUpgrade:
@@ -74,13 +145,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_request()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reads_headers:
+        if self._reads_headers and len(self.headers) < MOST_HEADERS:
             super().on_header(name, value)
+            return
+        if self._reads_headers:
+            self._refuse(ApiError(431, f"there must be at most {MOST_HEADERS} headers"))
         else:
             self._refuse(ApiError(400, "there must be no headers after the body"))
+        raise ValueError("refused")  # which ends the parser's work
 
     def on_headers_complete(self) -> None:
+        if self._refused:
+            return
         self._reads_headers = False
+        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), None)
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._refuse_headers()
@@ -96,18 +174,27 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger = None
         self._reads_headers = True
         self._bytes_beside_body = 0
+        self._before = b""
         if self.cycle is not None:
             super().on_message_complete()
+        if self._is_answering:
+            self.connections_here.work(self)
 
     def on_body(self, body: bytes) -> None:
+        if self._body_left is not None:
+            self._body_left -= len(body)
         self._bytes_beside_body = max(self._bytes_beside_body - len(body) - CHUNK_HEAD_BYTES, 0)
         if self.cycle is not None:
             super().on_body(body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.connections_here.wait(self, self.transport.abort)
         if not self._reads_headers and self._linger is None:
             self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+        if self._unparsed:
+            self._unset_keepalive_if_required()
+            self._parse()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -162,9 +249,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 timer.cancel()
 
 
-def bounded_protocol(limits: Limits, count: Callable[[int], None]) -> type[BoundedProtocol]:
+def bounded_protocol(limits: Limits, connections: Connections) -> type[BoundedProtocol]:
     """Return the class of a server's connections, see BoundedProtocol."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "count": staticmethod(count)})
+    shared = {"limits": limits, "connections_here": connections, "buffer": memoryview(bytearray(READ_BYTES))}
+    return type("BoundedProtocol", (BoundedProtocol,), shared)
 
 
 def probe_when_idle(connection: socket.socket | None) -> None:

@@ -1,18 +1,22 @@
-"""The layer around every request: its id, access control, and the count of responses."""
+"""The layer around every request: its id, access control, and the count and the log of responses."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import ipaddress
+import logging
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
+from compiled_engine.server.admin import ADMIN
 from compiled_engine.server.cache_salt import KEY
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import ServerOptions
@@ -91,11 +95,15 @@ def _refusal(header: str, value: str) -> ApiError:
 REQUEST_ID = b"x-request-id"
 OTHER_ROUTE = "other"
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
+LONGEST_LOGGED_PATH = 200
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestScope:
     """The outermost layer. A request's id is returned in the response; an id that is not a plain word is replaced.
+
+    The log has a line for each response, except to requests that are refused here and, with keys, to requests that need
+    none: anybody could fill it. uvicorn would write all of them, with paths of any length.
 
     routes: the paths by which responses are counted. open_paths: the paths that need no API key.
     """
@@ -110,7 +118,9 @@ class RequestScope:
         self._open_paths = frozenset(open_paths)
         self._refusal_of_visitor = visitor_check(serving.options)
         self._pages = AllowedPages(serving.options.allowed_origin)
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
+        self._log, self._has_log = logging.getLogger("uvicorn.access"), serving.options.logs_requests
+        self._keys = _digests(serving.options.api_key)
+        self._admin_keys = _digests(serving.options.admin_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,6 +139,8 @@ class RequestScope:
             if message["type"] == "http.response.start":
                 self.serving.metrics.response(route, message["status"])
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id), *for_page]
+                if is_logged:
+                    self._log_response(scope, message["status"])
             await send(message)
 
         for_page = self._pages.headers(_header(scope, b"origin"))
@@ -137,7 +149,15 @@ class RequestScope:
         if preflight is None:
             refusal = refusal or self._refusal_of_key(scope, path)
         app = preflight or (self._app if refusal is None else error_response(refusal))
+        needs_key = bool(self._keys) and preflight is None and path not in self._open_paths
+        is_logged = refusal is None and (needs_key or not self._keys) and self._has_log
         await app(scope, receive, send_with_id)
+
+    def _log_response(self, scope: Any, status: int) -> None:
+        """As uvicorn does, with a bound on the path."""
+        path = get_path_with_query_string(scope)[:LONGEST_LOGGED_PATH]
+        line = '%s - "%s %s HTTP/%s" %d'
+        self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
         """Return whether a path that begins as root does is known with it, as /v1/models is with /v1."""
@@ -153,13 +173,15 @@ class RequestScope:
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
         """Compare with every key, each in constant time, so that the time reveals nothing about them."""
-        if not self._keys or path in self._open_paths:
+        if not (self._keys or self._admin_keys) or path in self._open_paths:
             return None
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
-        scope.setdefault("state", {})[KEY] = given
-        matches = [hmac.compare_digest(given, each) for each in self._keys]
-        if scheme.lower() == b"bearer" and any(matches):
+        is_bearer = scheme.lower() == b"bearer"
+        matches = [hmac.compare_digest(given, each) for each in (*self._admin_keys, *self._keys)]
+        is_admin = is_bearer and any(matches[: len(self._admin_keys)])
+        scope.setdefault("state", {}).update({KEY: given, ADMIN: is_admin})
+        if not self._keys or (is_bearer and any(matches)):
             return None
         return ApiError(
             401,
@@ -167,6 +189,10 @@ class RequestScope:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
+
+
+def _digests(keys: Collection[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -84,8 +84,11 @@ async def load(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health, and /ping as some platforms call it: 200 while the engine lives."""
-    reason = serving_of(request).engine.errored
+    """GET /health, and /ping as some platforms call it: 200 while the engine lives, and answers."""
+    serving = serving_of(request)
+    reason = serving.engine.errored
+    if reason is None and (silent_s := serving.pulse.silent_s()) > serving.options.limits.health_timeout:
+        reason = f"its core has not answered for {silent_s:.0f} s"
     if reason is not None:
         error = engine_failure(reason)
         raise ApiError(503, str(error), code=error.code)

@@ -60,6 +60,16 @@ class Limits:
     receive_timeout: float = declare(60.0, SECONDS, "seconds from a request's first byte to its last")
     write_timeout: float = declare(60.0, SECONDS, "seconds for which a client may leave its answer unread")
     keep_alive_timeout: float = declare(5.0, SECONDS, "seconds for which a connection may be idle between requests")
+    health_timeout: float = declare(
+        60.0, SECONDS, "seconds for which the engine core may answer nothing before /health and /ready say 503"
+    )
+    max_connections: int = declare(
+        8192,
+        COUNT,
+        "open connections",
+        "a new one beyond that replaces the one that has waited longest for a request; fewer where the system allows "
+        "fewer open files",
+    )
     max_completions: int = declare(128, COUNT, "prompts times n of a request")
     max_inputs: int = declare(2048, COUNT, "inputs of a request for embeddings, classes or scores")
     max_in_flight: int = declare(
@@ -72,6 +82,12 @@ class Limits:
         COUNT,
         "log-probabilities of an answer, over all its completions and tokens",
         "each with its token, including those of the prompt in each completion",
+    )
+    max_pooled_values: int = declare(
+        1 << 23,
+        COUNT,
+        "values of the results of a request that pools, over all its texts",
+        "with a task for tokens, over all their tokens",
     )
     max_stop: int = declare(64, COUNT, "stop strings of a request")
     max_stop_length: int = declare(1024, COUNT, "characters of a stop string")
@@ -100,6 +116,12 @@ class ServerOptions:
         TEXTS,
         "key that every request must have",
         "except /health, /ping and /ready; without this option no key is needed",
+    )
+    admin_api_key: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "key that requests must have to load and unload adapters, and to give a priority below 0",
+        "it is also a key as `--api-key` is; without this option every request may",
     )
     allowed_origin: tuple[str, ...] = declare(
         (),
@@ -186,15 +208,22 @@ class ServerOptions:
     )
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def logs_requests(self) -> bool:
+        """Return whether the log has a line for each response."""
+        return self.uvicorn_log_level in ("info", "debug", "trace")
+
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError naming the option, its value and what is allowed."""
         check_all(self)
         check_all(self.limits)
-        for name, value in (("api_key", self.api_key), ("served_model_name", self.served_model_name)):
+        keys = (("api_key", self.api_key), ("admin_api_key", self.admin_api_key))
+        for name, value in (*keys, ("served_model_name", self.served_model_name)):
             if "" in value:
                 raise ValueError(f"{name} has an empty entry; allowed: a string that is not empty")
-        if any(not key.isascii() or not key.isprintable() for key in self.api_key):
-            raise ValueError("api_key has a character that HTTP headers cannot carry; allowed: printable ASCII")
+        for name, value in keys:
+            if any(not key.isascii() or not key.isprintable() for key in value):
+                raise ValueError(f"{name} has a character that HTTP headers cannot carry; allowed: printable ASCII")
         for origin in self.allowed_origin:
             if origin != ANY_ORIGIN and read_origin(origin) is None:
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -15,16 +15,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.frontend.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from compiled_engine.frontend.pooling_processor import PoolingBounds
 from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.server.cache_salt import cache_salt, salted
 from compiled_engine.server.chat_messages import ChatMessage, messages_for_template
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure
+from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import PromptTokensDetails, parse_prompts
-from compiled_engine.server.replies import json_response, read_body, unless_gone
+from compiled_engine.server.replies import Reply, long_json_response, read_body, unless_gone, warned
 from compiled_engine.server.request_fields import REFUSED, Refused
 from compiled_engine.server.serving import Serving, serving_of
 
+# Values that are made JSON before other work runs.
+VALUES_AT_ONCE = 1 << 14
 Result = TypeVar("Result", bound="Sequence[PoolingRequestOutput[Any]]")
 Encoding = Literal["float", "base64"]
 REFUSED_HERE: dict[str, Refused] = {
@@ -138,37 +142,63 @@ class ClassificationResponse(PoolingAnswer, kw_only=True):
     data: list[ClassificationData]
 
 
-async def embeddings(request: Request) -> Response:
+async def embeddings(request: Request) -> Reply:
     """POST /v1/embeddings."""
     fields, outputs, answer, ignored = await _encoded(request, EmbeddingRequest, "embed")
-    data = [
-        EmbeddingData(index=i, embedding=_values(output.outputs.values, fields.encoding_format))
-        for i, output in enumerate(outputs)
-    ]
-    return json_response(EmbeddingResponse(**answer, data=data), ignored)
+    return _with_values(EmbeddingResponse(**answer, data=[]), EmbeddingData, "embedding", fields, outputs, ignored)
 
 
-async def pooling(request: Request) -> Response:
+async def pooling(request: Request) -> Reply:
     """POST /pooling."""
     fields, outputs, answer, ignored = await _encoded(request, PoolingRequest, None)
-    data = [
-        PoolingData(index=i, data=_values(output.outputs.values, fields.encoding_format))
-        for i, output in enumerate(outputs)
-    ]
-    return json_response(PoolingResponse(**answer, data=data), ignored)
+    return _with_values(PoolingResponse(**answer, data=[]), PoolingData, "data", fields, outputs, ignored)
 
 
-async def classify(request: Request) -> Response:
+async def classify(request: Request) -> Reply:
     """POST /classify."""
     _, outputs, answer, ignored = await _encoded(request, ClassificationRequest, "classify")
     stated = serving_of(request).engine.config.model.pooling
     labels = stated.labels if stated is not None else ()
-    data = []
-    for i, output in enumerate(outputs):
-        probs = output.outputs.values.tolist()
-        label = labels[probs.index(max(probs))] if len(labels) == len(probs) else None
-        data.append(ClassificationData(index=i, label=label, probs=probs, num_classes=len(probs)))
-    return json_response(ClassificationResponse(**answer, data=data), ignored)
+
+    def items() -> Iterator[bytes]:
+        for i, output in enumerate(outputs):
+            probs = output.outputs.values.tolist()
+            label = labels[probs.index(max(probs))] if len(labels) == len(probs) else None
+            yield msgspec.json.encode(ClassificationData(index=i, label=label, probs=probs, num_classes=len(probs)))
+
+    return _listed(ClassificationResponse(**answer, data=[]), ([item] for item in items()), outputs, ignored)
+
+
+def _with_values(
+    answer: Any, kind: type[Any], name: str, fields: Any, outputs: Sequence[Any], ignored: Sequence[str]
+) -> Reply:
+    """The answer with an item of this kind for each result, whose values the field `name` has."""
+
+    def item(index: int, values: np.ndarray) -> Iterator[bytes]:
+        head = msgspec.json.encode(kind(index=index, **{name: []}))
+        yield head.removesuffix(b"[]}")
+        yield from _values(values, fields.encoding_format)
+        yield b"}"
+
+    items = (item(i, output.outputs.values) for i, output in enumerate(outputs))
+    return _listed(answer, items, outputs, ignored)
+
+
+def _listed(
+    answer: PoolingAnswer, items: Iterable[Iterable[bytes]], outputs: Sequence[Any], ignored: Sequence[str]
+) -> Reply:
+    """The answer, whose last field `data` is empty, with these items in it."""
+
+    def parts() -> Iterator[bytes]:
+        yield msgspec.json.encode(answer).removesuffix(b"]}")
+        for i, item in enumerate(items):
+            yield b"," if i else b""
+            yield from item
+        yield b"]}"
+
+    if sum(output.outputs.values.size for output in outputs) > VALUES_AT_ONCE:
+        return long_json_response(parts(), ignored)
+    return Response(b"".join(parts()), headers={"content-type": "application/json", **warned(ignored)})
 
 
 async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, list[Any], Any, list[str]]:
@@ -193,6 +223,7 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
             pooling_task=task or getattr(fields, "task", None),
             prompt_name=getattr(fields, "prompt_name", None),
             priority=fields.priority or 0,
+            bounds=bounds_of(serving.options.limits),
         )
 
     given = "input" if messages is None else "messages"
@@ -229,6 +260,11 @@ def pooling_params(fields: PoolingFields) -> PoolingParams:
         raise blamed_on_request(error) from error
 
 
+def bounds_of(limits: Limits) -> PoolingBounds:
+    """The bounds of a request: a body cannot have more characters than bytes, so nor have its pairs."""
+    return PoolingBounds(limits.render_timeout, limits.max_pooled_values, limits.max_body_bytes)
+
+
 async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result], **fields: str) -> Result:
     """The results of so many texts. Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do,
     500 if the engine fails. fields: see blamed_on_request."""
@@ -238,6 +274,11 @@ async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result]
             outputs = await work
     except EngineDeadError as error:
         raise engine_failure(str(error)) from error
+    except TimeoutError as error:
+        name = list(fields.values())[-1]
+        raise bad_request(
+            name, f"{name} took more than {serving.options.limits.render_timeout:g} s to tokenise"
+        ) from error
     except (TypeError, ValueError) as error:
         raise blamed_on_request(error, **fields) from error
     except RuntimeError as error:
@@ -269,7 +310,18 @@ def usage_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> PoolingUsage:
     return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
 
 
-def _values(values: np.ndarray, encoding: Encoding | None) -> Any:
+def _values(values: np.ndarray, encoding: Encoding | None) -> Iterator[bytes]:
+    """The values as JSON, in parts."""
     if encoding == "base64":
-        return base64.b64encode(values.astype("<f4").tobytes()).decode()
-    return values.tolist()
+        data = values.astype("<f4").tobytes()
+        size = 3 * VALUES_AT_ONCE  # of a multiple of three bytes the code has no padding
+        yield b'"'
+        yield from (base64.b64encode(data[start : start + size]) for start in range(0, len(data), size))
+        yield b'"'
+        return
+    rows = max(VALUES_AT_ONCE // values[0].size, 1) if values.ndim > 1 and len(values) else VALUES_AT_ONCE
+    yield b"["
+    for start in range(0, len(values), rows):
+        yield b"," if start else b""
+        yield msgspec.json.encode(values[start : start + rows].tolist())[1:-1]
+    yield b"]"

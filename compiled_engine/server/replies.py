@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from compiled_engine.frontend.input_processor import is_priority
 from compiled_engine.process.memory import collection_paused
+from compiled_engine.server.admin import require_admin
 from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
 from compiled_engine.server.serving import Serving
@@ -26,6 +27,8 @@ log = logging.getLogger("compiled_engine")
 
 Result = TypeVar("Result")
 
+# Of a long answer, so many bytes or a few more are made before other work runs.
+PIECE_BYTES = 1 << 18
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -50,20 +53,20 @@ async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
     yield DONE
 
 
-class EventStream:
+class PieceStream:
     """A response with a body sent piece by piece, until it ends or the client disconnects; then the generator is
     closed.
 
     A client that reads slowly delays the generator, which then yields more the next time.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        self._events = events
-        self.headers = {**HEADERS, **headers}
+    def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        self._pieces = pieces
+        self.headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-        async with aclosing(self._events):
+        async with aclosing(self._pieces):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 await unless_gone(receive, self._send(send))
@@ -71,9 +74,16 @@ class EventStream:
                 return
 
     async def _send(self, send: Send) -> None:
-        async for data in self._events:
+        async for data in self._pieces:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(PieceStream):
+    """Server-sent events."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(events, {**HEADERS, **headers})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -103,7 +113,9 @@ async def _gone(receive: Receive) -> None:
 LONG_BODY = 16 << 10
 # Arrays and objects of a body: each takes a microsecond to make and to free, on the event loop.
 MOST_CONTAINERS = 1 << 16
-_BUT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},"')))
+# Keys of a body, in all its objects: each takes half a microsecond there.
+MOST_KEYS = 1 << 18
+_BUT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},:"')))
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
@@ -119,17 +131,30 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
 
 
 def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
-    """The object that the body holds. Raises ApiError 400 for what is no JSON object, too deep, or has too many values,
-    arrays or objects."""
-    if body.count(b",") >= max_values and np.count_nonzero(_outside_strings(body) == ord(",")) >= max_values:
+    """The object that the body holds. Raises ApiError 400 for what is no JSON object, or beyond the bounds of
+    `check_size`."""
+    check_size(body, max_depth, max_values)
+    return _parsed(body)
+
+
+def check_size(body: bytes, max_depth: int, max_values: int) -> None:
+    """Raise ApiError 400 for JSON that is too deep, or has too many values, keys, arrays or objects."""
+    counts = (body.count(b","), max_values - 1), (body.count(b":"), MOST_KEYS), (_count_opening(body), MOST_CONTAINERS)
+    if all(count <= most for count, most in (*counts, (counts[2][0], max_depth))):
+        return
+    marks = _outside_strings(body)
+    if np.count_nonzero(marks == ord(",")) >= max_values:
         raise bad_request(None, f"the body must have at most {max_values} values")
-    if (
-        _count_opening(body) > MOST_CONTAINERS
-        and np.count_nonzero(_STEPS[_outside_strings(body)] > 0) > MOST_CONTAINERS
-    ):
+    if np.count_nonzero(marks == ord(":")) > MOST_KEYS:
+        raise bad_request(None, f"the body must have at most {MOST_KEYS} keys")
+    steps = _STEPS[marks]
+    if np.count_nonzero(steps > 0) > MOST_CONTAINERS:
         raise bad_request(None, f"the body must have at most {MOST_CONTAINERS} arrays and objects")
-    if is_deeper_than(body, max_depth):
+    if steps.cumsum(dtype=np.int32).max(initial=0) > max_depth:
         raise bad_request(None, f"the body must have at most {max_depth} arrays and objects within each other")
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
     try:
         with collection_paused():  # else many small arrays have every object of the process looked through
             value = msgspec.json.decode(body)
@@ -173,7 +198,7 @@ def _count_opening(body: bytes) -> int:
 
 
 def _outside_strings(body: bytes) -> np.ndarray:
-    """Yield the brackets and commas outside of strings, in order, and the quotes that end strings.
+    """Return the brackets, commas and colons outside of strings, in order, and the quotes that end strings.
 
     A regular expression would take a microsecond a string, on the event loop.
     """
@@ -184,7 +209,7 @@ def _outside_strings(body: bytes) -> np.ndarray:
     return marks[inside == 0]
 
 
-Reply: TypeAlias = "Response | EventStream"
+Reply: TypeAlias = "Response | PieceStream"
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 WARNING_HEADER = "x-compiled-engine-warning"
 LONGEST_HEADER = 1000
@@ -206,13 +231,15 @@ async def read_body(
         raise ApiError(408, f"the body must arrive within {limits.receive_timeout:g} s") from None
 
     def read() -> tuple[Fields, list[str]]:
-        values = decoded(body, limits.max_json_depth, limits.max_json_values)
+        values = _parsed(body)
         fields, ignored = read_request(values, kind, strict=serving.options.strict, refused=refused, habits=habits)
         if serving.chat is not None and not serving.options.strict:
             ignored += serving.chat.drop_unread(fields)
         priority = getattr(fields, "priority", None)
         if priority is not None and not is_priority(priority):
             raise bad_request("priority", f"priority must be an integer of 64 bits, got {priority}")
+        if priority is not None and priority < 0:
+            require_admin(request, "priority", "a priority below 0")
         if priority and not serving.engine.limits.has_priorities:
             fields.priority = None  # type: ignore[attr-defined]
             ignored.append("priority has no effect unless scheduling_policy is 'priority'")
@@ -220,15 +247,35 @@ async def read_body(
 
     async def read_in_turn() -> tuple[Fields, list[str]]:
         async with serving.decoding:
-            await asyncio.sleep(0)  # other work runs between this body and the one before
+            # Other work runs meanwhile, and between this body and the one before.
+            await asyncio.to_thread(check_size, body, limits.max_json_depth, limits.max_json_values)
             return read()
 
-    return read() if len(body) < LONG_BODY else await unless_gone(request.receive, read_in_turn())
+    if len(body) < LONG_BODY:
+        check_size(body, limits.max_json_depth, limits.max_json_values)
+        return read()
+    return await unless_gone(request.receive, read_in_turn())
 
 
 def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:
     """200 with `value` as JSON."""
     return Response(msgspec.json.encode(value), headers={"content-type": "application/json", **warned(ignored)})
+
+
+def long_json_response(parts: Iterable[bytes], ignored: Sequence[str] = ()) -> PieceStream:
+    """200 with JSON that is made while it is sent, with other work in between. parts: each takes a moment to make."""
+    return PieceStream(_in_pieces(parts), {"content-type": "application/json", **warned(ignored)})
+
+
+async def _in_pieces(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    piece = bytearray()
+    for part in parts:
+        piece += part
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+            await asyncio.sleep(0)
+    yield bytes(piece)
 
 
 def error_response(error: ApiError) -> Response:

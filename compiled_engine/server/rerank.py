@@ -18,6 +18,7 @@ from compiled_engine.server.pooling import (
     PoolingFields,
     PoolingUsage,
     answer_of,
+    bounds_of,
     pooled,
     pooling_params,
 )
@@ -151,6 +152,7 @@ async def _scores(
         instruction=fields.instruction,
         priority=fields.priority or 0,
         cache_salt=cache_salt(request, fields),
+        bounds=bounds_of(serving.options.limits),
     )
     scored = pooled(serving, len(documents), work, queries=names[0], documents=names[1])
     return await unless_gone(request.receive, scored)

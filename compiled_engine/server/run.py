@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from compiled_engine.server.connections import Connections, connections_of_a_process
 from compiled_engine.server.fair_listener import FairListener
 from compiled_engine.server.http_protocol import bounded_protocol
 from compiled_engine.server.middleware import is_loopback
@@ -52,6 +52,7 @@ class Server(uvicorn.Server):
     """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once.
 
     place: its place among several processes. others: the processes that it has started, which get its signals too.
+    announce: called once it accepts connections.
     """
 
     def __init__(
@@ -60,16 +61,19 @@ class Server(uvicorn.Server):
         options: ServerOptions,
         place: Place | None = None,
         others: ApiServers | None = None,
+        announce: Callable[[], object] = lambda: None,
     ) -> None:
+        most = connections_of_a_process(options.limits.max_connections, options.api_server_count)
+        self._connections = Connections(most) if place is None else Connections(most, place.count)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(options.limits, place.count if place is not None else lambda change: None),
+                http=bounded_protocol(options.limits, self._connections),
                 loop="none",
                 lifespan="off",
                 ws="none",
                 log_level=options.uvicorn_log_level,
-                access_log=options.uvicorn_log_level in ("info", "debug", "trace"),
+                access_log=options.logs_requests,
                 server_header=False,
                 proxy_headers=False,
                 root_path=options.root_path and "/" + options.root_path.strip("/"),
@@ -82,20 +86,21 @@ class Server(uvicorn.Server):
         )
         self._app = app
         self._place = place
+        self._announce = announce
         self.others = others
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         place = self._place
-        if place is None:
-            await super().startup(sockets)
-            return
+        has_most = (lambda: False) if place is None else place.has_most
+        if place is not None:
+            await place.begin()
         self.servers: list[Any] = []
         for bound in sockets or ():
-            listener = FairListener(bound, self._make_protocol, self.config.ssl, place.has_most)
+            listener = FairListener(bound, self._make_protocol, self.config.ssl, self._connections, has_most)
             listener.start(BACKLOG)
             self.servers.append(listener)
         self.started = True
-        place.serve()
+        self._announce()
 
     def _make_protocol(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
@@ -120,13 +125,6 @@ class Server(uvicorn.Server):
         """Take no more requests, and end once those under way have ended."""
         self.should_exit = True
         self._app.serving.stopping.set()
-
-
-def allow_many_connections() -> None:
-    """Have as many open files as the system lets this process have: each connection is one."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:

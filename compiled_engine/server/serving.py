@@ -23,6 +23,7 @@ from compiled_engine.server.errors import ApiError, bad_request, blamed_on_reque
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.pulse import Pulse
 from compiled_engine.server.shared_figures import SharedFigures
 
 # The completions that the server accepts at a time; beyond this it answers that it is busy.
@@ -84,8 +85,8 @@ class Serving:
 
     max_new_tokens: of an answer in a chat, if the checkpoint has it. created: the start of the server, in seconds since
     1970. forms: checks of grammars. texts: tokenising and rendering. adapters: what requests may name as their model
-    besides. decoding: held while a long body is decoded, so that other work runs in between. stopping: set once no more
-    requests are accepted.
+    besides. pulse: of the engine core. decoding: held while a long body is decoded, so that other work runs in between.
+    stopping: set once no more requests are accepted.
     """
 
     engine: AsyncLLM
@@ -99,6 +100,7 @@ class Serving:
     max_new_tokens: int | None
     created: int
     adapters: AdapterNames
+    pulse: Pulse
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 

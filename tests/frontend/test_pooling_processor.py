@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_tokenizers import byte_level, with_bos, wrap
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+from tiny_tokenizers import KINDS, byte_level, with_bos, wrap
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.pooling import PoolingParams, PoolingTask
-from compiled_engine.frontend.pooling_processor import PoolingProcessor
+from compiled_engine.frontend.pooling_processor import CHARACTERS_AT_ONCE, PoolingBounds, PoolingProcessor
 from compiled_engine.frontend.running_pooling import results
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, RequestLimits, StepOutputs, Vectors
@@ -61,6 +63,96 @@ def test_a_pair_is_cut_within_its_template(keep: int, most: int) -> None:
     scoring = processor(tokenizer, RERANKS).score("fox", TEXT, PoolingParams(truncate_prompt_tokens=keep))
     (request,) = scoring.requests
     assert list(request.prompt_token_ids) == [*head, *body[: most - len(head) - len(tail)], *tail]
+
+
+ENDS = [("<s>", 0), ("</s>", 1)]
+FORMS = {
+    "plain": None,
+    "bert": processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> $B:1 </s>:1", ENDS),
+    "roberta": processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
+    "the second first": processors.TemplateProcessing("$A", "$B:1 <s> $A:0", ENDS),
+    "without types": processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", ENDS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@drawn(
+    texts=st.lists(st.sampled_from(["", "a", "hello world", "the dog \n", "é😀"]), min_size=2, max_size=9),
+    data=st.data(),
+)
+def test_pairs_are_joined_and_cut_as_the_tokenizer_does(kind: str, form: str, texts: list[str], data: Any) -> None:
+    backend = Backend.from_str(KINDS[kind]().hf.backend_tokenizer.to_str())
+    if FORMS[form] is not None:
+        backend.post_processor = FORMS[form]
+    tokenizer = wrap(Backend.from_str(backend.to_str()))
+    split = data.draw(st.integers(0, len(texts)))
+    pair = "".join(texts[:split]), "".join(texts[split:])
+    most = data.draw(st.none() | st.integers(backend.num_special_tokens_to_add(True) + 1, 20))
+    if most is not None:
+        backend.enable_truncation(most, strategy="longest_first")
+    expected = backend.encode(*pair)
+    bare = [tokenizer.encode(text, add_special_tokens=False) for text in pair]
+    joined = tokenizer.join(bare[0], bare[1], most)
+    assert joined.token_ids == expected.ids
+    assert joined.second == (expected.type_ids.index(1) if 1 in expected.type_ids else None)
+
+
+class Counted:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.characters, self.calls = tokenizer, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self.calls += 1
+        self.characters += sum(map(len, texts))
+        return self._tokenizer.encode_batch(texts, **options)
+
+
+@pytest.mark.parametrize("keep", [None, 8])
+def test_a_query_of_many_documents_is_tokenised_once(keep: int | None) -> None:
+    counted = Counted(byte_level())
+    query, documents = "fox " * (5 if keep is None else 5000), ["the dog"] * 500
+    judges = Pooling(CLASSIFY, LAST, (Dense("", 4, 1),), NONE, ("yes",))
+    scoring = processor(counted, judges).score(query, documents, PoolingParams(truncate_prompt_tokens=keep))  # type: ignore[arg-type]
+    assert len(scoring.requests) == 500
+    assert counted.characters == len(query) + 500 * len("the dog")
+
+
+def test_pairs_have_a_bound_on_what_they_are_together() -> None:
+    for pooling, words in ((EMBEDS, None), (RERANKS, "words")):
+        most = 10 * len("fox the dog" + (words or ""))
+        bounds, documents = PoolingBounds(characters=most), ["the dog"] * 10
+        assert processor(byte_level(), pooling).score("fox ", documents, None, words, bounds=bounds).requests
+        more = most + len("fox a" + (words or ""))
+        with pytest.raises(ValueError, match=rf"documents must have at most {most} characters in all, .*, got {more}$"):
+            processor(byte_level(), pooling).score("fox ", [*documents, "a"], None, words, bounds=bounds)
+
+
+@pytest.mark.parametrize(("task", "most"), [("embed", 6), ("token_embed", 6)])
+def test_results_have_a_bound_on_their_values(task: str, most: int) -> None:
+    bounds = PoolingBounds(values=4 * most)
+    prompts = [[5, 6]] * 3 if task == "token_embed" else [[5, 6]] * 6
+    assert processor(byte_level()).process(prompts, task=task, bounds=bounds)
+    what = "tokens" if task == "token_embed" else "texts"
+    with pytest.raises(
+        ValueError, match=f"prompts must have at most 6 {what} in all, as each has .* 4 values, got [78]"
+    ):
+        processor(byte_level()).process([*prompts, [5]], task=task, bounds=bounds)
+
+
+@pytest.mark.parametrize("pooling", [EMBEDS, RERANKS, Pooling(CLASSIFY, LAST, (Dense("", 4, 1),), NONE, ("yes",))])
+def test_work_on_many_texts_ends_when_it_is_stopped(pooling: Pooling) -> None:
+    counted = Counted(byte_level())
+    texts = ["x" * (CHARACTERS_AT_ONCE // 2)] * 20
+    params = PoolingParams(truncate_prompt_tokens=8)
+    with pytest.raises(RuntimeError, match="nobody waits"):
+        processor(counted, pooling).score("fox", texts, params, is_stopped=lambda: counted.calls > 3)  # type: ignore[arg-type]
+    assert counted.calls == 4
 
 
 def test_a_head_of_several_kinds_has_no_result_for_each_token() -> None:

@@ -224,7 +224,7 @@ def test_without_a_tokenizer_only_token_ids_are_pooled() -> None:
     assert processor(has_tokenizer=False).process([[3, 4]])[0].prompt_token_ids == (3, 4)
     with pytest.raises(ValueError, match=r"prompts\[1\] must be token ids, as there is no tokenizer, got 'a'"):
         processor(has_tokenizer=False).process([[3], "a"])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"documents\[0\] must be token ids, as there is no tokenizer"):
+    with pytest.raises(ValueError, match=r"queries\[0\] must be token ids, as there is no tokenizer"):
         processor(ONE_LABEL, has_tokenizer=False).score("a", "b")
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
+
 import pytest
 
 from compiled_engine.process.progress import RichProgress
@@ -23,3 +27,18 @@ def test_a_stage_without_a_count_is_complete_at_its_end(capsys: pytest.CaptureFi
     with RichProgress().stage("load", patience_s=3600.0):
         pass
     assert capsys.readouterr().err == ""
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error may be a log there."""
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    done = 0
+    with RichProgress().stage("load", total=2) as advance:
+        advance(2)
+        done = 2
+    assert done == 2

@@ -29,8 +29,8 @@ class Served(NamedTuple):
     folder: Path
     model: nn.Module
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120)
+    def post(self, path: str, *, key: str = "admin", **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=120)
 
     def tokens(self, model: str) -> list[int]:
         fields = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
@@ -47,7 +47,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = make_checkpoint(path / "base", "qwen3", **BASE)
     first = make_adapter(path / "first", model, 4, seed=1)
     options = ServerOptions(
-        port=0, lora_modules=(f"first={first}",), allowed_lora_folder=(str(path / "allowed"),), web_page=False
+        port=0,
+        lora_modules=(f"first={first}",),
+        allowed_lora_folder=(str(path / "allowed"),),
+        web_page=False,
+        admin_api_key=("admin",),
     )
     engine = AsyncLLM(path / "base", core="in_process", skip_tokenizer_init=True, **OPTIONS)
     server = RunningServer(engine, options)
@@ -56,6 +60,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server.url, path / "allowed", model)
     finally:
         server.stop()
+
+
+def test_adapters_are_changed_by_administrators(served: Served) -> None:
+    """Other requests need no key here."""
+    assert served.post("/v1/completions", key="other", prompt=[5], max_tokens=1).status_code == 200
+    for path, body in (
+        ("load", {"lora_name": "x", "lora_path": str(served.folder)}),
+        ("unload", {"lora_name": "first"}),
+    ):
+        response = served.post(f"/v1/{path}_lora_adapter", key="other", **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_key_required")
+    assert served.tokens("first")
 
 
 def test_an_adapter_is_a_model(served: Served) -> None:

@@ -226,6 +226,27 @@ def test_who_does_not_serve_yet_has_no_share_of_the_connections() -> None:
     assert not own.has_most()
 
 
+def test_all_processes_begin_with_the_first() -> None:
+    """Which comes last. Else the others would share the clients that come at once."""
+
+    async def run() -> None:
+        figures = SharedFigures(3)
+        first, *others = (
+            Place(figures if i == 0 else SharedFigures(3, i, os.dup(figures.descriptor))) for i in range(3)
+        )
+        begun = [asyncio.create_task(other.begin()) for other in others]
+        await asyncio.sleep(0.05)
+        assert first.serves(1)
+        assert first.serves(2)
+        assert not any(task.done() for task in begun)
+        await first.begin()
+        await asyncio.wait_for(asyncio.gather(*begun), 20)
+        replaced = Place(SharedFigures(3, 1, os.dup(figures.descriptor)))
+        await asyncio.wait_for(replaced.begin(), 20)
+
+    asyncio.run(run())
+
+
 def test_each_process_counts_in_its_own_row() -> None:
     first = SharedFigures(rows=2)
     second = SharedFigures(rows=2, own=1, descriptor=first.descriptor)

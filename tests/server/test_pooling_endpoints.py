@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Iterator
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +117,93 @@ def test_usage_has_the_tokens_of_cached_prefixes(embedder: RunningServer) -> Non
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
     assert cached == [0, 16 * (used[0]["prompt_tokens"] // 16)]
     assert cached[1] > 0
+
+
+def test_results_of_many_tokens_are_made_json_while_others_are_answered(embedder: RunningServer) -> None:
+    """Of a million values; what they are, base64 says."""
+    asked = {"input": [[5] * 40] * 62, "task": "token_embed"}
+    floats, lengths = [], []
+    with httpx.stream("POST", f"{embedder.url}/pooling", json=asked, timeout=60) as response:
+        for piece in response.iter_raw():
+            floats.append(piece)
+            if len(lengths) < 5:
+                assert httpx.get(f"{embedder.url}/health", timeout=60).status_code == 200
+                lengths.append(len(piece))
+    whole = b"".join(floats)
+    assert "transfer-encoding" in response.headers
+    as_text = post(embedder, "/pooling", **asked, encoding_format="base64").json()
+    assert [set(each) for each in as_text["data"]] == [{"index", "object", "data"}] * 62
+    for each, coded in zip(json.loads(whole)["data"], as_text["data"], strict=True):
+        assert each["index"] == coded["index"]
+        values = np.frombuffer(base64.b64decode(coded["data"]), "<f4").reshape(40, 56)
+        np.testing.assert_array_equal(np.array(each["data"], np.float32), values)
+
+
+@pytest.fixture(scope="module")
+def narrow(folder: Path) -> Iterator[RunningServer]:
+    """A server with small bounds."""
+    with running(
+        AsyncLLM(folder, **HERE), limits=Limits(max_pooled_values=56 * 40, max_body_bytes=1 << 20, render_timeout=0.5)
+    ) as server:
+        yield server
+
+
+def test_results_that_are_too_many_are_refused_before_they_are_computed(narrow: RunningServer) -> None:
+    for path, task in (("/pooling", "token_embed"), ("/pooling", None), ("/v1/embeddings", None)):
+        at_most = [[5] * 20] * 2 if task else [[5]] * 40
+        named = {} if task is None else {"task": task}
+        assert post(narrow, path, input=at_most, **named).status_code == 200
+        error = error_of(post(narrow, path, input=[*at_most, [5]], **named))
+        assert error["param"] == "input"
+        assert error["message"].startswith(f"input must have at most 40 {'tokens' if task else 'texts'} in all")
+
+
+def test_a_long_query_of_many_documents_is_refused(narrow: RunningServer) -> None:
+    """Though the body is short; a second client is answered meanwhile."""
+    body = {"query": "words " * 1000, "documents": ["a"] * 200, "truncate_prompt_tokens": 8}
+    error = error_of(post(narrow, "/rerank", **body))
+    assert error["param"] == "documents"
+    assert error["message"].startswith("documents must have at most 1048576 characters in all, each counted with")
+    assert post(narrow, "/rerank", **body | {"query": "words"}).status_code == 200
+
+
+def test_texts_are_tokenised_in_time(narrow: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or not at all; the work ends, also if the client goes, and others are answered meanwhile."""
+    tokenizer, calls, may_end = narrow.engine.tokenizer, [], threading.Event()
+
+    def encode_batch(texts: list[str], **options: Any) -> Any:
+        calls.append(len(texts))
+        may_end.wait(60)
+        return [[5]] * len(texts)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
+    body = {"input": ["words " * 50_000] * 3, "truncate_prompt_tokens": 8}
+    error = error_of(post(narrow, "/v1/embeddings", **body))
+    assert (error["param"], error["message"]) == ("input", "input took more than 0.5 s to tokenise")
+    may_end.set()
+    narrow.engine._preparing.submit(1 << 30, lambda: None).result(60)  # behind the work that has ended
+    assert calls == [1]
+    may_end.clear()
+    asyncio.run(_ask_and_go(f"{narrow.url}/v1/embeddings", body, lambda: len(calls) > 1))
+    assert httpx.get(f"{narrow.url}/health", timeout=60).status_code == 200
+    until(lambda: not narrow.serving.admission.in_flight)
+    may_end.set()
+    narrow.engine._preparing.submit(1 << 30, lambda: None).result(60)
+    assert calls == [1, 1]
+
+
+async def _ask_and_go(url: str, body: Any, condition: Callable[[], bool]) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        asked = asyncio.ensure_future(client.post(url, json=body))
+        await asyncio.to_thread(until, condition)
+        asked.cancel()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_too_long_texts_are_cut_on_request(embedder: RunningServer) -> None:

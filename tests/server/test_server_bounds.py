@@ -9,13 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from folders import REPOSITORY
 from running_server import ENGINE, RunningServer, error_of
 from serve_process import SMALL, served
 
@@ -107,11 +105,6 @@ TRIED: dict[str, tuple[tuple[str, Any], int, str | None]] = {
     "extra arguments": (completion(n=128, extra_args={"a": "b" * (MOST_EXTRA_BYTES - 9)}), 200, None),
     "too long extra arguments": (completion(extra_args={"a": "b" * MOST_EXTRA_BYTES}), 400, "extra_args"),
 }
-
-
-def test_the_page_of_bounds_names_each() -> None:
-    page = (REPOSITORY / "docs" / "security.md").read_text().partition("## Bounds")[2]
-    assert [name for each in fields(Limits) if (name := f"`--{each.name.replace('_', '-')}`") not in page] == []
 
 
 @pytest.fixture(scope="module")

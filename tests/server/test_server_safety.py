@@ -73,6 +73,29 @@ def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
     assert httpx.get(f"{narrow.url}/load", headers={"authorization": f"Bearer {KEY}"}).json() == {"server_load": 0}
 
 
+def test_what_needs_a_key_for_administrators(server: RunningServer) -> None:
+    """Which is a key for everything else too; of others some may wait for all, and none may go before all."""
+    engine = ScriptedEngine(server.engine, ["a"])
+    with running(engine, api_key=(KEY,), admin_api_key=("admin",)) as asking:
+
+        def status(key: str, priority: int) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {**COMPLETION, "priority": priority}
+            del body["model"]
+            return httpx.post(f"{asking.url}/v1/completions", json=body, headers=headers, timeout=30).status_code
+
+        for key, priority, expected in (
+            (KEY, 0, 200), (KEY, 5, 200), (KEY, -1, 403), ("admin", -1, 200), ("admin", 5, 200), ("x", 0, 401),
+        ):  # fmt: skip
+            assert status(key, priority) == expected
+    with running(ScriptedEngine(server.engine, ["a"]), admin_api_key=("admin",)) as open_to_all:
+        for key, priority, expected in (("x", 0, 200), ("x", -1, 403), ("admin", -1, 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"prompt": "x", "priority": priority}
+            url = f"{open_to_all.url}/v1/completions"
+            assert httpx.post(url, json=body, headers=headers, timeout=30).status_code == expected
+
+
 @pytest.mark.parametrize("root_path", ["/llm", "/llm/"])
 @pytest.mark.parametrize("prefix", ["", "/llm"])  # the proxy removes it, or leaves it
 def test_a_proxys_prefix_is_no_part_of_a_path(server: RunningServer, prefix: str, root_path: str) -> None:
@@ -573,7 +596,8 @@ def test_errors_are_valid_unicode() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"port": 70000}, {"tool_call_parser": "x"}, {"reasoning_parser": "x"}, {"uvicorn_log_level": "loud"},
-     {"api_key": ("",)}, {"api_key": ("é",)}, {"ssl_keyfile": "x"}, {"shutdown_timeout": -1.0},
+     {"api_key": ("",)}, {"api_key": ("é",)}, {"admin_api_key": ("",)}, {"ssl_keyfile": "x"},
+     {"shutdown_timeout": -1.0},
      {"allowed_origin": ("chat.example",)}, {"allowed_origin": ("https://*",)}, {"limits": Limits(max_completions=0)}],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, Any]) -> None:
