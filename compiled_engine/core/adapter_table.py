@@ -18,6 +18,9 @@ from compiled_engine.core.cache_resource import check_holders
 from compiled_engine.core.request import Request
 from compiled_engine.messages import AdapterRef
 
+# Names whose requests are counted.
+MOST_COUNTED = 1000
+
 
 class AdapterTable:
     """Implements CacheResource: a slot for each adapter of running requests; requests without one need nothing.
@@ -35,7 +38,7 @@ class AdapterTable:
         self._holders: dict[Request, str] = {}
         self._placed: dict[int, str] = {}  # since the last step
         self._names: dict[str, str] = {}  # of loaded ones, as the newest request has it
-        self._requests: Counter[str] = Counter()  # by name, since the start
+        self._requests: dict[str, int] = {}  # by name, since the start, the name that was used last at the end
         self._changed = False  # a slot was given away, or may have become free
         self.loads = self.placements = 0
 
@@ -67,7 +70,9 @@ class AdapterTable:
         if adapter is not None:
             self._uses[adapter.digest] = self._uses.pop(adapter.digest) + 1
             self._names[adapter.digest] = adapter.name
-            self._requests[adapter.name] += 1
+            self._requests[adapter.name] = self._requests.pop(adapter.name, 0) + 1
+            if len(self._requests) > MOST_COUNTED:
+                del self._requests[next(iter(self._requests))]
 
     def end(self, adapter: AdapterRef | None) -> None:
         """A request has ended."""
@@ -92,7 +97,7 @@ class AdapterTable:
     def metrics(self) -> dict[str, Any]:
         """Now: adapters_loaded, adapters_in_slots, max_adapters, and the requests of each adapter by its name,
         adapter_requests_running and adapter_requests_waiting. Since the start: adapter_loads, adapter_placements, and
-        adapter_requests by name. Nothing without slots.
+        adapter_requests by name, of the MOST_COUNTED names that were used last. Nothing without slots.
         """
         if self._num_slots == 0:
             return {}

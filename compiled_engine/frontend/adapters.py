@@ -7,10 +7,11 @@ file system whether they were replaced. So new content gets a new digest, and sh
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_engine.messages import AdapterRef
 from compiled_engine.models.checkpoint.adapter_files import require_rank, stamp
@@ -20,6 +21,9 @@ from compiled_engine.resolve.folders import resolve_adapter_folder
 if TYPE_CHECKING:
     from compiled_engine.config import AdapterConfig
 
+# Characters of a name and of a path; adapters that are remembered.
+LONGEST_NAME, LONGEST_PATH, MOST_KNOWN = 256, 4096, 1024
+
 
 @dataclass(frozen=True)
 class LoRARequest:
@@ -27,6 +31,7 @@ class LoRARequest:
 
     lora_name: for metrics and the server. lora_int_id: at least 1; it is only checked, since the adapter's content
     identifies it. lora_path: a folder in PEFT's layout, or org/name or org/name@revision of the Hugging Face Hub.
+    within: resolved folders that the adapter's files must lie in, whatever links lead to them; none for any.
 
     Raises TypeError or ValueError naming the field, its value and what is allowed.
     """
@@ -34,18 +39,34 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int
     lora_path: str | Path
+    within: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not isinstance(self.lora_path, str | Path):
             raise TypeError(f"lora_name and lora_path must be text, got {self.lora_name!r} and {self.lora_path!r}")
         if not self.lora_name:
             raise ValueError("lora_name must not be empty")
+        if len(self.lora_name) > LONGEST_NAME or not self.lora_name.isprintable():
+            got = f"{len(self.lora_name)}, {self.lora_name[:40]!r}"
+            raise ValueError(f"lora_name must have at most {LONGEST_NAME} characters, all printable, got {got}")
+        if len(str(self.lora_path)) > LONGEST_PATH:
+            got = len(str(self.lora_path))
+            raise ValueError(f"lora_path must have at most {LONGEST_PATH:,} characters, got {got:,}")
         if not str(self.lora_path):
             raise ValueError("lora_path must not be empty")
         if "\0" in str(self.lora_path):
             raise ValueError(f"lora_path must have no null character, got {str(self.lora_path)!r}")
         if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
             raise ValueError(f"lora_int_id must be an integer of at least 1, got {self.lora_int_id!r}")
+
+
+class _Found(NamedTuple):
+    """An adapter that was read: its folder, what tells whether files were replaced, and their digest."""
+
+    folder: Path
+    mark: object
+    within: tuple[Path, ...]
+    digest: str
 
 
 class AdapterFinder:
@@ -56,9 +77,10 @@ class AdapterFinder:
 
     def __init__(self, config: AdapterConfig | None) -> None:
         self._config = config
-        self._locks: dict[str, threading.Lock] = {}  # by path: who reads one adapter delays no request with another
-        self._folders: dict[str, Path] = {}
-        self._digests: dict[Path, tuple[object, str]] = {}
+        self._guard = threading.Lock()  # of what follows
+        # By path: who reads one adapter delays no request with another. With the number of those who have it or wait.
+        self._locks: dict[str, tuple[threading.Lock, int]] = {}
+        self._found: dict[str, _Found] = {}  # the least recently used first
 
     def find(self, request: LoRARequest) -> AdapterRef:
         """Return the reference to the adapter's present content.
@@ -71,24 +93,43 @@ class AdapterFinder:
         if self._config is None:
             raise ValueError(f"lora_request is {request.lora_name!r}, but enable_lora is False; allowed: None")
         named = str(request.lora_path)
-        with self._locks.setdefault(named, threading.Lock()):
-            folder = self._folders.get(named)
-            if folder is None:
-                found = resolve_adapter_folder("lora_path", request.lora_path, None, SilentProgress())
-                folder = self._folders[named] = found.absolute()
+        with self._turn(named):
+            found = self._found.get(named)
+            if found is None:
+                folder = resolve_adapter_folder("lora_path", request.lora_path, None, SilentProgress()).absolute()
+            else:
+                folder = found.folder
             mark = stamp(folder)
-            known, digest = self._digests.get(folder, (None, ""))
-            if known != mark:
-                digest = self._read(folder)
-                self._digests[folder] = mark, digest
-        return AdapterRef(digest, str(folder), request.lora_name)
+            if found is None or (found.mark, found.within) != (mark, request.within):
+                found = _Found(folder, mark, request.within, self._read(folder, request.within))
+            with self._guard:
+                self._found.pop(named, None)
+                self._found[named] = found
+                if len(self._found) > MOST_KNOWN:
+                    del self._found[next(iter(self._found))]
+        return AdapterRef(found.digest, str(folder), request.lora_name)
+
+    @contextmanager
+    def _turn(self, named: str) -> Iterator[None]:
+        """Wait for others who look at a path; nothing is left behind for it."""
+        with self._guard:
+            lock, users = self._locks.get(named, (threading.Lock(), 0))
+            self._locks[named] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._guard:
+                lock, users = self._locks.pop(named)
+                if users > 1:
+                    self._locks[named] = lock, users - 1
 
     def has_read(self, request: LoRARequest) -> bool:
         """Return whether `find` need not read files for the request."""
-        folder = self._folders.get(str(getattr(request, "lora_path", "")))
+        found = self._found.get(str(getattr(request, "lora_path", "")))
         try:
-            return folder is not None and self._digests[folder][0] == stamp(folder)
-        except (KeyError, ValueError):
+            return found is not None and (found.mark, found.within) == (stamp(found.folder), request.within)
+        except ValueError:
             return False
 
     def find_each(
@@ -103,11 +144,11 @@ class AdapterFinder:
             raise ValueError(f"lora_request must have one entry for each prompt, got {len(given)} for {count} prompts")
         return [None if each is None else self.find(each) for each in given]
 
-    def _read(self, folder: Path) -> str:
+    def _read(self, folder: Path, within: tuple[Path, ...]) -> str:
         from compiled_engine.models.checkpoint.adapter_folder import read_adapter  # imports torch
 
         assert self._config is not None
-        adapter = read_adapter(folder)
+        adapter = read_adapter(folder, values=False, within=within)
         if (reason := adapter.merged_only()) is not None:
             raise ValueError(f"{folder}: {reason}; allowed: merge_adapter, which merges it into the base model")
         require_rank(folder, adapter.rank, self._config.max_lora_rank)

@@ -7,8 +7,9 @@ in flight reads what was there before, and nothing waits for the device.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,14 @@ from pathlib import Path
 import torch
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.models.checkpoint.adapter_folder import Adapter, LowRank, match_modules, read_adapter
+from compiled_engine.models.checkpoint.adapter_files import LONGEST_HEADER
+from compiled_engine.models.checkpoint.adapter_folder import (
+    Adapter,
+    LowRank,
+    is_finite,
+    match_modules,
+    read_adapter,
+)
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.parameter import WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, site_of
@@ -66,6 +74,7 @@ class AdapterSlots:
         """parameters: of the compiled model. tensors: the parameters' memory, by name."""
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
+        self._most_bytes = _most_bytes(config, [site.shape for site in self._sites.values()])
         self._copies: dict[str, list[_Copy]] = {}
         self._reading: dict[str, Future[list[_Copy]]] = {}
 
@@ -122,10 +131,7 @@ class AdapterSlots:
             reading.set_exception(error)
 
     def _read(self, path: str, digest: str) -> list[_Copy]:
-        adapter = read_adapter(Path(path))
-        if adapter.digest != digest:
-            raise ValueError(f"{path} has changed since its adapter was named; name it again")
-        return self._copies_of(adapter)
+        return self._copies_of(read_adapter(Path(path), digest=digest, most_bytes=self._most_bytes))
 
     def _copies_of(self, adapter: Adapter) -> list[_Copy]:
         if (reason := adapter.merged_only()) is not None:
@@ -143,7 +149,10 @@ class AdapterSlots:
         for module, base in adapter.bases.items():
             self._check_base(f"{adapter.path}: {module}", base, self._sites[names[module]])
         memory = _HostMemory(any(site.a_SRK.is_cuda for site in self._sites.values()))
-        return [self._copy_of(self._sites[names[module]], each, memory) for module, each in adapter.linears.items()]
+        return [
+            self._copy_of(f"{adapter.path}: {module}", self._sites[names[module]], each, memory)
+            for module, each in adapter.linears.items()
+        ]
 
     def _check_base(self, place: str, base: torch.Tensor, site: _Site) -> None:
         """Raise ValueError unless the weight that an adapter was trained on is the base model's."""
@@ -156,15 +165,25 @@ class AdapterSlots:
         if not _are_close(part, site.weight):
             raise ValueError(f"{place} was trained on another weight than the base model's; allowed: merge_adapter")
 
-    def _copy_of(self, site: _Site, low_rank: LowRank, memory: _HostMemory) -> _Copy:
+    def _copy_of(self, place: str, site: _Site, low_rank: LowRank, memory: _HostMemory) -> _Copy:
         a_RK, b_NR = low_rank.a_RK, low_rank.b_NR.float() * low_rank.scale
+        dtype = site.a_SRK.dtype
+        if not (is_finite(a_RK, dtype) and is_finite(b_NR, dtype)):
+            raise ValueError(f"{place} has values that are not finite in {dtype}, the dtype of the model")
         if site.shard is not None and site.shard.dim is not None:
             if site.shard.dim == 0:
                 b_NR = site.shard.of(b_NR, self._rank, self._num_ranks)
             else:
                 a_RK = site.shard.of(a_RK, self._rank, self._num_ranks)
-        held = [memory.take(matrix.shape, site.a_SRK.dtype).copy_(matrix) for matrix in (a_RK, b_NR)]
+        held = [memory.take(matrix.shape, dtype).copy_(matrix) for matrix in (a_RK, b_NR)]
         return _Copy(site, *held)
+
+
+def _most_bytes(config: AdapterConfig, shapes: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of the largest file of an adapter for these linears: in fp32, at the largest rank, with the
+    weight of one linear, the output projection."""
+    matrices = sum(sum(shape) for shape in shapes) * config.max_lora_rank
+    return LONGEST_HEADER + 4 * (matrices + max((math.prod(shape) for shape in shapes), default=0))
 
 
 def _are_close(stored: torch.Tensor, weight: torch.Tensor) -> bool:

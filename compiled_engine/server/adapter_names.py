@@ -9,6 +9,8 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.server.errors import bad_request, shown
 
+MOST_NAMES = 1000
+
 
 class AdapterNames:
     """Adapters by name, in the order in which they came."""
@@ -24,10 +26,13 @@ class AdapterNames:
     def get(self, name: str) -> LoRARequest | None:
         return self._requests.get(name)
 
-    async def load(self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False) -> None:
-        """Have the engine read an adapter, then give it the name, which with `in_place` another may have. Raises
-        ApiError 400 for a name that is taken, TypeError, ValueError or OSError for what is no adapter."""
-        request = LoRARequest(name, self._next_id, path)
+    async def load(
+        self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False, within: tuple[Path, ...] = ()
+    ) -> None:
+        """Have the engine read an adapter, then give it the name, which with `in_place` another may have. within: see
+        LoRARequest. Raises ApiError 400 for a name that is taken, or is one too many, TypeError, ValueError or OSError
+        for what is no adapter."""
+        request = LoRARequest(name, self._next_id, path, within)
         self._next_id += 1
         self._require_free(name, in_place)
         digest = await engine.load_adapter(request)
@@ -44,6 +49,8 @@ class AdapterNames:
     def _require_free(self, name: str, in_place: bool) -> None:
         if name in self._requests and not in_place:
             raise bad_request("lora_name", f"lora_name {shown(name)} is loaded already; load_inplace replaces it")
+        if name not in self._requests and len(self._requests) >= MOST_NAMES:
+            raise bad_request("lora_name", f"at most {MOST_NAMES} adapters may have names; unload one first")
 
     async def _drop(self, engine: AsyncLLM, digest: str | None) -> None:
         """Drop an adapter that has lost its name, unless it has another one."""

@@ -5,6 +5,7 @@ A request chooses one by its name as `model`. Routes that load and unload exist 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.server.admin import require_admin
-from compiled_engine.server.errors import ApiError, bad_request, shown
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, shown
 from compiled_engine.server.lora_modules import adapters_of
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import read_body
@@ -48,15 +50,22 @@ async def load_adapter(request: Request) -> Response:
     serving = serving_of(request)
     require_admin(request, "lora_name", "loading an adapter")
     fields, _ = await read_body(request, serving, LoadAdapterRequest)
-    name, path = fields.lora_name, Path(fields.lora_path)
+    name, folders = fields.lora_name, tuple(Path(each).resolve() for each in serving.options.allowed_lora_folder)
+    try:
+        LoRARequest(name, 1, fields.lora_path)  # bounds of both
+    except ValueError as error:
+        raise blamed_on_request(error) from error
+    path = Path(fields.lora_path)
     if not name or name in serving.names:
         raise bad_request("lora_name", f"lora_name must be a name that the model does not have, got {shown(name)}")
-    if not _is_allowed(path, serving.options):
+    if not _is_allowed(path, folders):
         allowed = ", ".join(serving.options.allowed_lora_folder)
         raise bad_request("lora_path", f"lora_path must be a folder within {allowed}, got {shown(fields.lora_path)}")
     try:
         # The path is absolute, so never a name on the hub.
-        await serving.adapters.load(serving.engine, name, path.resolve(), in_place=bool(fields.load_inplace))
+        await serving.adapters.load(
+            serving.engine, name, path.resolve(), in_place=bool(fields.load_inplace), within=folders
+        )
     except (TypeError, ValueError, OSError) as error:
         raise bad_request("lora_path", str(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -75,10 +84,11 @@ async def unload_adapter(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
 
-def _is_allowed(path: Path, options: ServerOptions) -> bool:
-    """Links are followed first, so none leads out of the allowed folders."""
+def _is_allowed(path: Path, folders: Iterable[Path]) -> bool:
+    """Links are followed first, so none leads out of the allowed folders. Those of the files within are followed when
+    these are opened."""
     try:
         resolved = path.resolve()
     except (ValueError, OSError, RuntimeError):  # a null character, or links in a circle
         return False
-    return any(resolved.is_relative_to(Path(folder).resolve()) for folder in options.allowed_lora_folder)
+    return any(resolved.is_relative_to(folder) for folder in folders)

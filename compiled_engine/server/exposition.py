@@ -117,6 +117,9 @@ async def metrics(request: Request) -> Response:
 def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
     """The text, given what `AsyncLLM.metrics` returned."""
     labels = {"model_name": serving.names[0]}
+    if "adapter_requests" in engine:  # names that adapters have no longer leave nothing behind
+        counts = {name: count for name, count in engine["adapter_requests"].items() if serving.adapters.get(name)}
+        engine = {**engine, "adapter_requests": counts}
     families = [*engine_families(engine, labels), *serving.metrics.collect(labels), *_admission(serving)]
     if serving.options.vllm_metric_names:
         families += _as_vllm(families)

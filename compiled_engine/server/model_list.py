@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +15,7 @@ from compiled_engine.server.serving import Serving, serving_of
 
 class ModelCard(msgspec.Struct, kw_only=True):
     """A name of the model, or of an adapter. max_model_len: most tokens of prompt and output together. root: of an
-    adapter, its folder; parent: the model that it changes.
+    adapter, its folder; parent: the model that it changes; null for the model.
     """
 
     id: str
@@ -24,7 +23,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str
     root: str
-    parent: str | UnsetType = UNSET
+    parent: str | None = None
     max_model_len: int
 
 
@@ -54,7 +53,7 @@ def _card(serving: Serving, name: str) -> ModelCard:
         created=serving.created,
         owned_by="compiled-engine",
         root=serving.names[0] if adapter is None else str(adapter.lora_path),
-        parent=UNSET if adapter is None else serving.names[0],
+        parent=None if adapter is None else serving.names[0],
         max_model_len=serving.max_model_len,
     )
 

@@ -1,27 +1,60 @@
-"""The two files of a LoRA adapter, as far as they can be read without torch: adapter_config.json, and the header of
-adapter_model.safetensors."""
+"""The two files of a LoRA adapter, read without torch: adapter_config.json, and adapter_model.safetensors.
+
+Whoever may load adapters may have written their files, and may write them anew at any time. So each file is opened
+once, must be a regular one, and is not mapped: the digest is that of the bytes that are parsed. Sizes and counts have
+bounds, which are checked before memory is taken.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from safetensors import SafetensorError, safe_open
+import msgspec
 
 from compiled_engine.models.checkpoint.file_names import name_some, pickle_names
-from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
+from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_text
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# Bounds of the files in bytes, of the number of tensors, and of a name's length.
+LONGEST_CONFIG, LONGEST_HEADER, MOST_BYTES = 1 << 20, 16 << 20, 16 << 30
+MOST_TENSORS, LONGEST_NAME = 65_536, 512
+# Bytes by dtype, as safetensors calls it.
+_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_BLOCK = 1 << 20
 # Kinds of initialisation that change the weights of the base model, which the folder does not have.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Fields of adapter_config.json that must have none of these values, since they change what an adapter computes.
 _UNSUPPORTED = ("layer_replication", "alora_invocation_tokens", "trainable_token_indices", "megatron_config")
 LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<matrix>[AB])(\.weight)?")
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """An entry of the header. data_offsets: where its bytes begin and end, after the header."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What both files hold. digest: of their bytes, SHA-256 as hexadecimal digits. data: all tensors' bytes; None if
+    they were only counted into the digest."""
+
+    fields: JsonFields
+    tensors: Mapping[str, StoredTensor]
+    digest: str
+    data: bytearray | None
 
 
 def stamp(folder: Path) -> tuple[tuple[int, ...], ...]:
@@ -37,45 +70,47 @@ def stamp(folder: Path) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def digest_of(folder: Path) -> str:
-    """Return the SHA-256 of both files, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+def read_adapter_files(
+    folder: Path,
+    *,
+    values: bool = True,
+    within: Sequence[Path] = (),
+    digest: str | None = None,
+    most_bytes: int = MOST_BYTES,
+) -> AdapterFiles:
+    """Read both files. values: keep the tensors' bytes. within: folders that the files must lie in, whatever links lead
+    to them; none for any. digest: that the files must have. most_bytes: of the second file.
 
-
-def read_adapter_config(folder: Path) -> JsonFields:
-    """Return adapter_config.json. Raises ValueError if a file is missing, and for an adapter that is not supported."""
-    stamp(folder)
-    fields = JsonFields.from_file(folder / CONFIG_FILE)
-    if (kind := fields.text("peft_type", "LORA")) != "LORA":
-        raise fields.error("peft_type", f"LORA; {kind} is not supported")
-    _check_config(fields)
-    return fields
-
-
-@contextmanager
-def open_weights(folder: Path, framework: str) -> Iterator[Any]:
-    """The open file of tensors. framework: of the tensors; with "np" the header is read without torch. Raises
-    ValueError for a damaged file."""
-    path = folder / WEIGHTS_FILE
-    if is_lfs_pointer(path):
-        raise ValueError(describe_lfs_pointer(path))
-    try:
-        with safe_open(path, framework=framework) as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    Raises ValueError, one line, for what is missing, damaged, not supported or beyond a bound.
+    """
+    whole, weights = hashlib.sha256(), hashlib.sha256()
+    config = _read_config(folder, within)
+    whole.update(hashlib.sha256(config).digest())
+    with _open(folder, WEIGHTS_FILE, within) as file:
+        header, size = _read_header(file, folder / WEIGHTS_FILE, most_bytes)
+        weights.update(len(header).to_bytes(8, "little") + header)
+        if digest is None:  # what is no adapter is not read to its end
+            _parse(folder, config, header, size)
+        data = memoryview(bytearray(size if values else min(size, _BLOCK)))
+        for begin in range(0, size, _BLOCK):
+            part = data[begin if values else 0 :][: min(_BLOCK, size - begin)]
+            if file.readinto(part) != len(part):  # type: ignore[attr-defined]
+                raise ValueError(f"{folder / WEIGHTS_FILE} was cut while it was read")
+            weights.update(part)
+    whole.update(weights.digest())
+    if digest not in (None, whole.hexdigest()):
+        raise ValueError(f"{folder} has changed since its adapter was named; name it again")
+    fields, tensors = _parse(folder, config, header, size)
+    return AdapterFiles(fields, tensors, whole.hexdigest(), data.obj if values else None)
 
 
 def require_adapter(folder: Path, max_lora_rank: int) -> None:
     """Raise ValueError for a folder that is no adapter, without reading its tensors."""
-    read_adapter_config(folder)
-    with open_weights(folder, "np") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
-    matched = ((LOW_RANK.fullmatch(name.removeprefix(PREFIX)), shape) for name, shape in shapes.items())
+    config = _read_config(folder, ())
+    with _open(folder, WEIGHTS_FILE, ()) as file:
+        header, size = _read_header(file, folder / WEIGHTS_FILE, MOST_BYTES)
+    _, tensors = _parse(folder, config, header, size)
+    matched = ((LOW_RANK.fullmatch(name.removeprefix(PREFIX)), each.shape) for name, each in tensors.items())
     matrices = [shape for found, shape in matched if found and found["matrix"] == "A" and not found["embedding"]]
     require_rank(folder, max((shape[0] for shape in matrices if shape), default=0), max_lora_rank)
 
@@ -84,6 +119,91 @@ def require_rank(folder: Path, rank: int, max_lora_rank: int) -> None:
     """Raise ValueError for an adapter of a larger rank."""
     if rank > max_lora_rank:
         raise ValueError(f"{folder} has rank {rank}; allowed: up to max_lora_rank, {max_lora_rank}")
+
+
+@contextmanager
+def _open(folder: Path, name: str, within: Sequence[Path]) -> Iterator[BinaryIO]:
+    """Open a regular file; one of another kind, such as a FIFO, is not waited for."""
+    path = folder / name
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+            status, real = os.fstat(file.fileno()), Path(os.path.realpath(path))
+            if within and not any(real.is_relative_to(each) for each in within):
+                raise ValueError(
+                    f"{path} is a link to another folder; allowed: files within {name_some([*map(str, within)])}"
+                )
+            if not stat.S_ISREG(status.st_mode) or (within and not os.path.samestat(status, real.lstat())):
+                raise ValueError(f"{path} must be a regular file")
+            yield file
+    except (FileNotFoundError, NotADirectoryError):
+        raise _missing(folder, name) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_config(folder: Path, within: Sequence[Path]) -> bytes:
+    with _open(folder, CONFIG_FILE, within) as file:
+        stamp(folder)  # the other file is there too
+        config = file.read(LONGEST_CONFIG + 1)
+    if len(config) > LONGEST_CONFIG:
+        raise ValueError(f"{folder / CONFIG_FILE} must have at most {LONGEST_CONFIG:,} bytes")
+    return config
+
+
+def _read_header(file: BinaryIO, path: Path, most_bytes: int) -> tuple[bytes, int]:
+    """Return the header, and the number of bytes behind it."""
+    total = os.fstat(file.fileno()).st_size
+    if total > most_bytes:
+        raise ValueError(f"{path} must have at most {most_bytes:,} bytes, got {total:,}")
+    first = file.read(8)
+    if is_lfs_text(first):
+        raise ValueError(describe_lfs_pointer(path))
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length > total - 8:
+        raise ValueError(f"{path} is damaged: it ends within its header")
+    if length > LONGEST_HEADER:
+        raise ValueError(f"{path} must have a header of at most {LONGEST_HEADER:,} bytes, got {length:,}")
+    header = file.read(length)
+    if header.count(b"{") > 2 * MOST_TENSORS:  # metadata may have some of its own
+        raise _too_many(path)
+    return header, total - 8 - len(header)
+
+
+def _parse(folder: Path, config: bytes, header: bytes, size: int) -> tuple[JsonFields, dict[str, StoredTensor]]:
+    fields, path = JsonFields.from_text(folder / CONFIG_FILE, config), folder / WEIGHTS_FILE
+    if fields.text("peft_type", "LORA") != "LORA":
+        raise fields.error("peft_type", "LORA, the only method that is supported")
+    _check_config(fields)
+    try:
+        tensors = msgspec.json.decode(header, type=dict[str, StoredTensor])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    tensors.pop("__metadata__", None)
+    if len(tensors) > MOST_TENSORS:
+        raise _too_many(path)
+    end = 0
+    for name, each in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            raise ValueError(
+                f"{path} has a name of {len(name)} characters, {name[:40]!r}; "
+                f"allowed: up to {LONGEST_NAME}, all printable"
+            )
+        if each.dtype not in _DTYPE_BYTES:
+            allowed = ", ".join(_DTYPE_BYTES)
+            raise ValueError(f"{path}: {name} has the dtype {each.dtype[:20]!r}; allowed: {allowed}")
+        begin, begins, end = end, *each.data_offsets
+        if begins != begin or end > size or min(each.shape, default=1) < 0:
+            raise ValueError(f"{path} is damaged: {name} has the bytes {begins} to {end} of {size}")
+        if math.prod(each.shape) * _DTYPE_BYTES[each.dtype] != end - begin:
+            shape = list(each.shape[:8])
+            raise ValueError(f"{path} is damaged: {name} has the shape {shape}, but {end - begin} bytes")
+    if end != size:
+        raise ValueError(f"{path} is damaged: tensors have {end} bytes, but the file has {size}")
+    return fields, tensors
+
+
+def _too_many(path: Path) -> ValueError:
+    return ValueError(f"{path} must have at most {MOST_TENSORS:,} tensors")
 
 
 def _check_config(fields: JsonFields) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,21 +18,22 @@ import torch
 
 from compiled_engine.models.checkpoint.adapter_files import (
     LOW_RANK,
+    MOST_BYTES,
     PREFIX,
     WEIGHTS_FILE,
-    digest_of,
-    open_weights,
-    read_adapter_config,
+    AdapterFiles,
+    read_adapter_files,
 )
 from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
+from compiled_engine.models.checkpoint.name_patterns import NamePatterns
 
 # The modules that may be tied, as textbook models and most of transformers' name them.
 OUTPUT, EMBEDDING = "lm_head", "embed_tokens"
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
 # Whether a bias was trained, the config says.
 _BASE, _BASE_BIAS = ".base_layer.weight", ".base_layer.bias"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The content of an adapter's folder, memory-mapped; modules by the name that the base model has for them.
+    """The content of an adapter's folder; modules by the name that the base model has for them.
 
     whole: tensors that replace those of the base model, by their names (modules_to_save). bases: by module, the weight
     that the matrices of an embedding or of the output projection were trained on, which PEFT saves with them. digest:
@@ -91,10 +92,21 @@ class Adapter:
         return None
 
 
-def read_adapter(folder: Path) -> Adapter:
-    """Read a folder. Raises ValueError, one line with the folder, for what is missing, damaged or not supported."""
-    fields = read_adapter_config(folder)
-    tensors = _tensors(folder)
+def read_adapter(
+    folder: Path,
+    *,
+    values: bool = True,
+    within: Sequence[Path] = (),
+    digest: str | None = None,
+    most_bytes: int = MOST_BYTES,
+) -> Adapter:
+    """Read a folder. values: False for tensors of the device "meta", which have shapes alone; all other values are
+    finite. For the rest see `read_adapter_files`.
+
+    Raises ValueError, one line with the folder, for what is missing, damaged, contradictory or not supported.
+    """
+    files = read_adapter_files(folder, values=values, within=within, digest=digest, most_bytes=most_bytes)
+    fields, tensors = files.fields, _tensors(folder, files)
     low_rank: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
     magnitudes: dict[str, torch.Tensor] = {}
     whole: dict[str, torch.Tensor] = {}
@@ -115,8 +127,9 @@ def read_adapter(folder: Path) -> Adapter:
         else:
             whole[name.replace(".modules_to_save.", ".")] = tensor
     found: tuple[dict[str, LowRank], dict[str, LowRank]] = {}, {}
+    scales = _Scales(fields)
     for (module, is_embedding), matrices in low_rank.items():
-        made = _low_rank(folder, fields, module, matrices, magnitudes.pop(module, None))
+        made = _low_rank(folder, scales, module, matrices, magnitudes.pop(module, None))
         found[is_embedding][module] = made
     if magnitudes:
         raise ValueError(f"{folder}: {next(iter(magnitudes))} has a magnitude, but no lora_A and lora_B")
@@ -125,8 +138,9 @@ def read_adapter(folder: Path) -> Adapter:
     linears, embeddings = found
     for module, base in bases.items():
         _check_base(f"{folder}: {module}", base, linears.get(module), embeddings.get(module))
+    _check_whole(fields, whole)
     transposed = fields.boolean("fan_in_fan_out", False)
-    return Adapter(folder, digest_of(folder), linears, embeddings, whole, bases, transposed)
+    return Adapter(folder, files.digest, linears, embeddings, whole, bases, transposed)
 
 
 def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
@@ -149,19 +163,54 @@ def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with open_weights(folder, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in STORED_DTYPES:
-            allowed = ", ".join(map(str, STORED_DTYPES))
-            raise ValueError(f"{folder / WEIGHTS_FILE}: {name} has the dtype {tensor.dtype}; allowed: {allowed}")
+def is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all values are finite in a dtype; True without values."""
+    if tensor.numel() == 0 or tensor.is_meta:
+        return True
+    return bool(torch.stack(tensor.aminmax()).to(dtype).isfinite().all())
+
+
+def _tensors(folder: Path, files: AdapterFiles) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, each in files.tensors.items():
+        dtype, count = _DTYPES[each.dtype], math.prod(each.shape)
+        if files.data is None or count == 0:
+            tensors[name] = torch.empty(each.shape, dtype=dtype, device="meta" if files.data is None else "cpu")
+            continue
+        begin, _ = each.data_offsets
+        tensors[name] = torch.frombuffer(files.data, dtype=dtype, count=count, offset=begin).view(each.shape)
+        if not is_finite(tensors[name], dtype):
+            raise ValueError(f"{folder / WEIGHTS_FILE}: {name} has values that are not finite; allowed: finite ones")
     return tensors
+
+
+class _Scales:
+    """The fields of adapter_config.json that say how large a change is, for each module."""
+
+    def __init__(self, fields: JsonFields) -> None:
+        self._fields = fields
+        self._ranks, self._alphas = (NamePatterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
+        self._rslora, self._dora = fields.boolean("use_rslora", False), fields.boolean("use_dora", False)
+
+    def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
+        """Return the scale of a module's change. Raises ValueError if its rank, or whether it has a magnitude,
+        contradicts the fields."""
+        named = self._ranks.number(module)
+        if named is None and "r" in self._fields:
+            named = self._fields.integer("r")
+        if named not in (None, rank):
+            raise ValueError(f"{place} has rank {rank}, but adapter_config.json says {named:g}; allowed: the same")
+        if has_magnitude != self._dora:
+            has = "a magnitude" if has_magnitude else "no magnitude"
+            raise ValueError(f"{place} has {has}, but use_dora is {str(self._dora).lower()}; allowed: both or neither")
+        alpha = self._alphas.number(module)
+        alpha = self._fields.number("lora_alpha", 8) if alpha is None else alpha
+        return alpha / (math.sqrt(rank) if self._rslora else rank)
 
 
 def _low_rank(
     folder: Path,
-    fields: JsonFields,
+    scales: _Scales,
     module: str,
     matrices: Mapping[str, torch.Tensor],
     magnitude_N: torch.Tensor | None,
@@ -176,11 +225,24 @@ def _low_rank(
         )
     if magnitude_N is not None and magnitude_N.numel() != b_NR.shape[0]:
         raise ValueError(f"{folder}: {module} has a magnitude {list(magnitude_N.shape)}; allowed: [{b_NR.shape[0]}]")
-    rank = a_RK.shape[0]
-    alpha = _by_pattern(fields.section("alpha_pattern"), module)
-    alpha = fields.number("lora_alpha", 8) if alpha is None else alpha
-    scale = alpha / (math.sqrt(rank) if fields.boolean("use_rslora", False) else rank)
+    scale = scales.scale(f"{folder}: {module}", module, a_RK.shape[0], magnitude_N is not None)
     return LowRank(a_RK, b_NR, scale, None if magnitude_N is None else magnitude_N.reshape(-1))
+
+
+def _check_whole(fields: JsonFields, whole: Iterable[str]) -> None:
+    """Raise ValueError unless the whole tensors are those of modules_to_save, except an embedding's and an output
+    projection's: PEFT saves these as well where tokens were added."""
+    listed = fields.texts("modules_to_save") if fields.values.get("modules_to_save") else []
+    left = set(listed)
+    for name in whole:
+        owners = {each for each in listed if f"{each}." in name}  # PEFT compares the ends of modules' names
+        left -= owners
+        if not owners and name.removesuffix(".weight").rpartition(".")[2] not in (OUTPUT, EMBEDDING):
+            raise fields.error("modules_to_save", f"names of all modules that are there as a whole, such as {name}")
+    if left:
+        raise fields.error(
+            "modules_to_save", f"names of modules that are there, and {name_some(sorted(left), 3)} is not"
+        )
 
 
 def _check_base(place: str, base: torch.Tensor, linear: LowRank | None, embedding: LowRank | None) -> None:
@@ -190,16 +252,3 @@ def _check_base(place: str, base: torch.Tensor, linear: LowRank | None, embeddin
     shape = [changed.b_NR.shape[0], changed.a_RK.shape[1]]
     if list(base.shape) != (shape if linear else shape[::-1]):
         raise ValueError(f"{place} was trained on a weight {list(base.shape)}, but its matrices are of {shape}")
-
-
-def _by_pattern(patterns: JsonFields, module: str) -> float | None:
-    """The value of the first pattern that matches the end of a module's name, as PEFT finds it."""
-    for pattern in patterns.values:
-        try:
-            matched = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
-            why = f"must have regular expressions as its names, got {pattern!r}: {error.msg}"
-            raise ValueError(f"{patterns.source} {why}") from error
-        if matched:
-            return patterns.number(pattern)
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,22 @@ from typing import Any
 # Git LFS pointers: the short text that a checkout without Git LFS has in the place of a large file.
 
 _FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
+# Characters of a value in an error.
+_LONGEST_VALUE = 500
 
 
 def is_lfs_pointer(path: Path) -> bool:
     """Return whether the file is a pointer; False if it does not exist."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
+            return is_lfs_text(file.read(len(_FIRST_BYTES)))
     except OSError:
         return False
+
+
+def is_lfs_text(first: bytes) -> bool:
+    """Return whether a file that begins so is a pointer. At least 8 bytes decide."""
+    return len(first) >= 8 and first[: len(_FIRST_BYTES)] == _FIRST_BYTES[: len(first)]
 
 
 def describe_lfs_pointer(path: Path) -> str:
@@ -43,14 +50,20 @@ class JsonFields:
     def from_file(cls, path: Path) -> JsonFields:
         """Raises ValueError when the file is missing, is a Git LFS pointer, is not JSON, or does not hold an object."""
         try:
-            text = path.read_text(encoding="utf-8")
-            if not text.strip():
-                raise ValueError("it is empty")
-            values = json.loads(text)
+            text = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{path} is missing{_what_is_there(path.parent)}") from None
-        except ValueError as error:
-            if is_lfs_pointer(path):
+        return cls.from_text(path, text)
+
+    @classmethod
+    def from_text(cls, path: Path, text: bytes) -> JsonFields:
+        """The content of a file that was read. Raises as `from_file`."""
+        try:
+            if not text.strip():
+                raise ValueError("it is empty")
+            values = json.loads(text.decode())
+        except (ValueError, RecursionError) as error:
+            if is_lfs_text(text):
                 raise ValueError(describe_lfs_pointer(path)) from error
             raise ValueError(f"{path} is damaged, it is not JSON: {error}") from error
         if not isinstance(values, dict):
@@ -66,7 +79,9 @@ class JsonFields:
         return self.values.get(name) is not None
 
     def error(self, name: str, allowed: str) -> ValueError:
-        return ValueError(f"{self.source}: {name} must be {allowed}, got {self.values.get(name)!r}")
+        value = repr(self.values.get(name))
+        shown = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
+        return ValueError(f"{self.source}: {name} must be {allowed}, got {shown}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
@@ -84,7 +99,7 @@ class JsonFields:
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(name, "a number above 0")
         return float(value)
 

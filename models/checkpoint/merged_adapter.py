@@ -10,7 +10,14 @@ from collections.abc import Mapping
 
 import torch
 
-from compiled_engine.models.checkpoint.adapter_folder import EMBEDDING, OUTPUT, Adapter, LowRank, match_modules
+from compiled_engine.models.checkpoint.adapter_folder import (
+    EMBEDDING,
+    OUTPUT,
+    Adapter,
+    LowRank,
+    is_finite,
+    match_modules,
+)
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
 
 
@@ -30,6 +37,7 @@ def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
             raise ValueError(f"{adapter.path}: the base model has no tensor {name}")
         if merged[place].shape != tensor.shape:
             raise _misfit(adapter, name, tensor, merged[place])
+        _require_finite(adapter, name, tensor, dtype)
         merged[place] = tensor
     known = {name.removesuffix(".weight") for name in merged if name.endswith(".weight")}
     names = match_modules(adapter, known)
@@ -56,7 +64,13 @@ def _changed(
     if low_rank.magnitude_N is not None:
         changed_NK *= (low_rank.magnitude_N.float() / changed_NK.norm(dim=1)).unsqueeze(1)
     changed = changed_NK.T if transposed else changed_NK
+    _require_finite(adapter, name, changed, dtype)
     return changed.to(torch.promote_types(weight.dtype, dtype)).contiguous()
+
+
+def _require_finite(adapter: Adapter, name: str, changed: torch.Tensor, dtype: torch.dtype) -> None:
+    if not is_finite(changed, dtype):
+        raise ValueError(f"{adapter.path}: {name} would have values that are not finite in {dtype}")
 
 
 def _misfit(adapter: Adapter, name: str, found: torch.Tensor, expected: torch.Tensor) -> ValueError:

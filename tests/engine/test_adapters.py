@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from adapter_folders import BASE, LINEARS, OPTIONS, assert_is_of, make_adapter, merged
+from adapter_folders import BASE, LINEARS, OPTIONS, assert_is_of, digest_of, make_adapter, merged
 from checkpoints import make_checkpoint
 from left_over import wait_until
 from torch import nn
@@ -19,7 +19,6 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.models.checkpoint import adapter_folder
-from compiled_engine.models.checkpoint.adapter_files import digest_of
 from compiled_engine.models.checkpoint.adapter_folder import Adapter, read_adapter
 from compiled_engine.runner import adapter_slots
 
@@ -127,7 +126,9 @@ def test_files_that_are_replaced_between_the_digest_and_the_reading_are_refused(
 def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_adapter(tmp_path / "adapter", adapted.model, 4, seed=13)
     digest, core, may_read = digest_of(folder), adapted.llm.core, threading.Event()
-    monkeypatch.setattr(adapter_slots, "read_adapter", lambda path: (may_read.wait(60), read_adapter(path))[1])
+    monkeypatch.setattr(
+        adapter_slots, "read_adapter", lambda path, **how: (may_read.wait(60), read_adapter(path, **how))[1]
+    )
     core.begin_load_adapter(str(folder), digest)
     core.begin_load_adapter(str(folder), digest)  # is being read
     assert_is_of(adapted.model, adapted.generate([None])[0])
@@ -146,7 +147,9 @@ def test_few_adapters_are_kept_that_were_read_and_never_loaded(
 ) -> None:
     """As when requests are cancelled while their adapters are read."""
     core, read = adapted.llm.core, list[Path]()
-    monkeypatch.setattr(adapter_slots, "read_adapter", lambda path: (read.append(path), read_adapter(path))[1])
+    monkeypatch.setattr(
+        adapter_slots, "read_adapter", lambda path, **how: (read.append(path), read_adapter(path, **how))[1]
+    )
     folders = [make_adapter(tmp_path / str(seed), adapted.model, 2, seed=20 + seed) for seed in range(5)]
     for folder in folders:
         core.begin_load_adapter(str(folder), digest_of(folder))
@@ -163,11 +166,11 @@ def test_adapters_that_are_read_delay_no_other_request(
     may_read, ended = threading.Event(), list[str]()
     slow = [LoRARequest(f"slow {i}", 6 + i, make_adapter(tmp_path / f"{i}", adapted.model, 2)) for i in range(3)]
 
-    def read_slowly(path: Path) -> Adapter:
+    def read_slowly(path: Path, **how: Any) -> Adapter:
         if path.parent == tmp_path:
             may_read.wait(5)
             ended.append("reading")
-        return read_adapter(path)
+        return read_adapter(path, **how)
 
     async def complete(engine: AsyncLLM, request: LoRARequest | None) -> None:
         async for _ in engine.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=request):
@@ -197,10 +200,10 @@ def test_an_adapter_that_was_dropped_is_read_again_beside_steps(
 ) -> None:
     may_read, ended = threading.Event(), list[str]()
 
-    def read_slowly(path: Path) -> Adapter:
+    def read_slowly(path: Path, **how: Any) -> Adapter:
         may_read.wait(5)
         ended.append("reading")
-        return read_adapter(path)
+        return read_adapter(path, **how)
 
     async def complete(engine: AsyncLLM, name: str | None) -> None:
         request = adapted.request(name)
@@ -251,6 +254,21 @@ def test_what_is_no_adapter_for_the_engine_is_refused_in_one_line(adapted: Adapt
     with pytest.raises(TypeError, match="lora_request must be a LoRARequest"):
         adapted.llm.generate([1, 2], lora_request="adapter")  # type: ignore[arg-type]
     assert_is_of(adapted.model, adapted.generate([None])[0])
+
+
+def test_an_adapter_that_overflows_ends_its_own_requests_alone(adapted: Adapted, tmp_path: Path) -> None:
+    """Beside others, and when others follow in its slot and on its blocks of keys and values."""
+    bad = LoRARequest("large", 9, make_adapter(tmp_path / "large", adapted.model, 64, size=1e30))
+    prompts = [{"prompt_token_ids": ids} for ids in (PROMPTS[2], *PROMPTS[:3])]
+    names = [None, "rank 1", "patterns"]
+    for _ in range(2):
+        adapted.llm.reset_prefix_cache()
+        found = adapted.llm.generate(prompts, GREEDY, lora_request=[bad, *map(adapted.request, names)])
+        assert found[0].outputs[0].finish_reason == "error"
+        for name, output in zip(names, found[1:], strict=True):
+            assert_is_of(merged(adapted.base, None if name is None else adapted.folders[name]), output)
+    adapted.llm.reset_prefix_cache()
+    test_a_batch_of_adapters_and_none(adapted)
 
 
 def test_preempted_requests_keep_their_adapters(adapted: Adapted) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from adapter_folders import make_adapter
 from torch import nn
 
 from compiled_engine.config import AdapterConfig
+from compiled_engine.frontend import adapters
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.prompts import parse_prompts
@@ -33,9 +35,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     read_adapter = adapter_folder.read_adapter
 
-    def noting(folder: Path) -> Any:
+    def noting(folder: Path, **how: Any) -> Any:
         found.append(folder)
-        return read_adapter(folder)
+        return read_adapter(folder, **how)
 
     monkeypatch.setattr(adapter_folder, "read_adapter", noting)
     return found
@@ -128,3 +130,45 @@ def test_a_path_that_names_nothing_is_refused() -> None:
         LoRARequest("name", 1, "")
     with pytest.raises(ValueError, match=r"lora_path must have no null character, got 'a\\x00b'"):
         LoRARequest("name", 1, "a\0b")
+
+
+def test_paths_that_were_refused_leave_nothing_behind(tmp_path: Path, folders: list[Path]) -> None:
+    finder = AdapterFinder(CONFIG)
+    tracemalloc.start()
+    try:
+        for i in range(2000):
+            path = tmp_path / f"{i}" / ("x" * 200) / ("y" * 200)
+            with pytest.raises(ValueError, match="is no folder"):
+                finder.find(LoRARequest("name", 1, path))
+            if i == 0:
+                before = tracemalloc.get_traced_memory()[0]
+        assert tracemalloc.get_traced_memory()[0] - before < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_bounded_number_of_adapters_is_remembered(
+    folders: list[Path], read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "MOST_KNOWN", 1)
+    finder = AdapterFinder(CONFIG)
+    one, other = (LoRARequest(f"name{i}", i + 1, folder) for i, folder in enumerate(folders))
+    for request in (one, one, other, other, one):
+        finder.find(request)
+    assert read == [folders[0], folders[1], folders[0]]
+    assert [finder.has_read(each) for each in (one, other)] == [True, False]
+
+
+def test_the_folders_of_an_adapter_are_looked_at_whenever_its_files_are_replaced(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    allowed, outside = folders
+    finder, request = AdapterFinder(CONFIG), LoRARequest("name", 1, allowed, (allowed.resolve(),))
+    finder.find(request)
+    (allowed / "adapter_config.json").unlink()
+    (allowed / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    with pytest.raises(ValueError, match=r"adapter_config\.json is a link to another folder; allowed: files within"):
+        finder.find(request)
+    assert finder.find(LoRARequest("name", 1, allowed)).path == str(allowed)
+    with pytest.raises(ValueError, match="is a link to another folder"):
+        finder.find(request)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from adapter_folders import make_adapter
+from adapter_folders import digest_of, make_adapter
 from checkpoints import load_checkpoint, make_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.models.checkpoint.adapter_files import digest_of, stamp
+from compiled_engine.models.checkpoint.adapter_files import stamp
 from compiled_engine.models.checkpoint.adapter_folder import read_adapter
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
@@ -231,6 +235,27 @@ def _with_magnitude(module: str, size: int) -> Callable[[Path], None]:
     return change
 
 
+def _with_value(value: float) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        tensors[f"base_model.model.{Q}.lora_B.weight"][5, 1] = value
+        save_file(tensors, folder / WEIGHTS)
+
+    return change
+
+
+def _with_norm(folder: Path) -> None:
+    save_file(load_file(folder / WEIGHTS) | {"base_model.model.model.norm.weight": torch.ones(56)}, folder / WEIGHTS)
+
+
+def _cut(folder: Path) -> None:
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 4)
+
+
+def _in_doubles(folder: Path) -> None:
+    save_file({name: tensor.double() for name, tensor in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+
+
 Q = "model.layers.0.self_attn.q_proj"
 OF_OTHER_KINDS = ("layer_replication", "alora_invocation_tokens", "trainable_token_indices", "megatron_config")
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -243,11 +268,30 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "pissa": (_set(init_lora_weights="pissa_niter_4"), r"init_lora_weights must be one that keeps the base weights"),
     "another base": (_base_of(Q), r"q_proj was trained on a weight \[4, 4\], but its matrices are of \[112, 56\]"),
     "a base alone": (_base_of("model.norm"), r"model.norm has a base layer, but no lora_A and lora_B"),
-    "another method": (_set(peft_type="IA3"), r"peft_type must be LORA; IA3 is not supported"),
+    "another method": (_set(peft_type="IA3"), r"peft_type must be LORA, .*got 'IA3'"),
     "alpha": (_set(lora_alpha=-1), r"lora_alpha must be a number above 0"),
     "pattern": (_set(alpha_pattern={"(": 2}), r"alpha_pattern must have regular expressions as its names, got '\('"),
     "magnitude alone": (_with_magnitude("lm_head", 4), r"lm_head has a magnitude, but no lora_A and lora_B"),
     "short magnitude": (_with_magnitude(Q, 3), r"q_proj has a magnitude \[3\]; allowed: \[\d+\]"),
+    "NaN": (_with_value(float("nan")), rf"{Q}.lora_B.weight has values that are not finite; allowed: finite ones"),
+    "infinity": (
+        _with_value(-float("inf")),
+        rf"{Q}.lora_B.weight has values that are not finite; allowed: finite ones",
+    ),
+    "cut": (_cut, r"adapter_model.safetensors is damaged"),
+    "doubles": (_in_doubles, r"has the dtype 'F64'; allowed: F32, BF16, F16"),
+    "another rank": (_set(r=5), r"down_proj has rank 4, but adapter_config.json says 5; allowed: the same"),
+    "another rank by pattern": (_set(rank_pattern={"up_proj": 8}), r"up_proj has rank 4, but .* says 8"),
+    "DoRA without magnitudes": (_set(use_dora=True), r"down_proj has no magnitude, but use_dora is true"),
+    "magnitudes without DoRA": (_with_magnitude(Q, 112), r"q_proj has a magnitude, but use_dora is false"),
+    "whole tensors of nothing": (
+        _set(modules_to_save=["norm"]),
+        r"modules_to_save must be .*, and norm is not",
+    ),
+    "whole tensors of no name": (
+        _with_norm,
+        r"modules_to_save must be .*, such as model.norm.weight, got None",
+    ),
     "lora_bias": (_set(lora_bias=True), r"lora_bias must be false"),
     **{name: (_set(**{name: [1]}), rf"{name} must be null, got \[1\]") for name in OF_OTHER_KINDS},
 }
@@ -260,6 +304,73 @@ def test_broken_folder_is_one_line(way: str, base: tuple[Path, torch.nn.Module],
     breaks(folder)
     with pytest.raises(ValueError, match=message) as error:
         read_adapter(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_whole_tensors_that_are_named_are_read(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "adapter", base[1], modules_to_save=["norm"])
+    _with_norm(folder)
+    assert list(read_adapter(folder).whole) == ["model.norm.weight"]
+
+
+def test_what_overflows_when_it_is_merged_is_refused(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    path, model = base
+    adapter = read_adapter(make_adapter(tmp_path / "adapter", model, size=1e6))
+    merge(adapter, map_tensors(path), torch.float32)
+    with pytest.raises(ValueError, match=r"down_proj.weight would have values that are not finite in torch.float16"):
+        merge(adapter, map_tensors(path), torch.float16)
+
+
+def test_tensors_stay_as_they_were_read_when_their_file_is_written_anew(
+    base: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    """As a trainer does that saves again into the same file."""
+    folder = make_adapter(tmp_path / "adapter", base[1])
+    expected = {name: each.b_NR.clone() for name, each in read_adapter(folder).linears.items()}
+    adapter = read_adapter(folder)
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.write(bytes((folder / WEIGHTS).stat().st_size))
+    assert all(torch.equal(each.b_NR, expected[name]) for name, each in adapter.linears.items())
+
+
+def test_shapes_alone_are_read_without_the_values(tmp_path: Path) -> None:
+    """In little memory, whatever size the file has."""
+    linear = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(200_000, 8, bias=False)}).requires_grad_(False)
+    folder = make_adapter(tmp_path / "adapter", linear, 16)
+    assert (folder / WEIGHTS).stat().st_size > 12_000_000
+    whole = read_adapter(folder)
+    tracemalloc.start()
+    try:
+        outline = read_adapter(folder, values=False)
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    finally:
+        tracemalloc.stop()
+    assert (outline.digest, outline.rank) == (whole.digest, whole.rank)
+    assert {each.a_RK.shape for each in outline.linears.values()} == {torch.Size((16, 200_000))}
+
+
+def test_a_header_of_many_names_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    entries = b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(700_000))
+    (tmp_path / WEIGHTS).write_bytes(len(entries).to_bytes(8, "little") + entries)
+    (tmp_path / CONFIG).write_text("{}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="must have a header of at most"):
+            read_adapter(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=200), st.sampled_from([None, 2, 1 << 20, 1 << 60]))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_for_weights_are_read_or_refused_in_a_line(content: bytes, length: int | None) -> None:
+    header = (len(content) if length is None else length).to_bytes(8, "little")
+    with TemporaryDirectory() as folder:
+        (Path(folder) / WEIGHTS).write_bytes(header + content)
+        (Path(folder) / CONFIG).write_text("{}")
+        with pytest.raises(ValueError, match=r"adapter_model\.safetensors") as error:
+            read_adapter(Path(folder))
     assert "\n" not in str(error.value)
 
 

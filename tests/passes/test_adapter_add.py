@@ -62,9 +62,10 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 INTERPRETED = """
 import torch
-from test_adapter_add import CASES, check
+from test_adapter_add import CASES, check, check_alone
 for case in CASES:
     check(case, torch.float32, "cpu")
+    check_alone(case, torch.float32, "cpu")
 print("right")
 """
 
@@ -125,6 +126,32 @@ def test_reference_is_the_definition() -> None:
         torch.testing.assert_close(reference(y, x, a, b, ranks, slots, sizes), expected, rtol=2e-5, atol=2e-5)
 
 
+def check_alone(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Check that nothing of an adapter whose values are NaN or infinite, and of its tokens' inputs, reaches other
+    tokens: the reference, and the kernels where they run."""
+    arguments = arguments_of(case, dtype, device)
+    y, x, a, b, _, slots, _ = arguments
+    adds = (reference,) if device == "cpu" and not triton.knobs.runtime.interpret else (reference, launch)
+    others = slots != 0
+    for add in adds:
+        expected = add(*arguments)[others]
+        for bad in (float("nan"), float("inf")):
+            spoilt = x.clone()
+            spoilt[~others] = bad
+            found = add(y, spoilt, *(torch.where(_is_first(each), bad, each) for each in (a, b)), *arguments[4:])
+            assert torch.equal(found[others], expected)
+            assert not found[~others].isfinite().any()
+
+
+def _is_first(of_slots: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(len(of_slots), device=of_slots.device) == 0).view(-1, 1, 1)
+
+
+def test_an_adapter_that_is_not_finite_reaches_its_own_tokens_alone() -> None:
+    for case in CASES:
+        check_alone(case, torch.float32, "cpu")
+
+
 @loops_to_a_loaded_bound
 def test_kernels_in_the_interpreter() -> None:
     done = interpret(__file__, "-c", INTERPRETED)
@@ -177,3 +204,4 @@ def test_the_warm_up_meets_every_way_to_add() -> None:
 @pytest.mark.parametrize("case", CASES + LARGE)
 def test_kernels_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
+    check_alone(case, dtype, "cuda")

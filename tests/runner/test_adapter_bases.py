@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from adapter_folders import digest_of
 from safetensors.torch import save_file
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.models.checkpoint.adapter_files import digest_of
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.parameter import CODES, KEPT, WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS
@@ -91,3 +92,26 @@ def test_a_quantised_weight_cannot_be_compared(tmp_path: Path) -> None:
     ):
         load(slots(CODES), tmp_path, WHOLE_NK)
     load(slots(CODES), tmp_path / "without", None)
+
+
+@pytest.mark.parametrize("fields", [{"lora_alpha": 1e38}, {"lora_alpha": 8, "use_rslora": True}])
+def test_what_overflows_in_the_dtype_of_the_model_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    into = slots()
+    load(into, tmp_path, None)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "LORA"} | fields))
+    prefix = "base_model.model.lm_head"
+    a_RK = torch.full((2, COLUMNS), 1.0 if fields["lora_alpha"] > 8 else 3.4028e38)  # infinite in bfloat16
+    tensors = {f"{prefix}.lora_A.weight": a_RK, f"{prefix}.lora_B.weight": torch.full((ROWS, 2), 1e3)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head has values that are not finite in torch.bfloat16, the dtype of the"):
+        into.load(str(tmp_path), digest_of(tmp_path))
+
+
+def test_a_file_that_no_adapter_of_the_model_can_have_is_not_read(tmp_path: Path) -> None:
+    into = slots()
+    load(into, tmp_path, None)
+    with (tmp_path / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors must have at most 16,777,\d+ bytes, got"):
+        into.load(str(tmp_path), "0" * 64)

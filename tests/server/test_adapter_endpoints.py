@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.models.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from compiled_engine.server.adapter_names import AdapterNames
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.lora_modules import adapters_of
@@ -79,7 +81,7 @@ def test_an_adapter_is_a_model(served: Served) -> None:
     assert list(cards) == [MODEL, "first"]
     assert cards["first"]["parent"] == MODEL
     assert cards["first"]["root"].endswith("/first")
-    assert "parent" not in cards[MODEL]
+    assert cards[MODEL]["parent"] is None
     assert httpx.get(f"{served.url}/v1/models/first").json() == cards["first"]
     assert served.tokens(MODEL) != served.tokens("first")
     unknown = served.post("/v1/completions", model="fist", prompt=[1])
@@ -184,7 +186,8 @@ def test_what_is_no_adapter_is_refused_and_the_server_stays(
         (str(outside), "lora_path must be a folder within"),
         (str(served.folder / "link"), "lora_path must be a folder within"),
         (str(served.folder / ".." / "first"), "lora_path must be a folder within"),
-        (f"{served.folder}/first\0", "lora_path must be a folder within"),
+        (f"{served.folder}/first\0", "lora_path must have no null character"),
+        (f"{served.folder}/{'first' * 1000}", "lora_path must have at most 4,096 characters, got "),
         (str(served.folder / "circle"), "circle"),
         (str(served.folder / "missing"), "is no folder"),
         ("missing/one", f"{served.folder / 'missing' / 'one'} is no folder"),  # nor a name on the hub
@@ -193,9 +196,106 @@ def test_what_is_no_adapter_is_refused_and_the_server_stays(
         refused = served.post("/v1/load_lora_adapter", lora_name="bad", lora_path=path)
         assert refused.status_code == 400
         assert message in refused.json()["error"]["message"]
+    for name in ("x" * 257, "a\nb", ""):
+        refused = served.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(wide))
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("lora_name must ")
     taken = served.post("/v1/load_lora_adapter", lora_name=MODEL, lora_path=str(wide))
     assert "lora_name must be a name that the model does not have" in taken.json()["error"]["message"]
     assert len(served.tokens("first")) == 5
+
+
+SECRET = "value-of-another-file"
+
+
+def _linked(name: str, target: str) -> Callable[[Path, Path], None]:
+    def change(folder: Path, outside: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target.format(outside=outside))
+
+    return change
+
+
+def _fifo(name: str) -> Callable[[Path, Path], None]:
+    def change(folder: Path, outside: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def _config(text: str) -> Callable[[Path, Path], None]:
+    return lambda folder, outside: (folder / CONFIG_FILE).write_text(text) and None
+
+
+def _header(header: bytes, length: int | None = None) -> Callable[[Path, Path], None]:
+    size = (len(header) if length is None else length).to_bytes(8, "little")
+    return lambda folder, outside: (folder / WEIGHTS_FILE).write_bytes(size + header) and None
+
+
+OUTSIDE = f"{{outside}}/{CONFIG_FILE}"
+BAD: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "a link to a config elsewhere": (_linked(CONFIG_FILE, OUTSIDE), "is a link to another folder"),
+    "a link to weights elsewhere": (
+        _linked(WEIGHTS_FILE, f"{{outside}}/{WEIGHTS_FILE}"),
+        "is a link to another folder",
+    ),
+    "a device": (_linked(CONFIG_FILE, "/dev/zero"), "is a link to another folder"),
+    "weights from a device": (_linked(WEIGHTS_FILE, "/dev/zero"), "is a link to another folder"),
+    "a FIFO": (_fifo(CONFIG_FILE), "must be a regular file"),
+    "weights from a FIFO": (_fifo(WEIGHTS_FILE), "must be a regular file"),
+    "a large config": (_config("{" + " " * (1 << 20)), "must have at most 1,048,576 bytes"),
+    "a deep config": (_config('{"a":' + "[" * 500_000), "is damaged, it is not JSON"),
+    "a huge number": (_config('{"lora_alpha": 1' + "0" * 400 + "}"), "lora_alpha must be a number above 0"),
+    "half a character": (_config('{"peft_type": "\\ud800"}'), "peft_type must be LORA"),
+    "a long value": (_config('{"peft_type": "' + "x" * 500_000 + '"}'), "peft_type must be LORA"),
+    "backtracking": (_config('{"alpha_pattern": {"(a+)+\\\\1": 1}}'), "alpha_pattern must have regular expressions"),
+    "a large header": (_header(b"{" + b" " * (16 << 20)), "must have a header of at most 16,777,216 bytes"),
+    "a header beyond the file": (_header(b"{}", 1 << 60), "it ends within its header"),
+    "many names": (_header(b"{" + b'"a":{},' * 200_000 + b'"b":{}}'), "must have at most 65,536 tensors"),
+    "half a character in a name": (_header(b'{"\\ud800":{}}'), "is damaged"),
+    "a large file": (lambda folder, outside: os.truncate(folder / WEIGHTS_FILE, 1 << 40), "17,179,869,184 bytes, got"),
+}
+
+
+@pytest.mark.parametrize("way", BAD)
+def test_hostile_files_are_refused_in_a_line_and_nothing_of_others_is_told(
+    way: str, served: Served, tmp_path: Path
+) -> None:
+    folder = make_adapter(served.folder / f"bad {way}", served.model, 4)
+    outside = make_adapter(tmp_path / "outside", served.model, 4, peft_type=SECRET)
+    change, message = BAD[way]
+    change(folder, outside)
+    refused = served.post("/v1/load_lora_adapter", lora_name="bad", lora_path=str(folder))
+    assert refused.status_code == 400, refused.text
+    assert message in refused.json()["error"]["message"]
+    assert SECRET not in refused.text
+    assert len(refused.content) < 4096
+    assert len(served.tokens("first")) == 5
+
+
+def test_links_within_the_folder_are_followed(served: Served) -> None:
+    """As a cache of the hub has them."""
+    blobs = make_adapter(served.folder / "blobs", served.model, 4)
+    folder = served.folder / "snapshot"
+    folder.mkdir()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        (folder / name).symlink_to(Path("..") / "blobs" / name)
+    assert blobs.is_dir()
+    loaded = served.post("/v1/load_lora_adapter", lora_name="linked", lora_path=str(folder))
+    assert loaded.status_code == 200, loaded.text
+
+
+def test_names_have_a_bound() -> None:
+    async def serve() -> None:
+        names, engine = AdapterNames(LoRARequest(str(i), 1 + i, "/x") for i in range(1000)), Engine()
+        with pytest.raises(ApiError, match="at most 1000 adapters may have names; unload one first"):
+            await names.load(engine, "one more", "a")  # type: ignore[arg-type]
+        await names.load(engine, "7", "a", in_place=True)  # type: ignore[arg-type]
+        await names.unload(engine, "8")  # type: ignore[arg-type]
+        await names.load(engine, "one more", "a")  # type: ignore[arg-type]
+
+    asyncio.run(serve())
 
 
 def test_options_of_adapters_are_checked() -> None:

@@ -13,8 +13,10 @@ from folders import REPOSITORY
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import MODEL, RunningServer
 
+from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.adapter_names import AdapterNames
 from compiled_engine.server.exposition import exposition
 from compiled_engine.server.metrics import HISTOGRAMS, Histogram, ServerMetrics
 from compiled_engine.server.shared_figures import SharedFigures
@@ -172,12 +174,16 @@ def test_figures_of_vllm_under_its_names_too(server: RunningServer) -> None:
 
 
 def test_adapters_are_named_in_labels(server: RunningServer) -> None:
-    both = replace(server.serving, options=replace(server.serving.options, vllm_metric_names=True))
-    engine = {"max_adapters": 2, "adapter_requests": {"sql": 5}, "adapter_requests_running": {"sql": 2, "code": 1}}
+    """Names that no adapter has any more are not."""
+    options = replace(server.serving.options, vllm_metric_names=True)
+    both = replace(server.serving, options=options, adapters=AdapterNames([LoRARequest("sql", 1, "/sql")]))
+    counts = {"sql": 5} | {f"gone {i}": 1 for i in range(40)}
+    engine = {"max_adapters": 2, "adapter_requests": counts, "adapter_requests_running": {"sql": 2, "code": 1}}
     found = parsed(exposition(both, engine | {"adapter_requests_waiting": {"law": 3}}).decode())
     own = {name.partition(",")[0].removeprefix("compiled_engine:"): name for name in found}
     assert "adapter=sql" in own["adapter_requests_total"]
     assert found[own["adapter_requests_total"]] == 5
+    assert not any("gone" in name for name in found)
     assert "adapter=law" in own["adapter_requests_waiting"]
     (info,) = (name for name in found if name.startswith("vllm:lora_requests_info"))
     for label in ("max_lora=2", "running_lora_adapters=code", "waiting_lora_adapters=law"):

@@ -77,6 +77,11 @@ def make_adapter(
     return path
 
 
+def digest_of(folder: Path) -> str:
+    """Return the digest that an adapter's folder has now."""
+    return read_adapter(folder, values=False).digest
+
+
 def merged(base: Path, adapter: Path | None) -> nn.Module:
     """Transformers' model with W + scale * B A in the place of each adapted W; the embedding stays as it is."""
     model = load_checkpoint(base, torch.float32)
