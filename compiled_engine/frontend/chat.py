@@ -61,15 +61,13 @@ def render_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     check: Callable[[str], None] = lambda text: None,
 ) -> Prompt:
-    """The prompt for a conversation: text, and its token ids (the template writes the special tokens itself). check:
-    may refuse the text before it is tokenised.
+    """The prompt for a conversation: text, and its token ids. Only the template writes special tokens: those in the
+    texts of messages, tools and chat_template_kwargs are text. check: may refuse the text before it is tokenised.
 
     Raises TypeError or ValueError, naming the message and what is wrong: no template, a message of the wrong
     form, a role or tools that the template does not know, or what the template itself objects to.
     """
-    from jinja2 import TemplateError
-
-    from compiled_engine.frontend.chat_template import choose_template, render_template
+    from compiled_engine.frontend.chat_template import choose_template, plain, schema_of
 
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt must be False when continue_final_message is True")
@@ -82,23 +80,49 @@ def render_chat(
     if taken := sorted(SETTINGS & further.keys()):
         raise ValueError(f"chat_template_kwargs must not have {', '.join(taken)}, got {further!r}")
     checked = _check_conversation(name, conversation, template)
-    try:
-        text = render_template(
+
+    def render(values: Any) -> str:
+        return _rendered(
+            name,
             template,
-            checked,
-            tools=tools,
+            values[0],
+            tools=values[1],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables={**tokenizer.special_tokens, **further},
+            variables={**tokenizer.special_tokens, **values[2]},
         )
+
+    schemas = None if tools is None else [schema_of(tool) for tool in tools]
+    values = plain([_in_forms(checked, template), schemas, further])
+    if not tokenizer.client_text.concerns(values):
+        check(text := render(values))
+        return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+    text, parts = tokenizer.client_text.render(values, render)
+    check(text)
+    return Prompt(name, text, tuple(tokenizer.encode_parts(parts)))
+
+
+def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> str:
+    from jinja2 import TemplateError
+
+    from compiled_engine.frontend.chat_template import render_template
+
+    try:
+        return render_template(template, conversation, **settings)
     except (TemplateError, ValueError, TypeError) as error:
         raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
-    check(text)
-    return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _in_forms(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """The messages in the forms that the template reads."""
+    from compiled_engine.frontend.template_forms import forms_of
+
+    forms = forms_of(template)
+    return [forms.adapt(message) for message in messages]
 
 
 def _check_conversation(name: str, conversation: Any, template: str) -> list[dict[str, Any]]:
-    """The messages, each with its content as one string."""
+    """The messages, which have contents of text alone."""
     if not isinstance(conversation, list | tuple):
         raise TypeError(f"{name} must be a list of messages, got {conversation!r}")
     if not conversation:
@@ -114,17 +138,16 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[dic
             raise ValueError(f"{where}['role'] must be one of {', '.join(ROLES)}, got {role!r}")
         if content is None and not message.get("tool_calls"):
             raise ValueError(f"{where}['content'] must be a string, got {content!r}")
-        checked.append({**message, "content": _join_content(f"{where}['content']", content)})
+        _check_content(f"{where}['content']", content)
+        checked.append(dict(message))
     return checked
 
 
-def _join_content(name: str, content: Any) -> str | None:
-    """Text as it is; parts of text joined by line breaks, as few templates know of parts."""
+def _check_content(name: str, content: Any) -> None:
     if content is None or isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list | tuple):
         raise TypeError(f"{name} must be a string or a list of {{'type': 'text', 'text': str}}, got {content!r}")
     for index, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{name}[{index}] must be {{'type': 'text', 'text': str}}, got {part!r}")
-    return "\n".join(part["text"] for part in content)

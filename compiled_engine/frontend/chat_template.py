@@ -57,18 +57,18 @@ def render_template(
 ) -> str:
     """Render the text of a conversation.
 
-    tools: JSON schemas, or functions whose schemas transformers makes. continue_final_message: end the text within
-    the last message; a name is that of the field to continue. variables: further variables of the template.
+    tools: JSON schemas. continue_final_message: end the text within the last message; a name is that of the field to
+    continue. variables: further variables of the template.
     Raises jinja2.TemplateError, ValueError or TypeError.
     """
-    messages = [_with_reasoning(_plain(message)) for message in conversation]
+    messages = [_with_reasoning(plain(message)) for message in conversation]
     field = "content" if continue_final_message is True else str(continue_final_message or "")
     final = _mark(messages[-1], field, template) if field else ""
     text = _compile(template).render(
         messages=messages,
-        tools=None if tools is None else [_plain(_schema(tool)) for tool in tools],
+        tools=None if tools is None else [plain(tool) for tool in tools],
         add_generation_prompt=add_generation_prompt,
-        **{"documents": None, **_plain(variables)},
+        **{"documents": None, **plain(variables)},
     )
     return _cut_at_mark(text, final) if field else text
 
@@ -83,8 +83,11 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
-    """Mark the end of a message's field; its text without the mark."""
+    """Mark the end of a message's field, or of its last part with a text; the text without the mark."""
     text = message.get(field)
+    if isinstance(text, list):
+        part = next((part for part in reversed(text) if isinstance(part, dict) and "text" in part), {})
+        return _mark(part, "text", template)
     if not isinstance(text, str):
         raise ValueError(f"the final message has no text in {field!r} to continue")
     names = [field]
@@ -104,7 +107,8 @@ def _cut_at_mark(text: str, final: str) -> str:
     return text[:end] if whole else text[:end].rstrip()
 
 
-def _schema(tool: Any) -> Any:
+def schema_of(tool: Any) -> Any:
+    """Return a tool's JSON schema, made by transformers for a function. Raises ValueError for anything else."""
     if isinstance(tool, dict):
         return tool
     if not callable(tool):
@@ -114,7 +118,7 @@ def _schema(tool: Any) -> Any:
     return get_json_schema(tool)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value in JSON's types; of any other object only the name of its type."""
     if value is None or isinstance(value, bool):
         return value
@@ -125,15 +129,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, Mapping):
-        return {_plain(name): _plain(item) for name, item in value.items()}
+        return {plain(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else list(map(_plain, value))
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):
-        return _plain(dump())
+        return plain(dump())
     return f"<{type(value).__name__}>"
 
 

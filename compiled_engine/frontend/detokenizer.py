@@ -34,9 +34,10 @@ class Detokenizer:
         self._join_specials = not skip_special_tokens and not spaces_between_special_tokens
         self._last_is_special = False
         self._emitted_text = ""
-        self._start(self._context(prompt_token_ids))
-        # The output completes a character that the prompt began.
-        self._emitted_text = self._emitted_text.removesuffix(REPLACEMENT)
+        before, begun = self._context(prompt_token_ids)
+        self._start([*before, *begun])
+        # The output may complete a character that the prompt began, which then belongs to the output.
+        self._whole_text = self._tokenizer.decode(before) if begun else self._emitted_text.removesuffix(REPLACEMENT)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now, after more tokens; often "" when a character needs several."""
@@ -53,7 +54,7 @@ class Detokenizer:
         if self._window and self._window[-1] in self._tokenizer.byte_ids:
             return text
         decoded = self._tokenizer.decode(self._window)
-        if decoded.endswith(REPLACEMENT) or len(decoded) <= len(self._emitted_text):
+        if decoded.endswith(REPLACEMENT) or not self._new_text(decoded):
             return text
         return text + self._emit(decoded)
 
@@ -64,7 +65,7 @@ class Detokenizer:
     def peek(self, token_id: int) -> str:
         """The text that would be certain after one token more, which may be part of a character."""
         decoded = self._tokenizer.decode([*self._window, token_id])
-        return "" if decoded.endswith(REPLACEMENT) else decoded[len(self._emitted_text) :]
+        return "" if decoded.endswith(REPLACEMENT) else self._new_text(decoded)
 
     def leaves_no_text(self, token_id: int) -> bool:
         """Return whether a token is skipped, or unknown to the tokenizer."""
@@ -77,8 +78,13 @@ class Detokenizer:
         after_special, self._last_is_special = self._last_is_special, token_id in self._tokenizer.special_ids
         return after_special and self._last_is_special
 
+    def _new_text(self, decoded: str) -> str:
+        """The part of the window's text that was not returned yet."""
+        known = self._emitted_text if decoded.startswith(self._emitted_text) else self._whole_text
+        return decoded[len(known) :]
+
     def _emit(self, decoded: str) -> str:
-        new_text = decoded[len(self._emitted_text) :]
+        new_text = self._new_text(decoded)
         self._start(self._window[self._num_emitted :])
         return new_text
 
@@ -86,16 +92,34 @@ class Detokenizer:
         """Begin a window with tokens whose text was already returned."""
         self._window = emitted
         self._num_emitted = len(emitted)
-        self._emitted_text = self._tokenizer.decode(emitted)
+        self._emitted_text = self._whole_text = self._tokenizer.decode(emitted)
 
-    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The end of the prompt, back to a token with text of its own: it decides how the next one reads."""
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The end of the prompt, back to a token with text of its own, which decides how the next one reads; and the
+        byte tokens at its end that make no whole character."""
+        byte_ids = self._tokenizer.byte_ids
         context: list[int] = []
+        run: list[int] = []  # of byte tokens at the end, which is decoded as a whole
         for token_id in reversed(prompt_token_ids):
             if self.leaves_no_text(token_id):
                 continue
+            if token_id in byte_ids and len(run) == len(context):
+                run.append(token_id)
             context.append(token_id)
             text = self._tokenizer.decode_token(token_id)
-            if text and REPLACEMENT not in text and token_id not in self._tokenizer.byte_ids:
+            if text and REPLACEMENT not in text and token_id not in byte_ids:
                 break
-        return context[::-1]
+        context.reverse()
+        begun = self._begun_character(run[::-1])
+        before = context[: len(context) - len(run)]
+        # Whole characters of the run are left out, since the output's bytes are decoded apart from them.
+        return before or (list(self._tokenizer.word_ids) if len(run) > len(begun) else []), begun
+
+    def _begun_character(self, run: list[int]) -> list[int]:
+        """The byte tokens behind the whole characters of a run: those of a character that may be completed, or as many
+        as show that the run is no text, whatever follows."""
+        try:
+            bytes(map(self._tokenizer.byte_ids.__getitem__, run)).decode()
+        except UnicodeDecodeError as error:
+            return run[error.start : error.end + 1]
+        return []

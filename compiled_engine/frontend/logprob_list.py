@@ -22,7 +22,8 @@ class GrowingLogprobs:
     """Log-probabilities of one completion, or of one prompt; grows by a row a token.
 
     num_top: requested number of most likely tokens; -1 for the whole vocabulary. context: the preceding tokens, on
-    which the text of the first one depends. first: entries before the rows.
+    which the text of the first one depends. first: entries before the rows, of a prompt; context is then its first
+    token, whose text the first row's token may go on with.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class GrowingLogprobs:
             return
         done = len(self._decoded)
         if self._texts is None:
-            self._texts = _token_texts(self._tokenizer, self._context, self._params)
+            self._texts = _token_texts(self._tokenizer, () if self._first else self._context, self._params)
+            if self._first:
+                self._texts.push(self._context)
         if count > done:
             rows = LogprobRows(count - done, bytes(self._data[done * self._row_bytes : count * self._row_bytes]))
             self._decoded += [tuple(self._texts.push(token_ids)) for token_ids in rows.columns()[1]]
@@ -169,6 +172,13 @@ class LogprobList(Sequence[Entry]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (self._list(),)
+
+
+def first_text(tokenizer: Tokenizer, token_ids: Sequence[int], params: SamplingParams) -> str:
+    """Return the text of a prompt's first token, which the texts of the others go on with."""
+    texts = _token_texts(tokenizer, (), params)
+    (text,) = texts.push(token_ids[:1])
+    return text if len(token_ids) > 1 else text + texts.flush()
 
 
 def _token_texts(tokenizer: Tokenizer, context: Sequence[int], params: SamplingParams) -> TokenTexts:

@@ -69,6 +69,8 @@ class RunningRequest:
             first, rows = output.prompt_logprobs
             assert first == len(self._prompt_logprobs)  # a chunk of the prompt at a time, each once
             self._prompt_logprobs.add(rows)
+            if len(self._prompt_logprobs) == len(self._prompt_token_ids):
+                self._prompt_logprobs.end()
         if self._first_scheduled_time is None:
             self._first_scheduled_time = output.scheduled_time
         if output.new_token_ids:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_engine.frontend.client_text import ClientText
 from compiled_engine.frontend.tokenizer_files import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     NotReadHere,
     Templates,
+    read_templates,
     read_tokenizer,
 )
 from compiled_engine.frontend.tokenizer_words import FastWords, Pair, SlowWords, Words
@@ -32,7 +34,7 @@ class Tokenizer:
 
     special_tokens: texts by name, such as eos_token. chat_template: one, or several by name, or None.
     special_ids: ids that skip_special_tokens leaves out. byte_ids: SentencePiece's tokens of a single byte
-    (<0x00> to <0xFF>); a run of them is decoded as a whole.
+    (<0x00> to <0xFF>), each with its byte; a run of them is decoded as a whole. word_ids: those of a short word.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class Tokenizer:
         """in_transformers: gives the same tokenizer as an object of transformers."""
         self._words, self._in_transformers = words, in_transformers
         self.special_tokens, self.chat_template = special_tokens, chat_template
-        self.special_ids = words.special_ids()
-        self.byte_ids = frozenset(i for token in BYTE_TOKENS if (i := words.token_to_id(token)) is not None)
-        self._word = self.encode("a", add_special_tokens=False)
+        self.special_ids = frozenset(token_id for token_id, token in words.added_tokens().items() if token.special)
+        bytes_of_tokens = ((words.token_to_id(token), byte) for byte, token in enumerate(BYTE_TOKENS))
+        self.byte_ids = {token_id: byte for token_id, byte in bytes_of_tokens if token_id is not None}
+        self.word_ids = self.encode("a", add_special_tokens=False)
         self._decoded_tokens: dict[int, str] = {}
         self._known_ids: set[int] = set()
         self._hf: PreTrainedTokenizerBase | None = None
@@ -63,6 +66,11 @@ class Tokenizer:
         else:
             words = SlowWords(hf)
         return cls(words, dict(hf.special_tokens_map), hf.chat_template, lambda: hf)
+
+    @cached_property
+    def client_text(self) -> ClientText:
+        """Renders texts so that what looks like a special token in a client's values is text."""
+        return ClientText(self._words.added_tokens())
 
     @property
     def hf(self) -> PreTrainedTokenizerBase:
@@ -104,9 +112,10 @@ class Tokenizer:
         longest = self._words.longest_token()
         return 0 if longest is None else -(-len(text) // longest)
 
-    def encode_as_text(self, text: str) -> list[int]:
-        """Token ids of `text` in which what looks like a special token is text."""
-        return self._words.encode_as_text(text)
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Token ids of one text in several parts: ids of special tokens, and texts, in which what looks like a special
+        token is text."""
+        return self._words.encode_parts(parts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included; ids unknown to the tokenizer add nothing."""
@@ -128,7 +137,7 @@ class Tokenizer:
         return text
 
     def _decode_token(self, token_id: int) -> str:
-        before, both = self.decode(self._word), self.decode([*self._word, token_id])
+        before, both = self.decode(self.word_ids), self.decode([*self.word_ids, token_id])
         if token_id in self.special_ids or not both.startswith(before):
             return self.decode([token_id])
         return both[len(before) :]
@@ -149,7 +158,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         parts = read_tokenizer(path)
     except NotReadHere as reason:
         log.info("tokenizer: transformers reads the one in %s: %s", path, reason)
-        return Tokenizer.of_transformers(load_by_transformers(path))
+        tokenizer = Tokenizer.of_transformers(load_by_transformers(path))
+        if tokenizer.chat_template is None:  # transformers reads the file of older folders for their processors alone
+            tokenizer.chat_template = read_templates(path, {})
+        return tokenizer
     except Exception as error:  # the Rust library raises nothing more special
         raise _not_loaded(path, error) from error
     return Tokenizer(

@@ -139,6 +139,7 @@ def _set_model(tokenizer: Tokenizer, *, like_sentencepiece: bool) -> None:
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.json"
 # The special tokens that every tokenizer may have, in the order in which they get ids.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Fields of tokenizer_config.json that are not read here.
@@ -196,7 +197,8 @@ def read_tokenizer(path: Path) -> TokenizerParts:
 
 
 def read_templates(path: Path, config: Mapping[str, Any]) -> Templates:
-    """The chat templates: files of their own come before the field in tokenizer_config.json.
+    """The chat templates: files of their own come before the field in tokenizer_config.json, and this field before that
+    of chat_template.json, which the processors of older folders have.
 
     Raises ValueError for a field that holds no templates.
     """
@@ -207,14 +209,20 @@ def read_templates(path: Path, config: Mapping[str, Any]) -> Templates:
         found[file.stem] = file.read_text(encoding="utf-8")
     if found:
         return found["default"] if found.keys() == {"default"} else found
-    given = config.get("chat_template")
-    if given is None or isinstance(given, str):
+    for name, fields in ((CONFIG_FILE, config), (TEMPLATE_FILE, _read_json(path / TEMPLATE_FILE))):
+        if (given := fields.get("chat_template")) is not None:
+            return _templates(path / name, given)
+    return None
+
+
+def _templates(file: Path, given: Any) -> Templates:
+    if isinstance(given, str):
         return given
     try:
         return {str(entry["name"]): str(entry["template"]) for entry in given}
     except (TypeError, KeyError):
         raise ValueError(
-            f"{path / CONFIG_FILE}: chat_template must be a template or a list of {{'name', 'template'}}, got {given!r}"
+            f"{file}: chat_template must be a template or a list of {{'name', 'template'}}, got {given!r}"
         ) from None
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from compiled_engine.process.memory import return_free_memory
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Characters from which a text is tokenised as a batch of one, which does not hold Python's lock and keeps no offsets;
 # up to which it waits for no longer one; and from which the memory that this took is returned to the system.
 LONG_TEXT, QUICK_TEXT, HUGE_TEXT = 8192, 1 << 18, 1 << 20
+UNKNOWN = "\U0010fffe"  # a code point that no text has
 
 
 class Pair(NamedTuple):
@@ -42,8 +44,9 @@ class Words(Protocol):
         """With special tokens. most: the longer text of a pair is cut until both have no more tokens."""
         ...
 
-    def encode_as_text(self, text: str) -> list[int]:
-        """Encode without special tokens: their text is plain text."""
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Encode one text of several parts: an id is that of a special token, and what looks like one in a text is
+        plain text."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -58,7 +61,9 @@ class Words(Protocol):
 
     def id_to_token(self, token_id: int) -> str | None: ...
 
-    def special_ids(self) -> frozenset[int]: ...
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens that are looked for in a text before it is tokenised, the special ones among them."""
+        ...
 
     def to_json(self) -> str: ...
 
@@ -70,7 +75,7 @@ class FastWords:
         self._backend = backend
         self.token_to_id = backend.token_to_id
         self.id_to_token = backend.id_to_token
-        self._as_text: Tokenizer | None = None
+        self._apart: _SpecialsApart | None = None
         self._cutting: tuple[int, Tokenizer] | None = None
         self._longest_token: int | None = None
         self._lock = threading.Lock()
@@ -106,18 +111,17 @@ class FastWords:
             self._longest_token = longest * (1 if self._backend.normalizer is None else 4)
         return self._longest_token
 
-    def encode_as_text(self, text: str) -> list[int]:
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         with self._lock:
-            if self._as_text is None:  # a copy: the setting would also affect concurrent calls
-                self._as_text = Tokenizer.from_str(self._backend.to_str())
-                self._as_text.encode_special_tokens = True
-        return _ids(self._as_text, text, False)
+            if self._apart is None:
+                self._apart = _SpecialsApart(self._backend)
+        return self._apart.encode(parts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(index for index, token in self._backend.get_added_tokens_decoder().items() if token.special)
+    def added_tokens(self) -> dict[int, AddedToken]:
+        return self._backend.get_added_tokens_decoder()
 
     def to_json(self) -> str:
         return self._backend.to_str()
@@ -130,6 +134,53 @@ def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     if len(text) >= HUGE_TEXT:
         return_free_memory()
     return ids
+
+
+class _SpecialsApart:
+    """A tokenizer that finds special tokens by other texts, which nobody can write.
+
+    Everything else is tokenised as by `backend`: an added token ends the text before it, and may take spaces around it.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._tokenizer = Tokenizer.from_str(backend.to_str())  # a copy: the setting would also affect other calls
+        self._tokenizer.encode_special_tokens = True
+        secret = secrets.token_hex(8)
+        self._special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._names = {token_id: token.content + secret for token_id, token in self._special.items()}
+        self._break = secret
+        self._tokenizer.add_tokens([_named(token, self._names[i]) for i, token in self._special.items()])
+        self._tokenizer.add_tokens([AddedToken(self._break, normalized=False)])
+        self._ids = {self._tokenizer.token_to_id(name): token_id for token_id, name in self._names.items()}
+        self._break_id = self._tokenizer.token_to_id(self._break)
+        # Characters that the vocabulary lacks have a token, which may be special.
+        self._of_no_text = self._special.keys() - set(_ids(self._tokenizer, UNKNOWN, False))
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        ids = self._encode(parts)
+        if not self._of_no_text.isdisjoint(ids):  # a vocabulary may hold the text of a special token like any other
+            ids = self._encode([part if isinstance(part, int) else self._broken(part) for part in parts])
+        return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._break_id]
+
+    def _encode(self, parts: Sequence[str | int]) -> list[int]:
+        written = (self._names[part] if isinstance(part, int) else part for part in parts)
+        return _ids(self._tokenizer, "".join(written), False)
+
+    def _broken(self, text: str) -> str:
+        for token in self._special.values():
+            text = text.replace(token.content, self._break.join((token.content[:1], token.content[1:])))
+        return text
+
+
+def _named(token: AddedToken, content: str) -> AddedToken:
+    return AddedToken(
+        content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=False,
+    )
 
 
 class SlowWords:
@@ -153,8 +204,10 @@ class SlowWords:
         encoded = (self._hf(*pair, return_token_type_ids=True, verbose=False, **options) for pair in pairs)
         return [Pair.of(each["input_ids"], each.get("token_type_ids", ())) for each in encoded]
 
-    def encode_as_text(self, text: str) -> list[int]:
-        return self._hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        found = ([part] if isinstance(part, int) else self._hf(part, **options)["input_ids"] for part in parts)
+        return [token_id for ids in found for token_id in ids]
 
     def longest_token(self) -> int | None:
         return None
@@ -163,8 +216,10 @@ class SlowWords:
         text = self._hf.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return cast(str, text)
 
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(self._hf.all_special_ids)
+    def added_tokens(self) -> dict[int, AddedToken]:
+        plain = {i: token for i, token in self._hf.added_tokens_decoder.items() if not token.special}
+        special = zip(self._hf.all_special_ids, self._hf.all_special_tokens, strict=True)
+        return plain | {i: AddedToken(token, special=True, normalized=False) for i, token in special}
 
     def to_json(self) -> str:
         raise ValueError("structured_outputs needs a tokenizer of the library `tokenizers`, and this is a slow one")

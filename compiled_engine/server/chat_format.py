@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +22,13 @@ from compiled_engine.server.parsers.registry import (
     tool_format_of,
 )
 
-# Special tokens within a user's text are text: only the chat template writes special tokens.
-
-# Code points that no text has: one of them is put into special tokens that come from the user.
-NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-
 
 class SpecialTokenGuard:
-    """Renders conversations so that no text in them becomes a special token."""
+    """The special tokens by their texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
         ids = {tokenizer.decode([token_id]): token_id for token_id in tokenizer.special_ids}
         self._ids = {text: token_id for text, token_id in ids.items() if len(text) > 1}
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def literal(self, text: str) -> str:
         """A text as a grammar in Lark has it: a special token by its id, any other in quotes."""
@@ -48,59 +39,14 @@ class SpecialTokenGuard:
         """Return whether the id is that of a special token."""
         return text in self._ids
 
-    def concerns(self, values: Any) -> bool:
-        """Return whether any text of these lists, dicts and strings contains a special token."""
-        return any(self._special.search(text) for text in _texts(values))
-
-    def render(self, values: Any, render: Callable[[Any], str]) -> tuple[str, tuple[int, ...]]:
-        """The text that `render` makes of the values, and its token ids."""
-        joined = "".join(_texts(values))
-        mark = next((each for each in NONCHARACTERS if each not in joined), None)
-        if mark is None:
-            raise bad_request("messages", "messages must not hold every code point from U+FDD0 to U+FDEF")
-
-        def marked(match: re.Match[str]) -> str:
-            return match[0][0] + mark + match[0][1:]
-
-        text = render(_mapped(values, lambda each: self._special.sub(marked, each)))
-        ids: list[int] = []
-        place = 0
-        for match in self._special.finditer(text):
-            ids += self._tokenizer.encode_as_text(text[place : match.start()].replace(mark, ""))
-            ids.append(self._ids[match[0]])
-            place = match.end()
-        ids += self._tokenizer.encode_as_text(text[place:].replace(mark, ""))
-        return text.replace(mark, ""), tuple(ids)
-
-
-def _texts(values: Any) -> list[str]:
-    """Every string in lists and dicts, keys included."""
-    if isinstance(values, str):
-        return [values]
-    if isinstance(values, Mapping):
-        return [text for key, value in values.items() for text in (str(key), *_texts(value))]
-    if isinstance(values, list | tuple):
-        return [text for value in values for text in _texts(value)]
-    return []
-
-
-def _mapped(values: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(values, str):
-        return change(values)
-    if isinstance(values, Mapping):
-        return {change(str(key)): _mapped(value, change) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_mapped(value, change) for value in values]
-    return values
-
 
 LONGEST_SETTING = 256
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """template: its text. given: what is passed on instead of the checkpoint's own, if anything is. tools, reasoning:
-    the format's name, None if there is none."""
+    """template, tool_template: the texts of the template for requests without and with tools. given: what is passed on
+    instead of the checkpoint's own, if anything is. tools, reasoning: the format's name, None if there is none."""
 
     tokenizer: Tokenizer
     template: str
@@ -110,10 +56,11 @@ class ChatFormat:
     guard: SpecialTokenGuard
     texts: LongWork
     allowed_settings: tuple[str, ...]
+    tool_template: str = ""
 
     def knows(self, name: str) -> bool:
-        """Return whether the template uses a variable."""
-        return name in self.template
+        """Return whether a template uses a variable."""
+        return name in self.template or name in self.tool_template
 
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
         """Return the template's variables besides messages and tools. Raises ApiError 400 for what requests may not
@@ -143,9 +90,12 @@ class ChatFormat:
             settings["reasoning_effort"] = reasoning_effort
         return settings
 
-    def parser(self, prompt: str, tool_names: Sequence[str], *, one_call: bool) -> AnswerParser:
-        """Make the parser of an answer to the prompt. tool_names: of the tools that it may call."""
-        reasoning = None if self.reasoning is None else reasoning_parser(self.reasoning, prompt)
+    def parser(
+        self, prompt: str, tool_names: Sequence[str], *, one_call: bool, continued: str | None = None
+    ) -> AnswerParser:
+        """Make the parser of an answer to the prompt. tool_names: of the tools that it may call. continued: the message
+        that the answer continues."""
+        reasoning = None if self.reasoning is None else reasoning_parser(self.reasoning, prompt, continued)
         tools = self.tools.parser(tool_names) if self.tools is not None and tool_names else None
         return AnswerParser(reasoning, tools, one_call=one_call)
 
@@ -162,13 +112,13 @@ class ChatFormat:
         """The prompt, as text and as token ids. check: may refuse the text before it is tokenised. Raises ApiError 400
         for what the template cannot render, or not in time."""
 
-        def rendered(values: Any) -> tuple[str, tuple[int, ...]]:
+        def render() -> tuple[str, tuple[int, ...]]:
             prompt = render_chat(
                 self.tokenizer,
-                values[0],
+                messages,
                 chat_template=self.given,
-                tools=values[1],
-                chat_template_kwargs=values[2],
+                tools=tools,
+                chat_template_kwargs=settings,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 check=check,
@@ -177,13 +127,9 @@ class ChatFormat:
 
         values = [messages, tools, settings]
 
-        def render() -> tuple[str, tuple[int, ...]]:
-            if self.guard.concerns(values):
-                return self.guard.render(values, lambda guarded: rendered(guarded)[0])
-            return rendered(values)
-
         try:
-            if not has_long_text(values) and not self.guard.concerns(values):
+            # The first conversation with a special token in a text takes a copy of the tokenizer.
+            if not has_long_text(values) and not self.tokenizer.client_text.concerns(values):
                 return render()
             return await self.texts.run("messages", num_characters(values), render)
         except ApiError:
@@ -197,13 +143,17 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
     template."""
     if tokenizer is None:
         return None
+    from compiled_engine.frontend.chat_template import choose_template
+
     given = read_chat_template(options.chat_template, tokenizer)
-    template: Any = given if given is not None else tokenizer.chat_template
-    if isinstance(template, Mapping):
-        template = template.get("default", next(iter(template.values()), None))
-    if template is None:
+    own = tokenizer.chat_template
+    if isinstance(own, Mapping) and own and "default" not in own and given is None:
+        own = {"default": next(iter(own.values())), **own}
+    if own is None and given is None:
         return None
-    tools = _chosen(options.tool_call_parser, tool_format_of(template))
+    template, tool_template = choose_template(own, given, None), choose_template(own, given, ())
+    tools = _chosen(options.tool_call_parser, tool_format_of(tool_template))
+    _ = tokenizer.client_text  # made here, as it takes a while with thousands of special tokens
     return ChatFormat(
         tokenizer,
         template,
@@ -213,6 +163,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
         SpecialTokenGuard(tokenizer),
         texts,
         options.chat_template_kwargs,
+        tool_template,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -10,7 +9,6 @@ from msgspec import Meta
 
 from compiled_engine.server.errors import bad_request
 from compiled_engine.server.options import Limits
-from compiled_engine.server.replies import is_deeper_than
 from compiled_engine.server.request_fields import require_at_most
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """arguments: a JSON object as text, as the model wrote it."""
+    """arguments: a JSON object as text, as the model wrote it. None at all, and null, are an empty one."""
 
     name: Name
     arguments: str | dict[str, Any] = ""
@@ -83,44 +81,41 @@ def begins_an_answer(add_generation_prompt: bool | None, continue_final_message:
     return add_generation_prompt is not False and not continue_final_message
 
 
+def text_of(message: ChatMessage) -> str:
+    """The text of a message's content."""
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
-    """Raises ApiError 400 naming the message that is wrong."""
+    """Return the messages as `render_chat` takes them. Raises ApiError 400 naming the message that is wrong."""
     if not messages:
         raise bad_request("messages", "messages must not be empty, got []")
     require_at_most("messages", messages, limits.max_messages, "messages")
     parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     if parts > limits.max_messages:
         raise bad_request("messages", f"messages must have at most {limits.max_messages} parts, got {parts}")
-    return [_message(f"messages[{index}]", message, chat, limits) for index, message in enumerate(messages)]
+    return [_message(f"messages[{index}]", message, chat) for index, message in enumerate(messages)]
 
 
-def _message(where: str, message: ChatMessage, chat: ChatFormat, limits: Limits) -> dict[str, Any]:
+def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not chat.knows("developer") else message.role
-    content = message.content
+    content: Any = message.content
     if content is None and not message.tool_calls:
         raise bad_request(f"{where}.content", f"{where}.content must be a string, or a list of text parts, got null")
     if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+        content = [{"type": "text", "text": part.text} for part in content]
     result: dict[str, Any] = {"role": role, "content": content or ""}
     reasoning = message.reasoning_content or message.reasoning
     further = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
     result |= {key: value for key, value in further.items() if value is not None}
     if message.tool_calls:
-        result["tool_calls"] = [_tool_call(call, limits.max_json_depth) for call in message.tool_calls]
+        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result
 
 
-def _tool_call(call: MessageToolCall, max_depth: int) -> dict[str, Any]:
-    """Return the call with its arguments as an object: templates write them as JSON themselves. Invalid or too deep
-    arguments stay text: the model may have written them, and must see its own output."""
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str) and not is_deeper_than(arguments.encode(errors="replace"), max_depth):
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        arguments = value if isinstance(value, dict) else arguments
-    function = {"name": call.function.name, "arguments": arguments}
+def _tool_call(call: MessageToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 

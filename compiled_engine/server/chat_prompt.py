@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.server.chat_messages import Tool, begins_an_answer, messages_for_template, tools_for_template
+from compiled_engine.server.chat_messages import (
+    Tool,
+    begins_an_answer,
+    messages_for_template,
+    text_of,
+    tools_for_template,
+)
 from compiled_engine.server.errors import bad_request, blamed_on_request, shown
 from compiled_engine.server.forms import ToolUse, answer_form, asked_form
 from compiled_engine.server.parsers.answer import AnswerParser
@@ -58,7 +64,8 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
         continue_final_message=bool(fields.continue_final_message),
         check=lambda text: serving.check_text(text, params, "messages"),
     )
-    form = await answer_form(serving.forms, chat, text, use, asked)
+    continued = text_of(fields.messages[-1]) if fields.continue_final_message else None
+    form = await answer_form(serving.forms, chat, text, use, asked, continued)
     try:
         params.structured_outputs = form
     except ValueError as error:
@@ -68,7 +75,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     return ChatPrompt(
         {"prompt": text, "prompt_token_ids": token_ids},
         params,
-        lambda: chat.parser(text, names, one_call=one_call),
+        lambda: chat.parser(text, names, one_call=one_call, continued=continued),
         _no_call if chat.tools is None else chat.tools.call_id,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
+from compiled_engine.frontend.logprob_list import first_text
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from compiled_engine.frontend.prompts import has_long_text
 from compiled_engine.frontend.request_stream import OutputKind
@@ -19,7 +20,13 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.forms import asked_form
 from compiled_engine.server.generation import Outputs, begun, generate
-from compiled_engine.server.logprob_shapes import CompletionLogprobs, Entries, completion_logprobs, prompt_logprobs
+from compiled_engine.server.logprob_shapes import (
+    CompletionLogprobs,
+    Entries,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 from compiled_engine.server.protocol import (
     CompletionChoice,
     CompletionRequest,
@@ -80,13 +87,20 @@ class _Answer:
             return output.prompt or ""
         return self.tokenizer.decode(output.prompt_token_ids)
 
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Ids of tokens that the text leaves out."""
+        return self.tokenizer.special_ids if self.tokenizer and self.params.skip_special_tokens else frozenset()
+
     def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> tuple[CompletionLogprobs, int] | None:
         """Log-probabilities of the prompt and the length of its text, if they come before those of its completions."""
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
-        ids = output.prompt_token_ids
-        begin = "" if self.tokenizer is None else self.tokenizer.decode_token(ids[0])
-        return completion_logprobs(entries, ids, first_text=begin, as_ids=self.shows_ids)
+        ids, text = output.prompt_token_ids, self.echoed(output)
+        first, special = "", frozenset[int]()
+        if self.tokenizer is not None:
+            first, special = first_text(self.tokenizer, ids, self.params), self.tokenizer.special_ids
+        return echoed_logprobs(entries, ids, text, first, special, as_ids=self.shows_ids), len(text)
 
     def response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> CompletionResponse:
         return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
@@ -176,7 +190,9 @@ def _part(
     if fields.logprobs is not None:
         if first and echoed is not None:
             of_prompt, place.characters = echoed
-        logprobs, place.characters = completion_logprobs(entries, token_ids, place.characters, as_ids=answer.shows_ids)
+        logprobs, place.characters = completion_logprobs(
+            entries, token_ids, place.characters, answer.left_out, as_ids=answer.shows_ids
+        )
         if first and echoed is not None:
             logprobs = of_prompt + logprobs
     if first and fields.echo:

@@ -100,10 +100,15 @@ class ToolUse:
 
 
 async def answer_form(
-    checks: LongWork, chat: ChatFormat, prompt: str, use: ToolUse | None, asked: StructuredOutputs | None
+    checks: LongWork,
+    chat: ChatFormat,
+    prompt: str,
+    use: ToolUse | None,
+    asked: StructuredOutputs | None,
+    continued: str | None = None,
 ) -> StructuredOutputs | None:
     """Return the grammar of an answer; None if any text is allowed. prompt: as rendered, which shows whether reasoning
-    comes first.
+    comes first. continued: the message that the answer continues.
 
     Raises ApiError 400 naming the tool whose schema is not supported.
     """
@@ -116,7 +121,7 @@ async def answer_form(
             tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), work)
         except TakesTooLong as error:
             raise bad_request("tools", f"tools: {error}".replace("structured_outputs: ", "")) from error
-    reasoning = _reasoning(chat, prompt)
+    reasoning = _reasoning(chat, prompt, continued)
     if not tools and not reasoning:
         return asked
     grammars = [] if asked is None else _named_answer(asked)
@@ -132,7 +137,7 @@ def _body(chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], 
     if use is None or not tools:
         return [f"body: @{ANSWER}"]
     assert chat.tools is not None
-    found = chat.tools.grammar(tools, chat.guard.literal, chat.template, use.several)
+    found = chat.tools.grammar(tools, chat.guard.literal, chat.tool_template or chat.template, use.several)
     if use.required:
         return ["body: calls", found.calls, found.shared]
     if has_answer:
@@ -175,9 +180,9 @@ class _ReasoningRules:
     rules: str
 
 
-def _reasoning(chat: ChatFormat, prompt: str) -> _ReasoningRules | None:
+def _reasoning(chat: ChatFormat, prompt: str, continued: str | None) -> _ReasoningRules | None:
     """Return the rule of reasoning, None without any."""
-    inside = None if chat.reasoning is None else begins_inside(chat.reasoning, prompt)
+    inside = None if chat.reasoning is None else begins_inside(chat.reasoning, prompt, continued)
     if inside is None:
         return None
     opening, closing = chat.guard.literal(OPENING), chat.guard.literal(CLOSING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -16,6 +16,8 @@ from compiled_engine.server.parsers.pieces import Content, Piece
 
 # JSON has no infinities: what is impossible gets a number that no possible token has.
 LOWEST = -9999.0
+# Characters of a prompt's text that may be before a token, or stand for one of its characters.
+MOST_SKIPPED = 4
 Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
 
 
@@ -75,20 +77,49 @@ class PromptLogprob(msgspec.Struct):
 
 
 def completion_logprobs(
-    entries: Entries, token_ids: Sequence[int], offset: int = 0, first_text: str = "", *, as_ids: bool = False
+    entries: Entries, token_ids: Sequence[int], offset: int = 0, left_out: Container[int] = (), *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
-    """Return entries of consecutive tokens, with a text that begins at `offset`, and where it ends. first_text: of a
-    token without an entry. as_ids: write tokens as "token_id:5"."""
+    """Return entries of consecutive tokens, with a text that begins at `offset`, and where it ends. left_out: ids of
+    tokens that the text leaves out. as_ids: write tokens as "token_id:5"."""
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry, token_id in zip(entries, token_ids, strict=True):
-        chosen = None if entry is None else entry[token_id]
-        token = first_text if chosen is None else chosen.decoded_token or ""
-        shaped.tokens.append(_as_id(token_id) if as_ids else token)
-        shaped.text_offset.append(offset)
-        offset += len(token)
-        shaped.token_logprobs.append(None if chosen is None else finite(chosen.logprob))
-        shaped.top_logprobs.append(None if entry is None else _by_text(entry, as_ids))
+        assert entry is not None
+        token = entry[token_id].decoded_token or ""
+        _append(shaped, token_id, token, offset, entry, as_ids)
+        offset += 0 if token_id in left_out else len(token)
     return shaped, offset
+
+
+def echoed_logprobs(
+    entries: Entries, token_ids: Sequence[int], text: str, first_text: str, special: Container[int], *, as_ids: bool
+) -> CompletionLogprobs:
+    """Return the entries of a prompt, with their places in its text. first_text: of the first token, which has no
+    entry. special: ids of tokens that the text need not hold; it may hold other characters than the tokens too, where
+    a tokenizer normalises."""
+    shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    place = missing = 0  # characters of tokens that were not found
+    for index, (entry, token_id) in enumerate(zip(entries, token_ids, strict=True)):
+        token = first_text if index == 0 else (entry or {})[token_id].decoded_token or ""
+        is_exact = token_id in special or token.isspace()  # a tokenizer may have put it there, with another behind it
+        within = 0 if is_exact else MOST_SKIPPED + MOST_SKIPPED * missing
+        found = text.find(token, place, place + len(token) + within)
+        if found != -1:
+            place, missing = found, 0
+        _append(shaped, token_id, token, place, entry, as_ids)
+        if found != -1:
+            place += len(token)
+        elif not is_exact:
+            missing += len(token)
+    return shaped
+
+
+def _append(
+    shaped: CompletionLogprobs, token_id: int, token: str, offset: int, entry: dict[int, Logprob] | None, as_ids: bool
+) -> None:
+    shaped.tokens.append(_as_id(token_id) if as_ids else token)
+    shaped.text_offset.append(offset)
+    shaped.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
+    shaped.top_logprobs.append(None if entry is None else _by_text(entry, as_ids))
 
 
 def chat_logprobs(entries: Entries, top: int, *, as_ids: bool = False) -> ChatLogprobs:

@@ -50,11 +50,24 @@ class Encoder(nn.Module):
         if self.token_types:
             types_T = torch.zeros_like(input_ids_T) if token_types_T is None else token_types_T
             arguments["token_type_ids"] = types_T.unsqueeze(0)
-        positions_T = positions_T + self.first_position if self.first_position else positions_T
+        if self.first_position:
+            positions_T = self._counted(input_ids_T, positions_T)
         output = self.model.base_model(
             input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), **arguments
         )
         return output[0].squeeze(0)
+
+    def _counted(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Count positions as RoBERTa does: padding tokens, which a text may hold too, all have the one before the
+        first."""
+        padding = self.first_position - 1
+        is_padding_T = (input_ids_T == padding).to(positions_T.dtype)
+        places_T = torch.arange(positions_T.shape[0], dtype=positions_T.dtype, device=positions_T.device)
+        starts_T = (places_T - positions_T).clamp(min=0)  # where each token's text begins in the step
+        num_padding_T = is_padding_T.cumsum(0, dtype=positions_T.dtype)
+        before_T = num_padding_T[starts_T] - is_padding_T[starts_T]
+        counted_T = positions_T + self.first_position - (num_padding_T - before_T)
+        return torch.where(is_padding_T == 1, padding, counted_T)
 
 
 class Classifier(Encoder):

@@ -20,6 +20,7 @@ TEXTS = [
     "a",
     "def add(a, b):\n    return a + b",
     "über 你好",
+    "<|user|>hello <|user|><|user|>world",  # in some families the padding token
     "hello world",
 ]
 TANH = "torch.nn.modules.activation.Tanh"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,89 @@ def test_the_final_message_is_continued() -> None:
 def test_parts_of_text_are_joined() -> None:
     content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert render([{"role": "user", "content": content}]) == "<|user|>one\ntwo</s><|assistant|>"
+
+
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+# How contents are read, and what comes of a text and of parts.
+CONTENTS = {
+    "text": ("{{ message.content }}", "hello", "one\ntwo"),
+    "trimmed text": ("{{ message['content'] | trim }}", "hello", "one\ntwo"),
+    "all parts": ("{% for part in message.content %}{{ part['text'] }}{% endfor %}", "hello", "onetwo"),
+    "the first part": ("{{ message.content[0].text }}", "hello", "one\ntwo"),
+    "either": (
+        "{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}",
+        "hello",
+        "[one][two]",
+    ),
+    "parts of a macro": (
+        "{% macro shown(all) %}{% for each in all if each.type == 'text' %}{{ each.text | trim }};{% endfor %}"
+        "{% endmacro %}"
+        "{{ shown(message.content) }}",
+        "hello;",
+        "one;two;",
+    ),
+    "JSON": ("{{ message.content | tojson }}", '"hello"', '"one\\ntwo"'),
+}
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_contents_are_given_as_the_template_reads_them(kind: str) -> None:
+    reading, of_text, of_parts = CONTENTS[kind]
+    template = f"{{% for message in messages %}}{reading}{{% endfor %}}"
+    assert render([USER], template) == of_text
+    assert render([{"role": "user", "content": PARTS}], template) == of_parts
+    last = {"role": "assistant", "content": "We"}
+    continued = {"add_generation_prompt": False, "continue_final_message": True}
+    assert str(render([USER, last], template, **continued)).endswith("We")
+
+
+def test_a_role_may_read_another_form_than_others() -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}:"
+        "{% set messages = messages[1:] %}{% endif %}"
+        "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    assert render([{"role": "system", "content": "be brief"}, USER], template) == "be brief:hello"
+    assert (
+        render([{"role": "system", "content": PARTS}, {"role": "user", "content": PARTS}], template)
+        == "one\ntwo:onetwo"
+    )
+
+
+DEEP = '{"a":' * 70 + "1" + "}" * 70
+AS_TEXT = "{% for call in messages[1].tool_calls %}{{ 'call ' + call.function.arguments }}{% endfor %}"
+PRINTED = "{% for call in messages[1].tool_calls %}call {{ call.function.arguments }}{% endfor %}"
+AS_OBJECT = "{% for call in messages[1].tool_calls %}call {{ call.function.arguments | tojson }}{% endfor %}"
+BY_ITEM = (
+    "{% for call in messages[1].tool_calls %}call {% for name, value in call.function.arguments.items() %}"
+    "{{ name }}={{ value }} {% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "as_text", "as_object", "by_item"),
+    [
+        ('{"a":1}', '{"a":1}', '{"a": 1}', "a=1 "),
+        ({"a": 1}, '{"a": 1}', '{"a": 1}', "a=1 "),
+        ({"a": "é"}, '{"a": "é"}', '{"a": "é"}', "a=é "),
+        ("null", "{}", "{}", ""),
+        ("", "{}", "{}", ""),
+        (" null\n", "{}", "{}", ""),
+        (None, "{}", "{}", ""),
+        ("[1]", "[1]", '"[1]"', None),
+        ('{"a": ', '{"a": ', '"{\\"a\\": "', None),
+        (DEEP, DEEP, json.dumps(DEEP), None),
+    ],
+)
+def test_arguments_are_given_as_the_template_reads_them(
+    given: Any, as_text: str, as_object: str | None, by_item: str | None
+) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": given}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for template, expected in ((AS_TEXT, as_text), (PRINTED, as_text), (AS_OBJECT, as_object), (BY_ITEM, by_item)):
+        if expected is not None:
+            assert render(messages, template) == f"call {expected}"
 
 
 def test_a_template_may_have_a_role_and_variables_of_its_own() -> None:

@@ -245,6 +245,22 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
         render_chat(load_tokenizer(tmp_path), [USER])
 
 
+@pytest.mark.parametrize("config", [{}, {"auto_map": {"x": "y"}}], ids=["read here", "read by transformers"])
+def test_the_file_of_older_folders_is_read_where_there_is_no_other(config: dict[str, Any], tmp_path: Path) -> None:
+    byte_level().hf.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    own, older = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.json"
+    own.write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).chat_template is None
+    older.write_text(json.dumps({"chat_template": "older"}))
+    assert load_tokenizer(tmp_path).chat_template == "older"
+    own.write_text(json.dumps({**config, "chat_template": "field"}))
+    assert load_tokenizer(tmp_path).chat_template == "field"
+    own.write_text(json.dumps(config))
+    older.write_text(json.dumps({"chat_template": [7]}))
+    with pytest.raises(ValueError, match=r"chat_template.json: chat_template must be a template or a list of"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_field_that_holds_no_template(tmp_path: Path) -> None:
     byte_level().hf.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [7]}))

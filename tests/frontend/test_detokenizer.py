@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level, word_piece
 
@@ -72,6 +72,51 @@ def test_text_goes_on_where_the_prompt_ended(tokenizer: Tokenizer, data: st.Data
     prompt_text = whole(tokenizer, prompt, skip)
     if whole(tokenizer, prompt + token_ids, skip).startswith(prompt_text):
         assert prompt_text + completion == whole(tokenizer, prompt + token_ids, skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_text_goes_on_after_any_cut_of_any_tokens(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    """Bytes are drawn often, so that most cuts are within a character or next to bytes that make none."""
+    bytes_of = sorted(tokenizer.byte_ids) or range(len(tokenizer.hf))
+    token = st.one_of(st.integers(0, len(tokenizer.hf) + 1), st.sampled_from(bytes_of))
+    prompt, token_ids = (data.draw(st.lists(token, max_size=12)) for _ in range(2))
+    completion = "".join(deltas(Detokenizer(tokenizer, prompt, skip_special_tokens=skip), token_ids))
+    before, both = (whole(tokenizer, ids, skip) for ids in (prompt, prompt + token_ids))
+    assert both.endswith(completion)
+    if REPLACEMENT not in before and both.startswith(before):
+        assert before + completion == both
+
+
+def bytes_as_tokens(tokenizer: Tokenizer, character: str) -> list[int]:
+    if tokenizer.byte_ids:
+        return ids_of(tokenizer, *(f"<0x{byte:02X}>" for byte in character.encode()))
+    return tokenizer.encode(character)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte_level", "byte_fallback"])
+@settings(max_examples=300, deadline=None)
+@given(text=st.text("a é你€😀😁\n\ufffd", min_size=1, max_size=8), data=st.data())
+def test_a_character_that_is_cut_belongs_to_the_output(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+    """Nothing of a text is lost, and nothing comes twice, wherever its tokens are cut."""
+    tokens = [(place, each) for place, c in enumerate(text) for each in bytes_as_tokens(tokenizer, c)]
+    cut = data.draw(st.integers(0, len(tokens)))
+    first = tokens[cut][0] if cut < len(tokens) else len(text)
+    is_inside = 0 < cut < len(tokens) and tokens[cut - 1][0] == first
+    assume(not (is_inside and text[first] == REPLACEMENT))  # its beginning reads as it does itself
+    ids = [each for _, each in tokens]
+    detokenizer = Detokenizer(tokenizer, [*ids_of(tokenizer, "h"), *ids[:cut]])
+    assert "".join(deltas(detokenizer, ids[cut:])) == text[first:]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(("<0xAC>", "h"), "€h"), (("h", "e"), "he"), (("<0xC3>", "h"), "\ufffdh")]
+)
+def test_bytes_that_a_prompt_began(tokens: tuple[str, ...], text: str) -> None:
+    """They are completed, or they are the prompt's."""
+    tokenizer = byte_fallback()
+    prompt = ids_of(tokenizer, "▁a", "<0xC3>", "<0xA9>", "<0xE2>", "<0x82>")
+    assert "".join(deltas(Detokenizer(tokenizer, prompt), ids_of(tokenizer, *tokens))) == text
 
 
 def test_a_character_of_several_tokens_comes_out_whole() -> None:

@@ -241,6 +241,35 @@ def test_reasoning(prompt: str, text: str, reasoning: str, answer: str) -> None:
         assert content(pieces) == answer
 
 
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("continued", "text", "reasoning", "answer"),
+    [
+        ("<think>\nLet me", " think.\n</think>\n\nYes", " think.", "Yes"),
+        ("<think>\nLet me", " never end", " never end", ""),
+        ("<think>\n", "\nhm</think>\nyes", "hm", "yes"),
+        ("<think>\nhm\n</think>\n\nThe sum", " is 3.", "", " is 3."),
+        ("<think>a</think>b<think>c", " d</think> e", " d", "e"),
+        ("<think>hm</think>", " Yes", "", " Yes"),
+        ("The sum", " is </think> 3.", "", " is </think> 3."),
+    ],
+)
+def test_reasoning_of_a_continued_message(name: str, continued: str, text: str, reasoning: str, answer: str) -> None:
+    """Its last tag decides, whatever is at the end of the prompt."""
+    for prompt in (f"<think>old</think>{continued}", f"<think>\n\n</think>\n\n{continued}"):
+        for chunks in ([text], list(text)):
+            pieces = parse(AnswerParser(reasoning_parser(name, prompt, continued), None), *chunks)
+            assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == reasoning
+            assert content(pieces) == answer
+
+
+def test_a_continued_message_without_text_is_an_answer_that_begins() -> None:
+    assert parse(AnswerParser(reasoning_parser("deepseek_r1", "bot:", ""), None), "hm</think>a") == [
+        Reasoning("hm"),
+        Content("a"),
+    ]
+
+
 def test_calls_after_reasoning_and_none_within_it() -> None:
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     pieces = parse(AnswerParser(reasoning_parser("deepseek_r1", ""), tools("hermes")), f"{call}</think>\n\n{call}")

@@ -78,7 +78,12 @@ def built(response: Any) -> dict[str, Any]:
     return found
 
 
-TOKENIZER = SimpleNamespace(decode_token=lambda token_id: "a", decode=lambda ids: f"decoded {list(ids)}")
+TOKENIZER = SimpleNamespace(
+    decode=lambda ids: {(): "", (11,): "a"}.get(tuple(ids), f"decoded {list(ids)}"),
+    knows=lambda token_id: True,
+    special_ids=frozenset(),
+    byte_ids={},
+)
 
 
 def completion_answer(n: int = 1, tokenizer: Any = TOKENIZER, **given: Any) -> Any:

@@ -77,9 +77,15 @@ def tool_use(*, required: bool, several: bool = True, strict: bool = True, names
     return ToolUse(tools, required=required, several=several)
 
 
-def form_of(chat: ChatFormat, use: ToolUse | None, asked: dict[str, Any] | None = None, prompt: str = "") -> str:
+def form_of(
+    chat: ChatFormat,
+    use: ToolUse | None,
+    asked: dict[str, Any] | None = None,
+    prompt: str = "",
+    continued: str | None = None,
+) -> str:
     given = None if asked is None else StructuredOutputs(json=asked, disable_any_whitespace=True)
-    form = asyncio.run(answer_form(LONG_WORK, chat, prompt, use, given))
+    form = asyncio.run(answer_form(LONG_WORK, chat, prompt, use, given, continued))
     assert form is not None
     return grammar_text(form)
 
@@ -188,6 +194,13 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
     closed = form_of(chat, None, ANSWER, "<think>\n\n</think>\n\n")
     assert accepts(closed, '{"ok":true}')
     assert not accepts(closed, "hm", "</think>", '{"ok":true}')
+    within = form_of(chat, None, ANSWER, "<think>\nLet me", "<think>\nLet me")
+    assert accepts(within, " see", "</think>", '\n{"ok":true}')
+    assert not accepts(within, '{"ok":true}')
+    for continued in ("<think>hm</think>So: ", "So: "):
+        after = form_of(chat, None, ANSWER, continued, continued)
+        assert accepts(after, '{"ok":true}')
+        assert not accepts(after, "hm", "</think>", '{"ok":true}')
 
 
 def test_text_needs_no_grammar() -> None:

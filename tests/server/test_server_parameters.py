@@ -126,10 +126,10 @@ def test_the_likeliest_of_tokens_with_one_text_is_shown(order: tuple[int, ...]) 
 def test_tokens_as_ids_tell_tokens_with_one_text_apart() -> None:
     """The places in the text, and the bytes, stay those of the text."""
     entry = {7: Logprob(-3.0, 3, "ab"), 8: Logprob(-1.0, 1, "ab"), 9: Logprob(-2.0, 2, "b")}
-    shaped, end = completion_logprobs([None, entry, entry], [5, 7, 7], 10, first_text="xyz", as_ids=True)
-    assert shaped.tokens == ["token_id:5", "token_id:7", "token_id:7"]
-    assert (shaped.text_offset, end) == ([10, 13, 15], 17)
-    assert shaped.top_logprobs[1] == {"token_id:7": -3.0, "token_id:8": -1.0, "token_id:9": -2.0}
+    shaped, end = completion_logprobs([entry, entry], [7, 7], 10, as_ids=True)
+    assert shaped.tokens == ["token_id:7", "token_id:7"]
+    assert (shaped.text_offset, end) == ([10, 12], 14)
+    assert shaped.top_logprobs[0] == {"token_id:7": -3.0, "token_id:8": -1.0, "token_id:9": -2.0}
     (token,) = chat_logprobs([entry], -1, as_ids=True).content
     assert (token.token, token.bytes) == ("token_id:7", list(b"ab"))
     assert [(each.token, each.bytes) for each in token.top_logprobs] == [

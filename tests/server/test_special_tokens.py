@@ -12,8 +12,9 @@ from tiny_tokenizers import byte_level, wrap
 from tokenizers import Tokenizer as Backend
 
 from compiled_engine.frontend.chat import render_chat
+from compiled_engine.frontend.client_text import NONCHARACTERS
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.server.chat_format import NONCHARACTERS, ChatFormat, find_chat_format
+from compiled_engine.server.chat_format import ChatFormat, find_chat_format
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import ServerOptions

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -107,4 +109,69 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte_fallback": byte_fallback,
     "metaspace": metaspace,
     "word_piece": word_piece,
+}
+
+
+def _train(pre_tokenizer: Any, decoder: Any, special: list[str], alphabet: list[str]) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
+    texts = [*TEXTS, "<|im_start|>user assistant system [INST] tool"] * 3
+    trainer = trainers.BpeTrainer(
+        vocab_size=520, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def like_llama(*, legacy: bool = False) -> Backend:
+    """As LlamaTokenizer: a first word has a space before it, unknown characters are byte tokens. legacy: so has each
+    text behind a special token."""
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = _train(pre_tokenizers.Metaspace(), decoders.Metaspace(), special, [])
+    model: Any = backend.model
+    model.unk_token, model.byte_fallback, model.fuse_unk = "<unk>", True, True
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if legacy else "first", split=False)
+    described = json.loads(backend.to_str())
+    described["added_tokens"] = described["added_tokens"][:3]  # bytes are tokens like any others
+    return Backend.from_str(json.dumps(described))
+
+
+def like_unigram() -> Backend:
+    """As the Unigram models of SentencePiece, whose vocabulary has the texts of special tokens like any others."""
+    pieces = ["▁", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789<|>[]/_:,.\n{}\"'"]
+    vocabulary = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        ("</s>", 0.0),
+        ("<|im_end|>", 0.0),
+        *((piece, -9.0) for piece in pieces),
+    ]
+    backend = Backend(models.Unigram(vocabulary, unk_id=0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return backend
+
+
+def like_gpt() -> Backend:
+    """Byte-level; words that are in the vocabulary are taken whole, as by Llama 3's."""
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "</s>", "<|im_end|>"]
+    backend = _train(pre_tokenizer, decoders.ByteLevel(), special, pre_tokenizers.ByteLevel.alphabet())
+    model: Any = backend.model
+    model.ignore_merges = True
+    return backend
+
+
+def like_bert() -> Backend:
+    return Backend.from_str(bert().to_json())
+
+
+# Raw, for tests that add special tokens of their own.
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "gpt": like_gpt,
+    "llama": like_llama,
+    "llama, legacy": lambda: like_llama(legacy=True),
+    "unigram": like_unigram,
+    "bert": like_bert,
 }

@@ -12,12 +12,13 @@ class ThinkParser:
     """Only the beginning of an answer can be reasoning. Whitespace around the tags belongs to them.
 
     inside: the reasoning begins with the first character, as the prompt has the opening tag already. The tag may come
-    all the same. Reasoning that never ends is reasoning to the end of the text.
+    all the same. Reasoning that never ends is reasoning to the end of the text. begun: the prompt has text behind the
+    tag too, so that whitespace that comes is of the reasoning.
     """
 
-    def __init__(self, *, inside: bool) -> None:
+    def __init__(self, *, inside: bool, begun: bool = False) -> None:
         self._inside = inside
-        self._begins = True  # nothing but whitespace, or a part of the opening tag, has come
+        self._begins = not begun  # nothing but whitespace, or a part of the opening tag, has come
         self._trims = False  # whitespace is dropped, as a tag has just come
         self._answers = False
         self._held = ""

@@ -72,14 +72,18 @@ def reasoning_format_of(template: str) -> str | None:
     return "qwen3" if OPENING in template else "deepseek_r1"
 
 
-def begins_inside(name: str, prompt: str) -> bool | None:
-    """Return whether the text after `prompt` is reasoning from its first character on; None if the prompt has closed
-    it."""
+def begins_inside(name: str, prompt: str, continued: str | None = None) -> bool | None:
+    """Return whether the text after `prompt` is reasoning from its first character on; None if none can follow, as it
+    is closed. continued: the message that the text continues, whose last tag decides; the prompt's end does without."""
+    if continued and continued.strip():
+        opened, closed = continued.rfind(OPENING), continued.rfind(CLOSING)
+        return True if opened > closed else None
     end = prompt.rstrip()
     return None if end.endswith(CLOSING) else REASONING_FORMATS[name] or end.endswith(OPENING)
 
 
-def reasoning_parser(name: str, prompt: str) -> TextParser | None:
-    """A parser for what follows `prompt`; None if the prompt has closed the reasoning already."""
-    inside = begins_inside(name, prompt)
-    return None if inside is None else ThinkParser(inside=inside)
+def reasoning_parser(name: str, prompt: str, continued: str | None = None) -> TextParser | None:
+    """A parser for what follows `prompt`; None if the reasoning is closed already. continued: see `begins_inside`."""
+    inside = begins_inside(name, prompt, continued)
+    begun = bool((continued or "").rpartition(OPENING)[2].strip())
+    return None if inside is None else ThinkParser(inside=inside, begun=begun)

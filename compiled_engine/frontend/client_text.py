@@ -1,0 +1,108 @@
+"""Text that clients write into a conversation: no part of it becomes a special token, which only templates write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken
+
+# Code points that no text has: one of them is put into what may become a special token in a client's text.
+NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+
+
+class ClientText:
+    """Renders values of clients so that only what the template writes becomes special tokens.
+
+    A mark within a client's special tokens shows in the rendered text which ones are the client's. A text that ends
+    with the beginning of a special token has a mark too, as the template may put the rest of it next to it.
+    """
+
+    def __init__(self, added_tokens: Mapping[int, AddedToken]) -> None:
+        """added_tokens: those of the tokenizer, by id."""
+        added = {token_id: token for token_id, token in added_tokens.items() if token.content}
+        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
+        # A normalizer makes special tokens of other texts too.
+        self._any_text = any(token.special and token.normalized for token in added.values())
+        self._whole = _pattern([(text, False) for text in self._special])
+        self._longest = max(map(len, self._special), default=0)
+        # Many a word ends with the beginning of one that begins with a letter.
+        self._beginnings = {
+            text[:end] for text in self._special if not text[0].isalnum() for end in range(1, len(text))
+        }
+        self._written = _pattern([(token.content, token.single_word) for token in added.values()])
+
+    def concerns(self, values: Any) -> bool:
+        """Return whether any text of these lists, dicts and strings may become a special token."""
+        return self._any_text or any(
+            self._whole.search(text) or self._place_of_end(text) is not None for text in _texts(values)
+        )
+
+    def _place_of_end(self, text: str) -> int | None:
+        """Return where the beginning of a special token begins that the text ends with."""
+        shortest = max(0, len(text) - self._longest)
+        return next((place for place in range(shortest, len(text)) if text[place:] in self._beginnings), None)
+
+    def render(self, values: Any, render: Callable[[Any], str]) -> tuple[str, list[str | int]]:
+        """Return the text that `render` makes of the values; and its parts: texts, and ids of the template's special
+        tokens. Raises ValueError if the values hold every noncharacter."""
+        joined = "".join(_texts(values))
+        mark = next((each for each in NONCHARACTERS if each not in joined and _escaped(each) not in joined), None)
+        if mark is None:
+            raise ValueError("texts must not hold every code point from U+FDD0 to U+FDEF")
+
+        def marked(text: str) -> str:
+            return self._whole.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+
+        def marked_to_the_end(text: str) -> str:
+            text = marked(text)
+            place = self._place_of_end(text)
+            return text if place is None else text[: place + 1] + mark + text[place + 1 :]
+
+        def plain(text: str) -> str:
+            return text.replace(mark, "").replace(_escaped(mark), "")
+
+        text = render(_mapped(values, marked, marked_to_the_end))
+        parts: list[str | int] = []
+        place = 0
+        for match in self._written.finditer(text):
+            token_id = self._special.get(match[0])
+            is_marked = len(match[0]) == 1 and text.startswith(mark, match.end())
+            if token_id is not None and not is_marked:
+                parts += [plain(text[place : match.start()]), token_id]
+                place = match.end()
+        return plain(text), [*parts, plain(text[place:])]
+
+
+def _pattern(tokens: list[tuple[str, bool]]) -> re.Pattern[str]:
+    """The pattern by which a tokenizer finds added tokens, each given with whether it has to be a word of its own."""
+    longest_first = sorted(tokens, key=lambda token: len(token[0]), reverse=True)
+    found = [rf"(?<!\w){re.escape(text)}(?!\w)" if word else re.escape(text) for text, word in longest_first]
+    return re.compile("|".join(found) or r"(?!)")
+
+
+def _escaped(character: str) -> str:
+    """A character as JSON in ASCII and Python's repr write it."""
+    return f"\\u{ord(character):04x}"
+
+
+def _texts(values: Any) -> list[str]:
+    """Every string in lists and dicts, keys included."""
+    if isinstance(values, str):
+        return [values]
+    if isinstance(values, Mapping):
+        return [text for key, value in values.items() for text in (str(key), *_texts(value))]
+    if isinstance(values, list | tuple):
+        return [text for value in values for text in _texts(value)]
+    return []
+
+
+def _mapped(values: Any, of_key: Callable[[str], str], of_value: Callable[[str], str]) -> Any:
+    if isinstance(values, str):
+        return of_value(values)
+    if isinstance(values, Mapping):
+        return {of_key(str(key)): _mapped(value, of_key, of_value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_mapped(value, of_key, of_value) for value in values]
+    return values

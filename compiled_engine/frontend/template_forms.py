@@ -1,0 +1,186 @@
+"""The forms in which a chat template reads a message: contents as text or as parts, arguments of calls as objects or as
+text.
+
+Templates do not say so. Each is rendered with small conversations, and what comes out shows what it has read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from compiled_engine.frontend.chat_template import render_template
+
+# Arrays and objects within each other, in arguments that are parsed; deeper ones stay text.
+DEEPEST_ARGUMENTS = 64
+MARK, OTHER_MARK = "probe7one", "probe7two"
+# A mark as JSON, or Python's repr, of the structure around it has it.
+_DUMPED = re.compile(rf"""['"](?:text|{OTHER_MARK})['"]\s*:\s*['"]{MARK}""")
+_BLANK = dict.fromkeys(
+    [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")],
+    "",
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "probe"}}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class ContentForm:
+    """text: a string is read. parts: how many parts of a list are, 0 to 2; 2 stands for any number."""
+
+    text: bool
+    parts: int
+
+    def adapt(self, content: Any) -> Any:
+        """The content, a string or a list of text parts, in this form."""
+        if isinstance(content, str):
+            return content if self.text or not self.parts else [{"type": "text", "text": content}]
+        if not isinstance(content, list | tuple) or self.parts == 2:
+            return content
+        return self.adapt("\n".join(part["text"] for part in content))
+
+
+@dataclass(frozen=True)
+class TemplateForms:
+    """contents: by role; the form of the user's is that of other roles. arguments_as_text: those of calls are read as
+    JSON in a string."""
+
+    contents: Mapping[str, ContentForm]
+    arguments_as_text: bool
+
+    def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message in the forms that the template reads."""
+        adapted = dict(message)
+        if "content" in message:
+            form = self.contents.get(message.get("role", ""), self.contents["user"])
+            adapted["content"] = form.adapt(message["content"])
+        if isinstance(calls := message.get("tool_calls"), list | tuple):
+            adapted["tool_calls"] = [self._adapt_call(call) for call in calls]
+        return adapted
+
+    def _adapt_call(self, call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if "function" in call:
+            return {**call, "function": self._adapt_call(call["function"])}
+        if "arguments" not in call:
+            return call
+        arguments = _parsed(call["arguments"])
+        if self.arguments_as_text and isinstance(arguments, Mapping):
+            given = call["arguments"]  # as the model wrote it
+            is_object = isinstance(given, str) and given.strip().startswith("{")
+            arguments = given if is_object else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "arguments": arguments}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments as an object where they are one: none at all are an empty one, and so is null. What else a model wrote
+    stays text, so that it sees its own output."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments.strip() or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) and not _is_deep(value) else arguments
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST_ARGUMENTS):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
+
+
+@cache
+def forms_of(template: str) -> TemplateForms:
+    """The forms that a template reads."""
+    user = _content_form(template, [], "user", [])
+    asks = {"role": "user", "content": user.adapt("probe")}
+    answers = {"role": "assistant", "content": user.adapt("probe")}
+    as_text = _reads_arguments_as_text(template, asks, user)
+    calls = [asks, _call(user, json.dumps({"x": "probe"}) if as_text else {"x": "probe"})]
+    surroundings: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+        "system": ([], [asks]),
+        "developer": ([], [asks]),
+        "assistant": ([asks], [asks]),
+        "tool": (calls, [answers, asks]),
+    }
+    contents = {
+        role: _content_form(template, before, role, after, user) for role, (before, after) in surroundings.items()
+    }
+    return TemplateForms({"user": user, **contents}, as_text)
+
+
+def _content_form(
+    template: str, before: Sequence[Any], role: str, after: Sequence[Any], default: ContentForm | None = None
+) -> ContentForm:
+    """default: for a role whose contents do not show in any form."""
+
+    def rendered(content: Any) -> str:
+        message = {"role": role, "content": content, "name": "probe", "tool_call_id": "probe0000"}
+        return _rendered(template, [*before, message, *after])
+
+    parts = [{"type": "text", "text": MARK}, {"type": "text", "text": OTHER_MARK}]
+    text = MARK in rendered(MARK)
+    of_parts = rendered(parts)
+    if MARK not in of_parts:
+        of_parts = rendered(parts[:1])
+    reads_parts = MARK in of_parts and not _DUMPED.search(of_parts)
+    if not text and not reads_parts:
+        return default or ContentForm(text=True, parts=0)
+    return ContentForm(text, reads_parts + (reads_parts and OTHER_MARK in of_parts))
+
+
+def _reads_arguments_as_text(template: str, asks: Any, user: ContentForm) -> bool:
+    """Return whether only JSON as text shows as JSON."""
+    given = {OTHER_MARK: MARK}
+    answers = {"role": "tool", "content": "probe", "name": "probe", "tool_call_id": "probe0000"}
+
+    def shows(arguments: Any) -> bool:
+        text = _rendered(template, [asks, _call(user, arguments), answers])
+        return MARK in text and str(given) not in text
+
+    return not shows(given) and shows(json.dumps(given))
+
+
+def _call(user: ContentForm, arguments: Any) -> dict[str, Any]:
+    call = {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    return {"role": "assistant", "content": user.adapt(""), "tool_calls": [call]}
+
+
+def _rendered(template: str, messages: Sequence[Any]) -> str:
+    """The text without and with a tool; empty where the template refuses the conversation."""
+    texts = []
+    for tools in (None, [_TOOL]):
+        with suppress(Exception):  # any, as templates are programs of others
+            text = render_template(
+                template,
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                continue_final_message=False,
+                variables=_BLANK,
+            )
+            texts.append(text)
+    return "\n".join(texts)
