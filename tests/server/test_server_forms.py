@@ -259,7 +259,7 @@ def test_forms_that_compile_without_end_are_refused_and_others_are_answered_mean
         assert [await send({"choice": [f"yes{i}", f"no{i}"]}) in (f"yes{i}", f"no{i}") for i in range(3)] == [True] * 3
         assert not any(each.done() for each in attack)
         for each in attack:
-            with pytest.raises(openai.BadRequestError, match=r"takes more than|took more than"):
+            with pytest.raises(openai.BadRequestError, match="takes more than|took more than"):
                 await each
 
     asked(engine, ask)
