@@ -17,7 +17,7 @@ import numpy as np
 from compiled_engine.core.request import Request, RequestStatus
 from compiled_engine.grammars.compiler import CompiledGrammar, GrammarCompiler
 from compiled_engine.grammars.constraint import GrammarConstraint, fill_masks
-from compiled_engine.grammars.limits import LONGEST_COMPILE_S
+from compiled_engine.grammars.text import LONGEST_COMPILE_S
 from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
 from compiled_engine.sampling.token_mask import Constraint, num_words
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from threading import Event
@@ -9,12 +10,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from compiled_engine.grammars.limits import failure_text
 from compiled_engine.grammars.string_masks import StringMasks
 from compiled_engine.sampling.token_mask import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+# llguidance's words: a grammar that allows no byte and does not allow the end, and the end of an error without a dump.
+_NOTHING_MAY_COME = "NoExtensionBias"
+_SUFFIX = "\n<non-verbose/>"
+# Lines of an error that repeat the grammar, and those that point into the line above.
+_POINTER = re.compile(r"\s*(\^*|\d+ \| .*)\s*")
+NO_TEXT = "no text has this form: its rules contradict each other, or lead to each other without end"
 
 
 class GrammarConstraint:
@@ -50,6 +57,18 @@ class GrammarConstraint:
 def is_complete(constraint: Constraint | None) -> bool:
     """Return whether a grammar constrains the text, and the text may end here."""
     return isinstance(constraint, GrammarConstraint) and constraint.matcher.is_accepting()
+
+
+def failure_text(matcher: LLMatcher) -> str:
+    """The error of a matcher that has one, as errors of requests begin."""
+    return f"structured_outputs: {error_of(matcher)}"
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """The error of a matcher as one line; empty if there is none."""
+    whole = matcher.get_error().removesuffix(_SUFFIX)
+    error = " ".join(line.strip() for line in whole.splitlines() if not _POINTER.fullmatch(line))
+    return NO_TEXT if error == _NOTHING_MAY_COME else error or " ".join(whole.split())
 
 
 def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.ndarray) -> dict[int, str]:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
 import threading
-from collections import OrderedDict
-from functools import cache
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, TypeVar
 
-from compiled_engine.grammars.checks import GrammarChecks
-from compiled_engine.grammars.limits import KEPT_GRAMMARS, CompileTime
+from compiled_engine.grammars.constraint import error_of
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+# Stack for recursion as deep as its input is long, in bytes of address space, used only as far as the depth needs: the
+# longest allowed grammar, with every rule nested in the one before, needs less than a third. A process that exceeds
+# its stack is killed.
+STACK_BYTES = 512 * 2**20
+_STACK_SIZE = threading.Lock()  # the stack size is a setting of the whole process
+# Limits guard against attacks, since requests bring grammars. KEPT_GRAMMARS: compiled grammars that are kept, the last
+# used; QUICK_GRAMMAR: characters up to which a grammar waits for no larger one.
+KEPT_GRAMMARS = 256
+QUICK_GRAMMAR = 16 << 10
+# A request waits at most this long for its grammar, grammars before it included.
+LONGEST_COMPILE_S = 10.0
 # Between any two parts of JSON: a space, or a line end and an indentation.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
@@ -24,25 +38,57 @@ _IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 # The converter compares each of these rules with the others.
 MOST_GBNF_RULES = 1000
 
+Result = TypeVar("Result")
+
+
+def on_large_stack(work: Callable[[], Result]) -> Result:
+    """Run in a thread of its own, and wait. Raises what `work` raises."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _STACK_SIZE:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="large stack", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
 
 def mask_threads() -> int:
     """Threads that fill masks: few masks take long, so more would wait for each other rather than help."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
-def grammar_text(given: StructuredOutputs, within: CompileTime | None = None) -> str:
-    """Raises ValueError if it cannot be compiled, or takes more than a grammar may; TakesTooLong, which is one, if it
-    takes more than it may here."""
+def parser_limits() -> LLParserLimits:
+    """Limits of one grammar. Fuel is a count of steps: a thousand take less than a millisecond.
+
+    Exceeding a limit is an error of the request.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        max_grammar_size=100_000,
+        step_lexer_fuel=20_000,
+        step_max_items=3_000,
+        max_items_in_row=500,
+        max_lexer_states=20_000,
+        verbose_errors=False,
+    )
+
+
+def grammar_text(given: StructuredOutputs) -> str:
+    """Raises ValueError if it cannot be compiled, or takes more than a grammar may."""
     text = _text(given)
-    if not needs_vocabulary(text) and (error := _last_errors().of(text, within or CompileTime())):
+    if not any(mark in text for mark in SPECIAL_TOKEN_MARKS) and (error := _error(text)):
         raise ValueError(f"structured_outputs: {error}")
     return text
-
-
-def needs_vocabulary(text: str) -> bool:
-    """Return whether a grammar may name special tokens: only the model's vocabulary shows whether it compiles, so it is
-    checked in the core."""
-    return any(mark in text for mark in SPECIAL_TOKEN_MARKS)
 
 
 def _text(given: StructuredOutputs) -> str:
@@ -78,30 +124,36 @@ def _text(given: StructuredOutputs) -> str:
     )
 
 
-class _LastErrors:
-    """The errors of the grammars checked last, by their text."""
+@lru_cache(maxsize=KEPT_GRAMMARS)
+def _error(text: str) -> str:
+    """Return the error of a grammar; empty without one. It is compiled for a vocabulary of bytes, without the GIL, and
+    its first mask is computed: endlessly recursive rules compile, but allow nothing."""
+    from llguidance import LLMatcher
 
-    def __init__(self, checks: GrammarChecks) -> None:
-        self._checks = checks
-        self._errors: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
+    def error() -> str:
+        matcher = LLMatcher(_bytes(), text, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return error_of(matcher)
 
-    def of(self, text: str, within: CompileTime) -> str:
-        """Return the error of a grammar; empty without one."""
-        with self._lock:
-            if text in self._errors:
-                self._errors.move_to_end(text)
-                return self._errors[text]
-        error = self._checks.error(text, within)
-        with self._lock:
-            self._errors[text] = error
-            if len(self._errors) > KEPT_GRAMMARS:
-                self._errors.popitem(last=False)
-        return error
+    return on_large_stack(error)
 
 
 @cache
-def _last_errors() -> _LastErrors:
-    checks = GrammarChecks()
-    atexit.register(checks.close)
-    return _LastErrors(checks)
+def _bytes() -> LLTokenizer:
+    """A vocabulary of the 256 bytes and an end-of-sequence token."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
+
+
+class _Bytes:
+    """A vocabulary of bytes with the interface of TokenizerWrapper."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)

@@ -14,31 +14,20 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 
-class TurnsOutLarge(Exception):
-    """Raised by work that finds out that it is large. again: the work to do in its place, as the largest."""
-
-    def __init__(self, again: Callable[[], Any]) -> None:
-        self.again = again
-
-
 @dataclass(order=True)
 class _Waiting(Generic[Result]):
-    size: float
+    size: int
     number: int
     work: Callable[[], Result] = field(compare=False)
     done: Future[Result] = field(compare=False)
 
-    def run(self) -> Callable[[], Result] | None:
-        """Return work to do later in its place, if it turns out large."""
-        if not (self.done.running() or self.done.set_running_or_notify_cancel()):
-            return None
+    def run(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
         try:
             self.done.set_result(self.work())
-        except TurnsOutLarge as found:
-            return found.again
         except BaseException as error:
             self.done.set_exception(error)
-        return None
 
 
 class SmallestFirst:
@@ -59,24 +48,20 @@ class SmallestFirst:
         """Queue work; the future gets its result or error. Work that is cancelled before it begins is dropped."""
         done: Future[Result] = Future()
         waiting = _Waiting(size, next(self._numbers), work, done)
-        done.add_done_callback(lambda _: self._forget(waiting))
-        self._queue(waiting)
-        return done
-
-    def _queue(self, waiting: _Waiting[Any]) -> None:
         with self._lock:
             heapq.heappush(self._waiting, waiting)
+        done.add_done_callback(lambda _: self._forget(waiting))
         self._any.submit(self._run_one, math.inf)
-        if waiting.size <= self._small:
+        if size <= self._small:
             self._quick.submit(self._run_one, self._small)
+        return done
 
     def shutdown(self) -> None:
         """Begin nothing more; work that waits is cancelled."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for each in waiting:
-            if not each.done.cancel():
-                each.done.set_exception(RuntimeError("no further work is begun"))
+            each.done.cancel()
         for threads in (self._any, self._quick):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -85,14 +70,7 @@ class SmallestFirst:
             if not self._waiting or self._waiting[0].size > most:
                 return  # the other thread has taken it, or it was cancelled
             first = heapq.heappop(self._waiting)
-        if (again := first.run()) is not None:
-            self._again(_Waiting(math.inf, first.number, again, first.done))
-
-    def _again(self, waiting: _Waiting[Any]) -> None:
-        try:
-            self._queue(waiting)
-        except RuntimeError as error:  # shut down in the meantime
-            waiting.done.set_exception(error)
+        first.run()
 
     def _forget(self, gone: _Waiting[Any]) -> None:
         if gone.done.cancelled():

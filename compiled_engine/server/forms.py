@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-from compiled_engine.grammars.checks import in_turn
-from compiled_engine.grammars.limits import CompileTime, TakesTooLong
 from compiled_engine.grammars.text import WHITESPACE, grammar_text
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.chat_format import ChatFormat
@@ -68,14 +66,14 @@ def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, A
 
 
 async def _checked(checks: LongWork, name: str, values: Mapping[str, Any]) -> StructuredOutputs:
-    def check(within: CompileTime) -> StructuredOutputs:
+    def check() -> StructuredOutputs:
         form = StructuredOutputs.of("structured_outputs", values)
         assert form is not None
-        grammar_text(form, within)
+        grammar_text(form)
         return form
 
     try:
-        return await checks.run(name, len(msgspec.json.encode(values)), in_turn(check))
+        return await checks.run(name, len(msgspec.json.encode(values)), check)
     except (TypeError, ValueError) as error:
         text = str(error).removeprefix("structured_outputs: ").replace("structured_outputs", name)
         raise bad_request(name, shortened(f"{name}: {text}")) from error
@@ -116,11 +114,7 @@ async def answer_form(
         return None
     tools: list[CallableTool] = []
     if use is not None:
-        work = in_turn(lambda within: _callable(use, within))
-        try:
-            tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), work)
-        except TakesTooLong as error:
-            raise bad_request("tools", f"tools: {error}".replace("structured_outputs: ", "")) from error
+        tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), lambda: _callable(use))
     reasoning = _reasoning(chat, prompt, continued)
     if not tools and not reasoning:
         return asked
@@ -151,7 +145,7 @@ def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
     return [{**first, "name": ANSWER}, *others]
 
 
-def _callable(use: ToolUse, within: CompileTime) -> list[CallableTool]:
+def _callable(use: ToolUse) -> list[CallableTool]:
     """A schema that is not supported is an error where the tool is strict; elsewhere its arguments are any object."""
     found: list[CallableTool] = []
     for index, tool in enumerate(use.tools):
@@ -159,9 +153,7 @@ def _callable(use: ToolUse, within: CompileTime) -> list[CallableTool]:
         if not (use.required or tool.function.strict):
             schema = ANY_ARGUMENTS
         try:
-            grammar_text(StructuredOutputs(json=schema), within)
-        except TakesTooLong:
-            raise  # it may be in time at the next attempt
+            grammar_text(StructuredOutputs(json=schema))
         except (TypeError, ValueError) as error:
             if tool.function.strict:
                 name = f"tools[{index}].function.parameters"

@@ -18,8 +18,7 @@ from compiled_engine.core.constraints import GrammarQueue
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.compiler import GrammarCompiler
 from compiled_engine.grammars.constraint import fill_masks
-from compiled_engine.grammars.limits import on_large_stack
-from compiled_engine.grammars.text import grammar_text
+from compiled_engine.grammars.text import grammar_text, on_large_stack
 from compiled_engine.messages import EngineRequest, GrammarVocabulary
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs

@@ -12,8 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.grammars.limits import parser_limits
-from compiled_engine.grammars.text import grammar_text
+from compiled_engine.grammars.text import grammar_text, parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.chat_format import ChatFormat, SpecialTokenGuard
 from compiled_engine.server.chat_messages import FunctionDefinition, Tool

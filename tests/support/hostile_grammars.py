@@ -34,20 +34,3 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a string that does not end": {"json": '{"' + '\\"' * 60_000},
     "a long string": {"json": {"type": "string", "minLength": 10**9, "maxLength": 10**9}},
 }
-
-# These are within every limit of the library, and compile without end or until memory is out.
-ENDLESS: dict[str, dict[str, Any]] = {
-    "a prime": {"json": {"type": "integer", "multipleOf": 99999989}},
-    "two primes": {"json": {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}},
-    "a prime within an object": {
-        "json": {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 1e7 + 19}}}
-    },
-    "expressions that contradict each other": {
-        "grammar": "start: A\nA: /.*(a.{40}|b.{41}).*c/ & ~/.*d.{40}.*/ & /.*c.{39}c.*/"
-    },
-}
-# The same where a grammar may name special tokens, which only the model's vocabulary can show to be right.
-ENDLESS_WITH_TOKENS: dict[str, dict[str, Any]] = {
-    "in a comment": {"grammar": f"{ENDLESS['expressions that contradict each other']['grammar']} // <|"},
-    "in a description": {"json": ENDLESS["a prime"]["json"] | {"description": "<[0]>"}},
-}
