@@ -15,6 +15,7 @@ from compiled_engine.server.errors import ApiError, bad_request, shown, without_
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import ServerOptions, template_variables
 from compiled_engine.server.parsers.answer import AnswerParser
+from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
 from compiled_engine.server.parsers.registry import (
     TOOL_FORMATS,
     ToolFormat,
@@ -28,13 +29,23 @@ class SpecialTokenGuard:
     """The special tokens by their texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer: Tokenizer | None = tokenizer
         ids = {tokenizer.decode([token_id]): token_id for token_id in tokenizer.special_ids}
         self._ids = {text: token_id for text, token_id in ids.items() if len(text) > 1}
 
     def literal(self, text: str) -> str:
-        """A text as a grammar in Lark has it: a special token by its id, any other in quotes."""
-        token_id = self._ids.get(text)
+        """A text as a grammar in Lark has it: a special token by its id, any other in quotes.
+
+        Special is what grammars take for it: also any added token in angle brackets.
+        """
+        token_id = self._ids.get(text, self._added_id(text))
         return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+
+    def _added_id(self, text: str) -> int | None:
+        if self._tokenizer is None or not (text.startswith("<") and text.endswith(">")):
+            return None
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 and self._tokenizer.decode(ids) == text else None
 
     def is_special(self, text: str) -> bool:
         """Return whether the id is that of a special token."""
@@ -112,6 +123,13 @@ class ChatFormat:
         """Return whether a variable may be in the template, as a whole word."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         return name in SETTINGS or any(word.search(text) for text in (self.template, self.tool_template))
+
+    def has_special_markup(self, *, with_tools: bool) -> bool:
+        """Return whether an answer's markup holds special tokens, so that its text must keep them."""
+        markup = () if self.reasoning is None else (OPENING, CLOSING)
+        if with_tools and self.tools is not None:
+            markup += self.tools.markup
+        return any(map(self.guard.is_special, markup))
 
     def parser(
         self, prompt: str, tool_names: Sequence[str], *, one_call: bool, continued: str | None = None

@@ -53,7 +53,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
             )
         chat = replace(chat, tools=TOOL_FORMATS[DEMANDED])
     more = _more(fields)
-    if tools and chat.tools is not None and chat.tools.has_special_tokens and fields.skip_special_tokens is None:
+    if fields.skip_special_tokens is None and chat.has_special_markup(with_tools=bool(tools)):
         more["skip_special_tokens"] = False
     params = sampling_params(fields, serving.default_chat_params(), limits, serving.max_answer_tokens, **more)
     text, token_ids = await chat.render(

@@ -60,6 +60,7 @@ LONG_WORK = LongWork("forms", 1000, 10)
 
 class Guard(SpecialTokenGuard):
     def __init__(self, special: bool) -> None:
+        self._tokenizer = None
         self._ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
 
 

@@ -6,7 +6,7 @@ from compiled_engine.server.parsers.call_object import WHITESPACE, CallObject
 from compiled_engine.server.parsers.marker_search import MarkerSearch
 from compiled_engine.server.parsers.pieces import Content, Piece
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
+MARKUP = OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:

@@ -8,6 +8,7 @@ from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Cont
 
 MARKER = "[TOOL_CALLS]"
 CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
+MARKUP = (MARKER, CALL_ID, ARGUMENTS)
 
 
 class MistralParser:

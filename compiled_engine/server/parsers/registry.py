@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from compiled_engine.server.parsers import hermes, llama3_json, mistral
 from compiled_engine.server.parsers.call_grammars import CallGrammar, hermes_calls, llama3_calls, mistral_calls
 from compiled_engine.server.parsers.hermes import HermesParser
 from compiled_engine.server.parsers.llama3_json import Llama3JsonParser
@@ -25,14 +26,14 @@ class ToolFormat:
     """The format in which a family of models writes calls.
 
     parser: makes a parser, given the names of the request's tools. grammar: its calls as a grammar. marks: rows of
-    texts; a chat template for this format contains all of one row. has_special_tokens: the markup contains special
-    tokens, so the text must keep them. call_id_length: of the ids that the family's templates accept; None for any.
+    texts; a chat template for this format contains all of one row. markup: texts that may be special
+    tokens. call_id_length: of the ids that the family's templates accept; None for any.
     """
 
     parser: Callable[[Collection[str]], TextParser]
     grammar: CallGrammar
     marks: tuple[tuple[str, ...], ...]
-    has_special_tokens: bool = False
+    markup: tuple[str, ...]
     call_id_length: int | None = None
 
     def call_id(self) -> str:
@@ -43,11 +44,11 @@ class ToolFormat:
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names: HermesParser(), hermes_calls, (("<tool_call>", "arguments"),)),
+    "hermes": ToolFormat(lambda names: HermesParser(), hermes_calls, (("<tool_call>", "arguments"),), hermes.MARKUP),
     "llama3_json": ToolFormat(
-        Llama3JsonParser, llama3_calls, (("<|python_tag|>",), ('"parameters":', "ipython")), True
+        Llama3JsonParser, llama3_calls, (("<|python_tag|>",), ('"parameters":', "ipython")), (llama3_json.TAG,)
     ),
-    "mistral": ToolFormat(lambda names: MistralParser(), mistral_calls, (("[TOOL_CALLS]",),), True, 9),
+    "mistral": ToolFormat(lambda names: MistralParser(), mistral_calls, (("[TOOL_CALLS]",),), mistral.MARKUP, 9),
 }
 
 # Name -> whether a model of the format reasons from its first token on, unless the prompt has closed the tag.
