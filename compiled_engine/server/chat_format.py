@@ -126,7 +126,7 @@ class ChatFormat:
 
     def has_special_markup(self, *, with_tools: bool) -> bool:
         """Return whether an answer's markup holds special tokens, so that its text must keep them."""
-        markup = () if self.reasoning is None else (OPENING, CLOSING)
+        markup: tuple[str, ...] = () if self.reasoning is None else (OPENING, CLOSING)
         if with_tools and self.tools is not None:
             markup += self.tools.markup
         return any(map(self.guard.is_special, markup))
