@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from starlette.requests import Request
 
@@ -17,6 +16,7 @@ from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.input_processor import check_text
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.schema import nearest
 from compiled_engine.server.adapter_names import AdapterNames
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, shown
@@ -130,8 +130,8 @@ class Serving:
         if requested is None or requested in self.names or self.adapters.get(requested) is not None:
             return requested or self.names[0]
         names = [*self.names, *self.adapters]
-        nearest = get_close_matches(requested, names, 1) if len(names) > 1 else []
-        advice = f"; the nearest is {nearest[0]}" if nearest else ""
+        found = nearest(requested, names) if len(names) > 1 else None
+        advice = f"; the nearest is {found}" if found else ""
         raise ApiError(
             404, f"the model {shown(requested)} does not exist; this server has {', '.join(names)}{advice}",
             param="model", code="model_not_found",

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.server.parsers.answer import AnswerParser, joined
+from compiled_engine.server.parsers.mistral import MistralParser
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning, TextParser
 from compiled_engine.server.parsers.registry import (
     TOOL_FORMATS,
@@ -302,3 +303,16 @@ def test_ids_of_calls() -> None:
     mistral = TOOL_FORMATS["mistral"].call_id()
     assert len(mistral) == 9
     assert mistral.isalnum()
+
+
+def test_a_name_of_mistral_without_end_is_content() -> None:
+    """It would be compared with all before it at each further character."""
+    parser = MistralParser()
+    text = "[TOOL_CALLS]" + "a" * 5000
+    held = 0
+    pieces = []
+    for character in text:
+        pieces += parser.push(character)
+        held = max(held, len(parser._held))
+    assert joined(pieces + parser.finish()) == [Content(text)]
+    assert held < 1000

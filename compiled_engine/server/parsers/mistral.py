@@ -8,6 +8,8 @@ from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Cont
 
 MARKER = "[TOOL_CALLS]"
 CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
+# Characters of a name with its tags and id; each further one is compared with all before it.
+LONGEST_BEFORE = 512
 MARKUP = (MARKER, CALL_ID, ARGUMENTS)
 
 
@@ -124,6 +126,8 @@ class MistralParser:
 def _may_precede_arguments(text: str) -> bool:
     """Return whether the text can begin `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`."""
     name, bracket, rest = text.partition("[")
+    if len(text) > LONGEST_BEFORE:
+        return False
     if not all(character.isalnum() or character in "_-." for character in name) or not name:
         return False
     tag = bracket + rest
