@@ -24,28 +24,30 @@ def written(path: Path, *features: str) -> Path:
     return path
 
 
-def test_a_record_is_the_same_a_second_time_and_tells_of_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a generating feature, eagerly and with graphs, and of a pooling one."""
-    features = "grammars", "classes"
-    before = written(tmp_path / "before.json", *features)
-    again = written(tmp_path / "again.json", *features)
+def test_a_record_is_the_same_a_second_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eagerly and with graphs."""
+    before, again = (written(tmp_path / f"{number}.json", "recurrences") for number in (1, 2))
     capsys.readouterr()
     assert behaviour_record.main(["compare", str(before), str(again)]) == 0
     assert capsys.readouterr().out == ""
-    monkeypatch.setitem(behaviour_features.OPTIONS, "num_blocks", 30)
-    after = written(tmp_path / "after.json", *features)
+    found = json.loads(before.read_text())
+    assert {name.rpartition(", ")[2] for name in found} == {"eager", "graphs"}
+    step = found["features: recurrences, graphs"]["a step"]
+    assert step["functions"] <= step["calls"]
+    assert 0 < step["files"] < step["moves"]
+
+
+def test_a_record_tells_of_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = written(tmp_path / "before.json", "classes")
+    monkeypatch.setitem(behaviour_features.OPTIONS, "max_num_seqs", 1)
+    after = written(tmp_path / "after.json", "classes")
     capsys.readouterr()
     assert behaviour_record.main(["compare", str(before), str(after)]) == 1
     told = capsys.readouterr().out
-    assert "grammars, graphs / messages / step.new.block_ids: " in told
-    assert "grammars, eager / outputs" not in told  # fewer blocks change no token
-    found = json.loads(before.read_text())
-    assert {name.rpartition(", ")[2] for name in found} == {"eager", "graphs"}
-    step = found["features: grammars, graphs"]["a step"]
-    assert step["functions"] <= step["calls"]
-    assert 0 < step["files"] < step["moves"]
+    assert "features: classes, eager / messages / step.request_ids: " in told
+    assert "classes, eager / outputs" not in told  # the vectors are the same
 
 
 def test_the_messages_of_random_work_are_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +98,11 @@ def test_a_field_at_its_default_is_in_no_digest() -> None:
             ["no difference: f / a step / calls: 9 -> 8"],
         ),
         ({"f": {"a step": {"calls": 8}}}, {"f": {"a step": {"calls": 9}}}, ["f / a step / calls: 8 -> 9"]),
+        (
+            {"f": {"a step": {"lines of files": 8}}},
+            {"f": {"a step": {"lines of files": 9}}},
+            ["no difference: f / a step / lines of files: 8 -> 9"],
+        ),
     ],
 )
 def test_what_is_a_difference(before: dict[str, Any], after: dict[str, Any], told: list[str]) -> None:
