@@ -50,8 +50,8 @@ class LoRARequest:
             got = f"{len(self.lora_name)}, {self.lora_name[:40]!r}"
             raise ValueError(f"lora_name must have at most {LONGEST_NAME} characters, all printable, got {got}")
         if len(str(self.lora_path)) > LONGEST_PATH:
-            got = len(str(self.lora_path))
-            raise ValueError(f"lora_path must have at most {LONGEST_PATH:,} characters, got {got:,}")
+            length = len(str(self.lora_path))
+            raise ValueError(f"lora_path must have at most {LONGEST_PATH:,} characters, got {length:,}")
         if not str(self.lora_path):
             raise ValueError("lora_path must not be empty")
         if "\0" in str(self.lora_path):
