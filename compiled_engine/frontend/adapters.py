@@ -46,10 +46,11 @@ class LoRARequest:
             raise TypeError(f"lora_name and lora_path must be text, got {self.lora_name!r} and {self.lora_path!r}")
         if not self.lora_name:
             raise ValueError("lora_name must not be empty")
-        if (length := len(self.lora_name)) > LONGEST_NAME or not self.lora_name.isprintable():
-            got = f"{length}, {self.lora_name[:40]!r}"
+        if len(self.lora_name) > LONGEST_NAME or not self.lora_name.isprintable():
+            got = f"{len(self.lora_name)}, {self.lora_name[:40]!r}"
             raise ValueError(f"lora_name must have at most {LONGEST_NAME} characters, all printable, got {got}")
-        if (length := len(str(self.lora_path))) > LONGEST_PATH:
+        if len(str(self.lora_path)) > LONGEST_PATH:
+            length = len(str(self.lora_path))
             raise ValueError(f"lora_path must have at most {LONGEST_PATH:,} characters, got {length:,}")
         if not str(self.lora_path):
             raise ValueError("lora_path must not be empty")

@@ -91,10 +91,10 @@ def read_adapter_files(
         weights.update(len(header).to_bytes(8, "little") + header)
         if digest is None:  # what is no adapter is not read to its end
             _parse(folder, config, header, size)
-        buffer = bytearray(size if values else min(size, _BLOCK))
-        data = memoryview(buffer)
+        data = bytearray(size if values else min(size, _BLOCK))
+        view = memoryview(data)
         for begin in range(0, size, _BLOCK):
-            part = data[begin if values else 0 :][: min(_BLOCK, size - begin)]
+            part = view[begin if values else 0 :][: min(_BLOCK, size - begin)]
             if file.readinto(part) != len(part):  # type: ignore[attr-defined]
                 raise ValueError(f"{folder / WEIGHTS_FILE} was cut while it was read")
             weights.update(part)
@@ -102,7 +102,7 @@ def read_adapter_files(
     if digest not in (None, whole.hexdigest()):
         raise ValueError(f"{folder} has changed since its adapter was named; name it again")
     fields, tensors = _parse(folder, config, header, size)
-    return AdapterFiles(fields, tensors, whole.hexdigest(), buffer if values else None)
+    return AdapterFiles(fields, tensors, whole.hexdigest(), data if values else None)
 
 
 def require_adapter(folder: Path, max_lora_rank: int) -> None:

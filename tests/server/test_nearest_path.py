@@ -30,3 +30,10 @@ def test_an_unknown_path_is_told_which_one_may_be_meant(server: RunningServer, p
 def test_paths_of_other_servers_lead_to_paths_that_are_there() -> None:
     assert set(OF_OTHER_SERVERS.values()) <= {*GET, *POST}
     assert not {*OF_OTHER_SERVERS} & {*GET, *POST}
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_a_path_that_needs_options_names_them(server: RunningServer, path: str) -> None:
+    response = httpx.post(server.url + path, json={})
+    assert response.status_code == 404
+    assert error_of(response)["message"].endswith("a server has it with --enable-lora and --allowed-lora-folder")

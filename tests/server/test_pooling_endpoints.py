@@ -96,7 +96,11 @@ def test_results_of_each_token(embedder: RunningServer) -> None:
         ({"input": [999]}, "input", "within the vocabulary, 0 to 399, got 999"),
         ({"input": ["a", "b " * 60]}, "input", "at most 40 tokens"),
         ({"input": "a", "prompt_name": "x"}, "prompt_name", "allowed: query"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "has no chat template"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "messages",
+            "has no chat template: it pools: give input to /v1/emb",
+        ),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input", "absent where there are messages"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format", "'float'"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
