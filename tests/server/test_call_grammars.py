@@ -67,7 +67,7 @@ class Guard(SpecialTokenGuard):
 def chat_format(name: str, special: bool, reasoning: str | None = None) -> ChatFormat:
     tokenizer: Any = None
     tools = TOOL_FORMATS[name.split(maxsplit=1)[0]]
-    return ChatFormat(tokenizer, TEMPLATES[name], None, tools, reasoning, Guard(special), LONG_WORK, ())
+    return ChatFormat(tokenizer, TEMPLATES[name], None, tools, reasoning, Guard(special), LONG_WORK, (), {})
 
 
 def tool_use(*, required: bool, several: bool = True, strict: bool = True, names: tuple[str, ...] = ()) -> ToolUse:
