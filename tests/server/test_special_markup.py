@@ -34,7 +34,7 @@ def chat_of(kind: str, reasoning: str | None = "qwen3") -> ChatFormat:
     tokenizer = tokenizer_of(kind)
     guard = SpecialTokenGuard(tokenizer)
     template = "{{ messages[0].content }}<think></think><tool_call>arguments"
-    return ChatFormat(tokenizer, template, None, TOOL_FORMATS["hermes"], reasoning, guard, LONG_WORK, ())
+    return ChatFormat(tokenizer, template, None, TOOL_FORMATS["hermes"], reasoning, guard, LONG_WORK, (), {})
 
 
 def accepts(chat: ChatFormat, grammar: str, text: str) -> bool:
