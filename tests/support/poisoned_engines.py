@@ -113,6 +113,8 @@ def start(kind: Kind, folder: Path, device: str, **options: Any) -> Poisoned:
             path = make_adapter(folder / f"adapter-{number}", model, rank=4 * number, seed=number, size=0.5)
             adapters.append(LoRARequest(path.name, number, path))
     given = OPTIONS | kind.options | {"device": device} | options
+    if given["mode"] == "eager":
+        given.pop("compile_ranges", None)
     if kind.drafts:
         given["speculative_config"] = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
     llm = LLM(folder, **given)

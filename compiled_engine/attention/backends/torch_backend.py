@@ -368,7 +368,10 @@ def _prefill(
             weights_1HCL = _weights(scores_KGCL.flatten(0, 1).unsqueeze(0), ~visible_CL, scoring)
             out_KGCd = weights_1HCL.to(v_KGLd.dtype).view_as(scores_KGCL) @ v_KGLd
         else:
-            out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=visible_CL, scale=scoring.scale)
+            # A chunk's only query sees all of its keys. Given a mask for it, the memory-efficient kernel of PyTorch for
+            # GPUs returns wrong numbers.
+            mask_CL = None if q_CHd.shape[0] == 1 else visible_CL
+            out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=mask_CL, scale=scoring.scale)
         out_THd[start : start + q_CHd.shape[0]] = out_KGCd.permute(2, 0, 1, 3).flatten(1, 2)
 
 

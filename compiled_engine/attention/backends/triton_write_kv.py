@@ -96,5 +96,5 @@ def write_kv(
         TILE_K=next_power_of_2(num_kv_heads),
         TILE_D=next_power_of_2(head_dim),
         DEPENDENT_LAUNCH=dependent_launch,
-        num_warps=max(1, min(8, num_kv_heads * head_dim // 256)),
+        num_warps=max(1, min(8, next_power_of_2(num_kv_heads * head_dim) // 256)),
     )
