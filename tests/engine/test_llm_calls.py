@@ -12,6 +12,7 @@ from plain_config import BASE
 from unstarted_engines import DEFAULT, LORA, PARAMS, POOLING, Passed, Processor, Tokenizer, made, made_async, prepared
 
 from compiled_engine.core.control import ControlError
+from compiled_engine.frontend.pooling_processor import UNBOUNDED
 from compiled_engine.llm import LLM
 from compiled_engine.messages import AdapterRef, ControlCall
 
@@ -97,10 +98,10 @@ def test_pooling_passes_on_what_it_is_given(made: Callable[..., LLM], made_async
     engine, _ = made_async(pools=True)
 
     def both(name: str, *given: Any, **named: Any) -> tuple[Any, ...]:
-        return (
-            passed(lambda: getattr(llm, name)(*given, **named)),
-            passed(lambda: asyncio.run(getattr(engine, name)(*given, **named))),
-        )
+        *of_async, bounds, is_stopped = passed(lambda: asyncio.run(getattr(engine, name)(*given, **named)))
+        assert bounds == UNBOUNDED
+        assert callable(is_stopped)
+        return passed(lambda: getattr(llm, name)(*given, **named)), tuple(of_async)
 
     of_llm, of_async = both("encode", "a", POOLING, pooling_task="token_embed", prompt_name="query")
     assert of_llm == ("a", POOLING, "token_embed", "query")
@@ -115,9 +116,9 @@ def test_pooling_passes_on_what_it_is_given(made: Callable[..., LLM], made_async
     assert of_llm == ("a", ["b"], POOLING, "judge")
     assert of_async == (*of_llm, 0, None)
     for name in ("encode", "embed", "classify"):
-        assert passed(lambda name=name: asyncio.run(getattr(engine, name)("a", priority=7)))[-1] == 7
+        assert passed(lambda name=name: asyncio.run(getattr(engine, name)("a", priority=7)))[-3] == 7
     found = passed(lambda: asyncio.run(engine.score("a", "b", priority=7, cache_salt="salt")))
-    assert found[-2:] == (7, "salt")
+    assert found[-4:-2] == (7, "salt")
 
 
 def test_a_model_generates_or_pools(made: Callable[..., LLM], made_async: Any) -> None:

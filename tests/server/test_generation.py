@@ -58,7 +58,7 @@ def serving_of(engine: Engine, **limits: int) -> Any:
     figures = SharedFigures()
     bounds = Limits(**limits)
     given: dict[str, Any] = {"engine": engine, "options": SimpleNamespace(limits=bounds)}
-    given |= dict.fromkeys(("chat", "forms", "texts", "max_new_tokens"))
+    given |= dict.fromkeys(("chat", "forms", "texts", "max_new_tokens", "pulse"))
     return Serving(
         names=("small",),
         metrics=ServerMetrics(figures, ["/"]),

@@ -122,6 +122,7 @@ def shown(metrics: ServerMetrics, engine: dict[str, Any]) -> dict[tuple[str, ...
         metrics=metrics,
         admission=SimpleNamespace(in_flight=4, refused=2),
         options=SimpleNamespace(vllm_metric_names=False),
+        adapters={"a": object(), "b": object()},
     )
     text = exposition(serving, engine).decode()
     found = {}

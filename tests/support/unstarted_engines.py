@@ -34,6 +34,10 @@ class Processor:
         raise Passed(*arguments)
 
     score = process
+
+    def num_characters_of_pairs(self, *texts: Any) -> int:
+        return 0
+
     adapters = SimpleNamespace(has_read=lambda lora_request: True)
 
 
