@@ -21,6 +21,8 @@ from compiled_engine.kv_format import head_dim_of, is_coded
 CPU_GATHER_BYTES = 4 << 20
 GPU_GATHER_BYTES = 256 << 20
 QUERIES_PER_CHUNK = 256
+# Fewest queries in a tile of PyTorch's memory-efficient kernel.
+QUERIES_PER_TILE = 32
 
 
 class TorchBackend(AttentionBackend):
@@ -329,6 +331,18 @@ def prefill_each(
             out_THd[tokens] = 0
 
 
+def _chunk_bounds(num_queries: int) -> list[int]:
+    """Where chunks of queries begin and end.
+
+    PyTorch's memory-efficient kernel for GPUs applies a mask wrongly to a query that is alone in a tile, if heads share
+    keys. So such a query is a chunk of its own, which needs no mask.
+    """
+    bounds = [*range(0, num_queries, QUERIES_PER_CHUNK), num_queries]
+    if num_queries % QUERIES_PER_TILE == 1 and bounds[-2] != num_queries - 1:
+        bounds.insert(-1, num_queries - 1)
+    return bounds
+
+
 def _prefill(
     q_THd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
@@ -346,9 +360,9 @@ def _prefill(
     positions_L = torch.arange(seq_len, device=q_THd.device)
     context = seq_len - q_THd.shape[0]
     sliding_window = scoring.sliding_window
-    for start in range(0, q_THd.shape[0], QUERIES_PER_CHUNK):
-        q_CHd = q_THd[start : start + QUERIES_PER_CHUNK]
-        first_query, end = context + start, context + start + q_CHd.shape[0]
+    for start, stop in pairwise(_chunk_bounds(q_THd.shape[0])):
+        q_CHd = q_THd[start:stop]
+        first_query, end = context + start, context + stop
         first_key = max(0, first_query - sliding_window + 1) if sliding_window else 0
         keys_L = positions_L[first_key:end]
         queries_C1 = positions_L[first_query:end].unsqueeze(1)
@@ -368,11 +382,9 @@ def _prefill(
             weights_1HCL = _weights(scores_KGCL.flatten(0, 1).unsqueeze(0), ~visible_CL, scoring)
             out_KGCd = weights_1HCL.to(v_KGLd.dtype).view_as(scores_KGCL) @ v_KGLd
         else:
-            # A chunk's only query sees all of its keys. Given a mask for it, the memory-efficient kernel of PyTorch for
-            # GPUs returns wrong numbers.
-            mask_CL = None if q_CHd.shape[0] == 1 else visible_CL
+            mask_CL = None if q_CHd.shape[0] == 1 else visible_CL  # an only query sees all keys
             out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=mask_CL, scale=scoring.scale)
-        out_THd[start : start + q_CHd.shape[0]] = out_KGCd.permute(2, 0, 1, 3).flatten(1, 2)
+        out_THd[start:stop] = out_KGCd.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 BACKEND: AttentionBackend = TorchBackend()
