@@ -42,7 +42,7 @@ from compiled_engine.frontend.pooling_processor import (
     require_generating,
     require_pooling,
 )
-from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts
+from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts, rendering_size
 from compiled_engine.frontend.request_stream import (
     OUTPUT_KINDS,
     OutputKind,
@@ -191,7 +191,7 @@ class AsyncLLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
 
-        size = num_characters(messages)
+        size = rendering_size([messages, tools, chat_template_kwargs])
         return self._run(render, size, sampling_params, request_id, output, priority, lora_request)
 
     async def encode(

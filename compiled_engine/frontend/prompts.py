@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT
+from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT
 
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run.
@@ -23,6 +23,7 @@ KNOWN = frozenset(KEYS)
 OF_OTHER_ENGINES = frozenset(("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"))
 LONGEST_SALT = 256  # characters
 LONGEST_VALUE = 200  # characters of a value in an error
+VALUE_SIZE = 8  # characters that take a template and a tokenizer as long as a key, a number, an array or an object
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -132,3 +133,22 @@ def num_characters(value: Any) -> int:
     if isinstance(value, list | tuple) and value and not isinstance(value[0], int):
         return sum(map(num_characters, value))
     return 0
+
+
+def rendering_size(value: Any) -> int:
+    """The size of what a chat template is given, which tells how long rendering takes: of all texts, keys, numbers,
+    arrays and objects, in characters. Of a size beyond HUGE_TEXT not everything is counted."""
+    size, waiting = 0, [value]
+    while waiting and size <= HUGE_TEXT:
+        each = waiting.pop()
+        size += VALUE_SIZE
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, int):
+            size += each.bit_length() // 3  # its digits, a few more at most
+        elif isinstance(each, Mapping):
+            waiting += each.keys()
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return size

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_chat
-from compiled_engine.frontend.prompts import has_long_text, num_characters
+from compiled_engine.frontend.prompts import rendering_size
 from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
+from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork
-from compiled_engine.server.options import ServerOptions, template_variables
+from compiled_engine.server.options import Limits, ServerOptions, template_variables
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
 from compiled_engine.server.parsers.registry import (
@@ -59,7 +61,8 @@ MOST_NAMED = 8
 @dataclass(frozen=True)
 class ChatFormat:
     """template, tool_template: the texts of the template for requests without and with tools. given: what is passed on
-    instead of the checkpoint's own, if anything is. tools, reasoning: the format's name, None if there is none."""
+    instead of the checkpoint's own, if anything is. tools, reasoning: the format's name, None if there is none.
+    max_json_values: in the arguments of a conversation's calls, which are JSON in strings."""
 
     tokenizer: Tokenizer
     template: str
@@ -71,6 +74,7 @@ class ChatFormat:
     allowed_settings: tuple[str, ...]
     default_settings: Mapping[str, Any]
     tool_template: str = ""
+    max_json_values: int = Limits().max_json_values
 
     def knows(self, name: str) -> bool:
         """Return whether a template uses a variable."""
@@ -151,9 +155,10 @@ class ChatFormat:
         check: Callable[[str], None] = lambda text: None,
     ) -> tuple[str, tuple[int, ...]]:
         """The prompt, as text and as token ids. check: may refuse the text before it is tokenised. Raises ApiError 400
-        for what the template cannot render, or not in time."""
+        for what the template cannot render, or not in time, and for arguments of calls beyond the bounds of a body."""
 
         def render() -> tuple[str, tuple[int, ...]]:
+            check_sizes("arguments of messages", _texts_of_arguments(messages), self.max_json_values)
             prompt = render_chat(
                 self.tokenizer,
                 messages,
@@ -166,17 +171,21 @@ class ChatFormat:
             )
             return prompt.text or "", prompt.token_ids or ()
 
-        values = [messages, tools, settings]
-
+        size = rendering_size([messages, tools, settings])
         try:
             # The first conversation with a special token in a text takes a copy of the tokenizer.
-            if not has_long_text(values) and not self.tokenizer.client_text.concerns(values):
+            if size < LONG_TEXT and not self.tokenizer.client_text.concerns([messages, tools, settings]):
                 return render()
-            return await self.texts.run("messages", num_characters(values), render)
+            return await self.texts.run("messages", size, render)
         except ApiError:
             raise
         except (TypeError, ValueError) as error:
             raise bad_request("messages", without_internals(str(error))) from error
+
+
+def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    functions = (call["function"] for message in messages for call in message.get("tool_calls") or ())
+    return [function["arguments"] for function in functions if isinstance(function["arguments"], str)]
 
 
 def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts: LongWork) -> ChatFormat | None:
@@ -206,6 +215,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
         options.chat_template_kwargs,
         template_variables("default_chat_template_kwargs", options.default_chat_template_kwargs or {}),
         tool_template,
+        options.limits.max_json_values,
     )
 
 

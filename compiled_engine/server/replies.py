@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,6 +17,7 @@ from compiled_engine.frontend.input_processor import is_priority
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.server.admin import require_admin
 from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request
+from compiled_engine.server.json_size import check_size
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
 from compiled_engine.server.serving import Serving
 
@@ -111,14 +111,6 @@ async def _gone(receive: Receive) -> None:
 
 # Bytes from which bodies are decoded one after the other. A few milliseconds each: together they would hold up others.
 LONG_BODY = 16 << 10
-# Arrays and objects of a body: each takes a microsecond to make and to free, on the event loop.
-MOST_CONTAINERS = 1 << 16
-# Keys of a body, in all its objects: each takes half a microsecond there.
-MOST_KEYS = 1 << 18
-_BUT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},:"')))
-_STEPS = np.zeros(256, np.int8)
-_STEPS[list(b"[{")] = 1
-_STEPS[list(b"]}")] = -1
 
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
@@ -135,23 +127,6 @@ def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
     `check_size`."""
     check_size(body, max_depth, max_values)
     return _parsed(body)
-
-
-def check_size(body: bytes, max_depth: int, max_values: int) -> None:
-    """Raise ApiError 400 for JSON that is too deep, or has too many values, keys, arrays or objects."""
-    counts = (body.count(b","), max_values - 1), (body.count(b":"), MOST_KEYS), (_count_opening(body), MOST_CONTAINERS)
-    if all(count <= most for count, most in (*counts, (counts[2][0], max_depth))):
-        return
-    marks = _outside_strings(body)
-    if np.count_nonzero(marks == ord(",")) >= max_values:
-        raise bad_request(None, f"the body must have at most {max_values} values")
-    if np.count_nonzero(marks == ord(":")) > MOST_KEYS:
-        raise bad_request(None, f"the body must have at most {MOST_KEYS} keys")
-    steps = _STEPS[marks]
-    if np.count_nonzero(steps > 0) > MOST_CONTAINERS:
-        raise bad_request(None, f"the body must have at most {MOST_CONTAINERS} arrays and objects")
-    if steps.cumsum(dtype=np.int32).max(initial=0) > max_depth:
-        raise bad_request(None, f"the body must have at most {max_depth} arrays and objects within each other")
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
@@ -180,33 +155,6 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             raise too_large
         if not message.get("more_body", False):
             return bytes(body)
-
-
-def is_deeper_than(body: bytes, depth: int) -> bool:
-    """Return whether JSON has more nested arrays and objects; found without recursion, before it is parsed.
-
-    In a text that is no JSON everything before its first error counts, which a parser may read.
-    """
-    if _count_opening(body) <= depth:
-        return False
-    return bool(_STEPS[_outside_strings(body)].cumsum(dtype=np.int32).max(initial=0) > depth)
-
-
-def _count_opening(body: bytes) -> int:
-    """Opening brackets, also those within strings."""
-    return body.count(b"[") + body.count(b"{")
-
-
-def _outside_strings(body: bytes) -> np.ndarray:
-    """Return the brackets, commas and colons outside of strings, in order, and the quotes that end strings.
-
-    A regular expression would take a microsecond a string, on the event loop.
-    """
-    if b"\\" in body:
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = np.frombuffer(body.translate(None, _BUT_MARKS), np.uint8)
-    inside = np.cumsum(marks == ord('"'), dtype=np.uint8) & 1  # whether the number of quotes so far is odd
-    return marks[inside == 0]
 
 
 Reply: TypeAlias = "Response | PieceStream"

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_fallback, byte_level, word_piece
+from tiny_tokenizers import byte_fallback, byte_level, word_piece, wrap
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from compiled_engine.frontend.detokenizer import Detokenizer
 from compiled_engine.frontend.tokenizer import Tokenizer
@@ -117,6 +122,99 @@ def test_bytes_that_a_prompt_began(tokens: tuple[str, ...], text: str) -> None:
     tokenizer = byte_fallback()
     prompt = ids_of(tokenizer, "▁a", "<0xC3>", "<0xA9>", "<0xE2>", "<0x82>")
     assert "".join(deltas(Detokenizer(tokenizer, prompt), ids_of(tokenizer, *tokens))) == text
+
+
+class CountingTokenizer:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.num_decoded = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids)
+
+
+@cache
+def with_odd_tokens() -> Tokenizer:
+    """Byte-level, with a token that has no text; and one that reads as U+FFFD, although it is a whole character."""
+    described = json.loads(byte_level().to_json())
+    vocabulary = described["model"]["vocab"]
+    vocabulary[""] = 10 + max(*vocabulary.values(), *(token["id"] for token in described["added_tokens"]))
+    backend = Backend.from_str(json.dumps(described))
+    backend.add_tokens([AddedToken(REPLACEMENT)])
+    return wrap(backend)
+
+
+@cache
+def words_and_nothing() -> Tokenizer:
+    described = json.loads(word_piece().to_json())
+    vocabulary = described["model"]["vocab"]
+    vocabulary["##"] = len(vocabulary)
+    return wrap(Backend.from_str(json.dumps(described)))
+
+
+@cache
+def bytes_and_replacement() -> Tokenizer:
+    backend = Backend.from_str(byte_fallback().to_json())
+    backend.add_tokens([AddedToken(REPLACEMENT)])
+    return wrap(backend)
+
+
+HELD = {
+    "continuation bytes": (with_odd_tokens, ["Ģ"]),
+    "beginnings": (with_odd_tokens, ["ð"]),
+    "unfinished characters": (with_odd_tokens, ["ð", "Ł", "ĺ"]),
+    "no text": (with_odd_tokens, [""]),
+    "no text within characters": (with_odd_tokens, ["ð", "", "Ł", ""]),
+    "whole U+FFFD": (with_odd_tokens, [REPLACEMENT]),
+    "empty parts of words": (words_and_nothing, ["##"]),
+    "byte tokens": (byte_fallback, ["<0xC3>", "<0xA9>"]),
+    "byte tokens that are no text": (byte_fallback, ["<0xA9>"]),
+    "byte tokens and U+FFFD": (bytes_and_replacement, ["<0xC3>", REPLACEMENT]),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("is_prompt", [False, True], ids=["output", "prompt"])
+def test_tokens_that_make_no_character_are_decoded_a_bounded_number_of_times(kind: str, is_prompt: bool) -> None:
+    """Also before another of them, with alternatives to each; their text is that of the whole."""
+    make, tokens = HELD[kind]
+    tokenizer = make()
+    once = ids_of(tokenizer, *tokens)
+    token_ids = [once[0], *once * (2000 // len(once))]
+    counting = CountingTokenizer(tokenizer)
+    as_tokenizer: Any = counting
+    detokenizer = Detokenizer(as_tokenizer, token_ids if is_prompt else ())
+    texts = []
+    for token_id in token_ids:
+        detokenizer.peek(token_id)
+        texts.append(detokenizer.push([token_id]))
+    text = "".join(texts) + detokenizer.flush()
+    assert counting.num_decoded < 60 * len(token_ids)
+    if not is_prompt:
+        assert text == whole(tokenizer, token_ids, skip=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["continuation bytes", "empty parts of words", "byte tokens and U+FFFD"]))
+def test_deltas_of_long_runs_join_to_the_whole_decode(data: st.DataObject, kind: str) -> None:
+    make, _ = HELD[kind]
+    tokenizer = make()
+    odd = [
+        *(
+            token
+            for token in ("ð", "Ł", "ĺ", "ģ", "Ģ", "Ã", "a", "", "##", REPLACEMENT)
+            if token in tokenizer.hf.get_vocab()
+        ),
+        *(f"<0x{byte:02X}>" for byte in (0xF0, 0x9F, 0x98, 0x81, 0xC3) if tokenizer.byte_ids),
+    ]
+    runs = st.tuples(st.lists(st.sampled_from(ids_of(tokenizer, *odd)), min_size=1, max_size=4), st.integers(1, 30))
+    token_ids = [each for run, times in data.draw(st.lists(runs, max_size=4)) for each in run * times]
+    assert "".join(deltas(Detokenizer(tokenizer), token_ids)) == whole(tokenizer, token_ids, skip=True)
 
 
 def test_a_character_of_several_tokens_comes_out_whole() -> None:

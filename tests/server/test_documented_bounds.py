@@ -28,10 +28,10 @@ from compiled_engine.messages import RequestLimits
 from compiled_engine.pooling import EMBED, LAST, NONE, Pooling
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.http_protocol import MOST_HEADERS
+from compiled_engine.server.json_size import MOST_CONTAINERS, MOST_KEYS
 from compiled_engine.server.long_work import MOST_LARGE, MOST_SMALL
 from compiled_engine.server.options import Limits
 from compiled_engine.server.pooling import bounds_of
-from compiled_engine.server.replies import MOST_CONTAINERS, MOST_KEYS
 from compiled_engine.server.sampling_fields import MOST_ALLOWED, MOST_EXTRA_BYTES
 
 SECONDS = 0.8

@@ -19,9 +19,9 @@ from serve_process import SMALL, served
 
 from compiled_engine.process.smallest_first import TakesLong
 from compiled_engine.server.errors import ApiError
+from compiled_engine.server.json_size import MOST_CONTAINERS
 from compiled_engine.server.long_work import MOST_LARGE, LongWork
 from compiled_engine.server.options import Limits
-from compiled_engine.server.replies import MOST_CONTAINERS
 from compiled_engine.server.sampling_fields import MOST_ALLOWED, MOST_EXTRA_BYTES
 
 LIMITS = Limits()

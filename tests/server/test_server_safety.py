@@ -21,10 +21,10 @@ from in_a_minute import in_a_minute
 from running_server import MODEL, RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.server.errors import ApiError, without_internals
+from compiled_engine.server.json_size import is_deeper_than
 from compiled_engine.server.middleware import visitor_check
 from compiled_engine.server.options import Limits, ServerOptions
 from compiled_engine.server.protocol import CompletionRequest
-from compiled_engine.server.replies import is_deeper_than
 from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
 from compiled_engine.server.run import bind
 from compiled_engine.server.web_origins import AllowedPages
@@ -239,7 +239,7 @@ def test_depth_is_found_without_parsing(value: Any) -> None:
 def test_depth_is_found_in_time() -> None:
     """Of a text that is no JSON as well."""
     in_a_minute(r"""
-from compiled_engine.server.replies import is_deeper_than
+from compiled_engine.server.json_size import is_deeper_than
 string = b'"' + b'\\"' * 500_000
 assert not is_deeper_than(b"[1]," * 65 + string, 64)
 assert is_deeper_than(b"[" * 65 + string, 64)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 from running_server import RunningServer, ScriptedEngine, running
 
-from compiled_engine.frontend.prompts import has_long_text
+from compiled_engine.frontend.prompts import has_long_text, rendering_size
+from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT
+from compiled_engine.server.json_size import MOST_CONTAINERS, MOST_KEYS
 from compiled_engine.server.options import Limits, ServerOptions
 
 USER = {"role": "user", "content": "x"}
@@ -126,3 +129,80 @@ def test_many_short_texts_are_a_long_one() -> None:
     assert has_long_text([{"content": "x" * 100}] * 100)
     assert has_long_text("x" * 9000)
     assert not has_long_text([1] * 10_000)
+
+
+# Its time grows with the square of the number of arguments.
+SLOW_ARGUMENTS = """{% for message in messages if message.tool_calls %}
+{%- set given = message.tool_calls[0].function.arguments %}
+{%- for a in given %}{% for b in given %}{% endfor %}{% endfor %}{% endfor %}x"""
+
+
+def calls(*arguments: Any) -> dict[str, Any]:
+    functions = [{"name": "f", "arguments": each} for each in arguments]
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": function} for function in functions],
+    }
+
+
+ARGUMENTS = {
+    "arrays and objects": ('{"a":[%s]}', "[]", MOST_CONTAINERS // 2 - 2),
+    "keys": ("{%s}", '"a":1', MOST_KEYS // 2),
+    "values": ('{"a":[%s]}', "1", Limits().max_json_values // 2),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_of_calls_have_the_bounds_of_a_body(server: RunningServer, kind: str) -> None:
+    """All of a conversation together, also where no text by itself is beyond them."""
+    frame, each, count = ARGUMENTS[kind]
+    for n in (count, count + 1):
+        text = frame % ",".join([each] * n)
+        body = {"messages": [USER, calls(text), calls(text), USER], "max_tokens": 1}
+        response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert response.status_code == (200 if n == count else 400)
+    error = response.json()["error"]
+    assert error["param"] == "messages"
+    assert error["message"].startswith("arguments of messages must have at most ")
+    assert error["message"].endswith(kind)
+
+
+def test_brackets_in_strings_of_arguments_are_none(server: RunningServer) -> None:
+    text = json.dumps({"a": "[{,:" * MOST_CONTAINERS})
+    body = {"messages": [USER, calls(text), USER], "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+
+def test_what_is_large_without_text_is_rendered_within_the_timeout(server: RunningServer) -> None:
+    given = {str(number): number for number in range(3000)}
+    with running(
+        ScriptedEngine(server.engine, ["a"]), chat_template=SLOW_ARGUMENTS, limits=Limits(render_timeout=0.05)
+    ) as slow:
+        assert "more than 0.05 s" in chat(slow, [USER, calls(given), USER])["message"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        dict.fromkeys(map(str, range(1000))),
+        {"a" * LONG_TEXT: None},
+        [1] * LONG_TEXT,
+        [0.5] * LONG_TEXT,
+        1 << 4 * LONG_TEXT,
+        [[]] * LONG_TEXT,
+        [{}] * LONG_TEXT,
+        [None, True] * LONG_TEXT,
+    ],
+    ids=["keys", "a key", "integers", "numbers", "a large integer", "arrays", "objects", "constants"],
+)
+def test_whatever_has_a_size_is_counted(value: Any) -> None:
+    assert rendering_size([{"content": value}]) >= LONG_TEXT
+    assert rendering_size([{"content": "x" * 4000}]) < LONG_TEXT
+
+
+def test_counting_ends_where_it_is_enough() -> None:
+    """Each of these objects is the same, so that one that is looked at more often is counted more often."""
+    value: Any = [1]
+    for _ in range(60):
+        value = [value, value]
+    assert HUGE_TEXT < rendering_size(value) < 2 * HUGE_TEXT
