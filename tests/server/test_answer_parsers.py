@@ -174,6 +174,17 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
          '; {"name": "add", "parameters": {}}'),
         ("llama3_json", '{"name": "add", "parameters": {}} and so on', " and so on"),
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}] then', "then"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {},}</tool_call>', ""),
+        ("hermes", '<tool_call>{"arguments": {}, "name": "add", \n}\n</tool_call> then', "then"),
+        ("hermes", '<tool_call>{"name": "add",}</tool_call>', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}</tool_call>\nthen', "then"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {},</tool_call>', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {},,}</tool_call>', ",}</tool_call>"),
+        ("llama3_json", '{"name": "add", "parameters": {}, }', ""),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}, }]', ""),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}, ]', ""),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}},] then', "then"),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}] then', "then"),
     ],
 )  # fmt: skip
 def test_what_is_said_behind_a_call(name: str, text: str, said: str) -> None:
