@@ -109,6 +109,10 @@ class Completion:
         self._num_given_tokens = self._num_given_chars = 0  # by `delta`
         self._end_is_given = False
         self._stops = StopStrings(params.stop or (), include_in_output=params.include_stop_str_in_output)
+        self._stop_tokens: dict[int, str] = {}  # skipped ones: no stop string is found in their text
+        if tokenizer is not None and params.stop and params.skip_special_tokens:
+            ids = tokenizer.ids_of_special
+            self._stop_tokens = {ids[text]: text for text in params.stop if text in ids}
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
@@ -118,10 +122,13 @@ class Completion:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
 
-    def look(self) -> None:
-        """A token was appended: a stop string may end the completion."""
+    def look(self, *, ends: bool = False) -> None:
+        """A token was appended: a stop string may end the completion. ends: the core ends it with this token."""
         if self._params.stop:
             self._decode()
+            stop = None if ends else self._stop_tokens.get(self.token_ids[-1])
+            if stop is not None and self.finish_reason is None and len(self.token_ids) > self._params.min_tokens:
+                self._end("stop", stop)
 
     def update(self, output: EngineOutput) -> None:
         """Add a step's output; a stop string may end the completion before the core does."""
@@ -133,7 +140,7 @@ class Completion:
                 self.logprobs.add(output.logprobs.select(slice(position, position + 1)))
             ends = output.finish_reason == "stop" and position == last
             self._num_textless = int(ends and not self._params.include_stop_str_in_output)
-            self.look()
+            self.look(ends=ends)
             if self.finish_reason is not None:
                 return
         if output.finish_reason is not None:
@@ -186,10 +193,14 @@ class Completion:
 
     def _finish(self, output: EngineOutput) -> None:
         self._decode()
+        self._end(output.finish_reason, output.stop_reason)
+
+    def _end(self, finish_reason: str | None, stop_reason: str | int | None) -> None:
+        """Let out the text that is held back, in which a stop string may come first, and end."""
         if self.logprobs is not None:
             self.logprobs.end()
         if self._detokenizer is not None:
             self._add_text(self._detokenizer.flush())
         if self.finish_reason is None:
             self._text += self._stops.flush()
-            self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
+            self.finish_reason, self._stop_reason = finish_reason, stop_reason

@@ -68,6 +68,11 @@ class Tokenizer:
         return cls(words, dict(hf.special_tokens_map), hf.chat_template, lambda: hf)
 
     @cached_property
+    def ids_of_special(self) -> dict[str, int]:
+        """The ids of the special tokens, by their texts."""
+        return {token.content: token_id for token_id, token in self._words.added_tokens().items() if token.special}
+
+    @cached_property
     def client_text(self) -> ClientText:
         """Renders texts so that what looks like a special token in a client's values is text."""
         return ClientText(self._words.added_tokens())

@@ -254,7 +254,11 @@ class SamplingParams:
         flag=None,  # on the command line --seed is the engine's
     )
     stop: str | Sequence[str] | None = declare(
-        None, TEXT_OR_TEXTS, "end generation at this string", "a list for several; needs `detokenize`"
+        None,
+        TEXT_OR_TEXTS,
+        "end generation at this string",
+        "a list for several; needs `detokenize`; a special token's text ends it also where the text leaves special "
+        "tokens out",
     )
     stop_token_ids: Sequence[int] | None = declare(
         None, TOKEN_IDS, "end generation at these token ids", flag="--stop-token-id"

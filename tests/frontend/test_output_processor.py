@@ -148,6 +148,45 @@ def test_several_tokens_a_step_give_what_single_ones_give(
             assert deltas[number, completion.index] == (completion.text, completion.token_ids)
 
 
+@pytest.mark.parametrize("tokens_a_step", [1, 4])
+@pytest.mark.parametrize(
+    ("said", "stop", "text"),
+    [
+        ("hello<|user|>world", "<|user|>", "hello"),
+        ("hello<|user|>world", ["no", "<|user|>"], "hello"),
+        ("<|user|>world", "<|user|>", ""),
+        ("hello<s><|user|>world", ["hello world", "<|user|>"], "hello"),  # what may begin another one is released
+    ],
+)
+def test_a_special_tokens_text_stops_though_it_is_left_out(
+    tokens_a_step: int, said: str, stop: str | list[str], text: str
+) -> None:
+    frontend = Frontend(said, tokens_a_step=tokens_a_step)
+    (output,) = frontend.run(max_tokens=50, stop=stop, logprobs=0)
+    (completion,) = output.outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (text, "stop", "<|user|>")
+    assert TOKENIZER.decode(completion.token_ids) == said.removesuffix("world")
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert frontend.core.aborted == ([output.request_id] if tokens_a_step == 1 else frontend.core.stopped)
+    parts = [each for output in Frontend(said).stream(max_tokens=50, stop=stop) for each in output.outputs]
+    assert (parts[-1].text, parts[-1].stop_reason) == (text, "<|user|>")
+
+
+def test_a_special_token_stops_once_min_tokens_have_come_before_it() -> None:
+    before = len(TOKENIZER.encode("hello"))
+    for min_tokens, reason in ((before, "<|user|>"), (before + 1, None)):
+        frontend = Frontend("hello<|user|>world")
+        (completion,) = frontend.run(max_tokens=50, min_tokens=min_tokens, stop="<|user|>")[0].outputs
+        assert completion.stop_reason == reason
+        assert completion.text == ("hello" if reason else "helloworld")
+
+
+def test_an_end_of_sequence_token_whose_text_is_a_stop_string_has_no_stop_reason() -> None:
+    (completion,) = Frontend("hello").run(max_tokens=50, stop="</s>")[0].outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("hello", "stop", None)
+
+
 def test_a_stop_string_in_the_last_token_is_not_aborted_again() -> None:
     tokens = TOKENIZER.encode("hello")
     frontend = Frontend("hello")

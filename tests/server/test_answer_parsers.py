@@ -141,6 +141,12 @@ def test_calls_of_newer_mistral_models(arguments: list[dict[str, object]], place
         ("hermes", "<tool_call>no</tool_call>", []),
         ("hermes", '<tool_call>{"id": }, "name": "f", "arguments": {}}</tool_call>', []),
         ("hermes", '<tool_call>{"id": 1[2], "name": "f", "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"\\q": 1, "name": "f", "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": 7, "name": "f", "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name" is: "f", "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>so {"name": "f", "arguments": {}}</tool_call>', []),
+        ("hermes", f'<tool_call>{{"name": {"[" * 20_000}{"]" * 20_000}, "arguments": {{}}}}</tool_call>', []),
         ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
         ("llama3_json", '{"name": "Ada", "parameters": {}}', []),
         ("llama3_json", '{"answer": 42}', []),
@@ -167,6 +173,7 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_ca', "</tool_ca"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call>\n', ""),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}} </b>', "</b>"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</ tool_call>', "</ tool_call>"),
         ("llama3_json", '{"name": "add", "parameters": {}} ; \n', ""),
         ("llama3_json", '{"name": "add", "parameters": {}}; {"x": 1}; {"name": "add", "parameters": {}}',
          '; {"x": 1}; {"name": "add", "parameters": {}}'),
@@ -174,6 +181,17 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
          '; {"name": "add", "parameters": {}}'),
         ("llama3_json", '{"name": "add", "parameters": {}} and so on', " and so on"),
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}] then', "then"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {},}</tool_call>', ""),
+        ("hermes", '<tool_call>{"arguments": {}, "name": "add", \n}\n</tool_call> then', "then"),
+        ("hermes", '<tool_call>{"name": "add",}</tool_call>', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}</tool_call>\nthen', "then"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {},</tool_call>', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {},,}</tool_call>', ",}</tool_call>"),
+        ("llama3_json", '{"name": "add", "parameters": {}, }', ""),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}, }]', ""),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}, ]', ""),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}},] then', "then"),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}] then', "then"),
     ],
 )  # fmt: skip
 def test_what_is_said_behind_a_call(name: str, text: str, said: str) -> None:
@@ -279,7 +297,7 @@ def test_calls_after_reasoning_and_none_within_it() -> None:
 
 def test_a_single_call_where_parallel_ones_are_not_wanted() -> None:
     pieces = parse(AnswerParser(None, tools("hermes"), one_call=True), written("hermes", [{"a": 1}, {"a": 2}]))
-    assert calls(pieces) == [("add", {"a": 1})]
+    assert pieces == [CallStart(0, "add"), CallArguments(0, '{"a": 1}')]
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,19 @@ def test_a_call_that_a_stop_string_cuts_off_is_none_to_execute(
     ]
 
 
+def test_a_stop_string_within_the_reasoning_leaves_no_content(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.chunks = ["<think>\nI c", "an add"]
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "stop": "."}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert (choice.message.model_extra or {})["reasoning_content"] == "I can add"
+    assert not choice.message.content
+    assert choice.finish_reason == "stop"
+    deltas = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join((each.delta.model_extra or {}).get("reasoning_content") or "" for each in deltas) == "I can add"
+    assert not any(each.delta.content for each in deltas)
+    assert deltas[-1].finish_reason == "stop"
+
+
 def test_an_engine_that_fails(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.finish_reason = "error"
     with pytest.raises(openai.InternalServerError):

@@ -71,15 +71,12 @@ class CallObject:
 
     def _in_object(self, character: str) -> bool:
         if character == "{":
-            self._expected = "first_key"
+            self._expected = "key_start"
         return character == "{" or character in WHITESPACE
 
-    def _in_first_key(self, character: str) -> bool:
-        if character == "}":
+    def _in_key_start(self, character: str) -> bool:
+        if character == "}":  # also behind a comma, which some models write after the last value
             return self._close()
-        return self._in_next_key(character)
-
-    def _in_next_key(self, character: str) -> bool:
         if character == '"':
             self._expected = "key"
             self._begin(character)
@@ -131,7 +128,7 @@ class CallObject:
     def _in_comma(self, character: str) -> bool:
         if character == "}":
             return self._close()
-        self._expected = "next_key" if character == "," else "comma"
+        self._expected = "key_start" if character == "," else "comma"
         return character == "," or character in WHITESPACE
 
     def _begin(self, character: str) -> None:

@@ -12,7 +12,7 @@ MARKUP = OPENING, CLOSING = "<tool_call>", "</tool_call>"
 class HermesParser:
     """Text outside of calls is content, as is an invalid call, with its markup.
 
-    Whitespace around a call belongs to its markup. A call without its closing tag is still a call.
+    Whitespace around a call belongs to its markup. A call without its closing tag or its last brace is still a call.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class HermesParser:
         if call.failed or call.closed:
             self._call = None
             self._count += call.begun
-            if not call.begun:
-                pieces.append(Content(OPENING + call.raw))
-            if call.closed and not call.failed:
+            if call.begun:
                 self._closing = ""
+            else:
+                pieces.append(Content(OPENING + call.raw))
         return text
 
     def _read_closing(self, text: str, pieces: list[Piece]) -> str:

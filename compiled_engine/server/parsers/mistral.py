@@ -65,23 +65,21 @@ class MistralParser:
 
     def _read_object(self, text: str, pieces: list[Piece]) -> str:
         text = self._call.read(text, self._count, pieces)
-        if self._call.begun:
-            self._held = ""
-        if self._call.failed:
-            self._count += self._call.begun
-            return self._give_up(self._call.raw, text, pieces)
-        if self._call.closed:
+        if not self._call.begun:
+            return self._give_up(self._call.raw, text, pieces) if self._call.failed else text
+        self._held = ""
+        if self._call.failed or self._call.closed:
             self._count += 1
             self._read = self._read_separator
         return text
 
     def _read_separator(self, text: str, pieces: list[Piece]) -> str:
-        """State after an object of the list: a comma, or the end follows."""
+        """State after an object of the list: another one or the end follows, also behind a comma."""
         for place, character in enumerate(text):
-            if character == ",":
+            if character == "{":
                 self._call, self._read = CallObject(), self._read_object
-                return text[place + 1 :]
-            if character not in WHITESPACE:
+                return text[place:]
+            if character != "," and character not in WHITESPACE:
                 self._read = self._read_after
                 return text[place + (character == "]") :]
         return ""
