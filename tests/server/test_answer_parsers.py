@@ -181,6 +181,8 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
          '; {"name": "add", "parameters": {}}'),
         ("llama3_json", '{"name": "add", "parameters": {}} and so on', " and so on"),
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}] then', "then"),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}} then', "then"),
+        ("mistral", "[TOOL_CALLS] add{} then", "then"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {},}</tool_call>', ""),
         ("hermes", '<tool_call>{"arguments": {}, "name": "add", \n}\n</tool_call> then', "then"),
         ("hermes", '<tool_call>{"name": "add",}</tool_call>', ""),
@@ -232,6 +234,10 @@ def test_a_call_that_fails_after_its_beginning_keeps_its_index() -> None:
 def test_of_equal_keys_the_first_counts(keys: str) -> None:
     both = TOOL_FORMATS["hermes"].parser(["add", "mul"])
     assert calls(parse(both, f"<tool_call>{{{keys}}}</tool_call>")) == [("add", {"a": 1})]
+
+
+def test_a_call_that_is_cut_off_leaves_no_markup() -> None:
+    assert parse(tools("mistral"), '[TOOL_CALLS]add[ARGS]{"a": 1') == [CallStart(0, "add"), CallArguments(0, '{"a": 1')]
 
 
 def test_arguments_come_while_they_are_written() -> None:
