@@ -80,6 +80,7 @@ def built(response: Any) -> dict[str, Any]:
 
 TOKENIZER = SimpleNamespace(
     decode=lambda ids: {(): "", (11,): "a"}.get(tuple(ids), f"decoded {list(ids)}"),
+    decode_token=lambda token_id: TOKENIZER.decode([token_id]),
     knows=lambda token_id: True,
     special_ids=frozenset(),
     byte_ids={},
