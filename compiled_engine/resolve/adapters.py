@@ -10,7 +10,7 @@ _NEEDING = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
 
 def resolve_adapters(
-    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, *, compiled: bool, reasons: dict[str, str]
+    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, *, reasons: dict[str, str]
 ) -> AdapterConfig | None:
     """None where requests have no adapters. Raises ValueError naming the option, its value and what is allowed."""
     if not options.enable_lora:
@@ -19,7 +19,7 @@ def resolve_adapters(
             if (value := getattr(options, name)) != (default := getattr(defaults, name)):
                 raise ValueError(f"{name} is {value}, but enable_lora is False; allowed: {default}")
         return None
-    if (reason := _obstacle(options, model, parallel, compiled)) is not None:
+    if (reason := _obstacle(options, model, parallel)) is not None:
         raise ValueError(f"enable_lora is True, but {reason}; allowed: False, or merge_adapter for a single adapter")
     max_cpu_loras = options.max_cpu_loras
     if max_cpu_loras is None:
@@ -30,10 +30,8 @@ def resolve_adapters(
     return AdapterConfig(options.max_loras, options.max_lora_rank, max_cpu_loras)
 
 
-def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, compiled: bool) -> str | None:
+def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """Return what adapters do not go with."""
-    if not compiled:
-        return "the mode is eager: a pass applies adapters"
     if model.pooling is not None:
         return "the model pools"
     if model.experts.count:

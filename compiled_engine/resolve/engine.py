@@ -110,7 +110,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         attention_backend=attention.backend,
         reasons=reasons,
         speculation=SpeculationConfig(),
-        adapters=resolve_adapters(options, model, parallel, compiled=compiled, reasons=reasons),
+        adapters=resolve_adapters(options, model, parallel, reasons=reasons),
     )
     return replace(config, speculation=resolve_speculation(options, config, progress))
 

@@ -1,4 +1,4 @@
-"""The adapters of a rank: copies in host memory, and the slots on the device that the compiled forward reads.
+"""The adapters of a rank: copies in host memory, and the slots on the device that the forward reads.
 
 A copy is cut to the rank's share when it is read: rows of B as the linear's results are divided, columns of A as its
 input is. A thread can read it, beside steps. Placing a copy in a slot is launched on the stream of the steps, so a step
@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from compiled_engine.config import AdapterConfig
+from compiled_engine.config import AdapterConfig, EngineConfig
+from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.models.checkpoint.adapter_files import LONGEST_HEADER
 from compiled_engine.models.checkpoint.adapter_folder import (
     Adapter,
@@ -28,6 +30,7 @@ from compiled_engine.models.checkpoint.adapter_folder import (
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.parameter import WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, site_of
+from compiled_engine.runner.eager_forward import adapted_parameters
 
 # Host memory is pinned in parts of so many bytes: a part for each matrix would take most of the time of reading an
 # adapter, and while memory is pinned the driver launches nothing.
@@ -71,12 +74,27 @@ class AdapterSlots:
         rank: int = 0,
         num_ranks: int = 1,
     ):
-        """parameters: of the compiled model. tensors: the parameters' memory, by name."""
+        """parameters: of the model, with its slots. tensors: the parameters' memory, by name."""
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
         self._most_bytes = _most_bytes(config, [site.shape for site in self._sites.values()])
         self._copies: dict[str, list[_Copy]] = {}
         self._reading: dict[str, Future[list[_Copy]]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        compiled: CompiledModel | None,
+        model: nn.Module,
+        tensors: Mapping[str, torch.Tensor],
+        rank: int,
+    ) -> AdapterSlots | None:
+        """Make those of a rank's model, which runs eagerly without `compiled`; None if requests have no adapters."""
+        if config.adapters is None:
+            return None
+        parameters = adapted_parameters(config, model) if compiled is None else compiled.parameters
+        return cls(config.adapters, parameters, tensors, rank, config.parallel.tensor_parallel_size)
 
     def begin_load(self, path: str, digest: str) -> None:
         """Have a thread read an adapter that `load` will be called for; nothing if it is there or being read."""

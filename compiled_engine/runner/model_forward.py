@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,14 @@ from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, 
 from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors, shards_of
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
+from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.passes.framework.parameter import KEPT
-from compiled_engine.passes.layout.taps import layer_stack
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.eager_forward import eager_forwards, eager_parameters
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, step_of_batch
 
 # Multiply-adds that are worth a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
@@ -72,9 +72,8 @@ def load_model(
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
-    shards = {} if compiled else shards_of(config)
     shared = shared or {}
-    parameters = compiled.parameters if compiled else parameters_of(model, shards)
+    parameters = compiled.parameters if compiled else eager_parameters(config, model)
     weights = materialize(model, [each for each in parameters if each.name not in shared], config.device)
     for name, tensor in shared.items():
         owner, _, attribute = name.rpartition(".")
@@ -83,7 +82,7 @@ def load_model(
     whole = model if num_ranks == 1 else build_tensors(config.model, cache_dir)
     load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
     if not compiled:
-        add_collectives(model, shards)
+        add_collectives(model, shards_of(config))
     kept = {parameter.name: weights.tensors[parameter.name] for parameter in parameters if parameter.role == KEPT}
     for graph_pass in registered_passes():
         if kept and graph_pass.name in config.compile.passes:
@@ -157,6 +156,11 @@ def _bound(bind: Callable[..., Forwards], on_attention: OnAttention | None) -> _
     return _Variant(whole, bind(on_attention=on_attention), distinct, bind(on_attention=on_attention, distinct=True))
 
 
+def _eager(forwards: Forwards, on_attention: OnAttention | None) -> _Variant:
+    parts = forwards if on_attention is None else replace(forwards, hidden=_EagerParts(forwards.hidden, on_attention))
+    return _Variant(forwards, parts, forwards, parts)
+
+
 class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
@@ -185,14 +189,9 @@ class ModelForward:
             self._variant = _Variant.of(recorded(compiled, bind())) if records else _bound(bind, on_attention)
             self._adapted = _bound(partial(bind, adapted=True), on_attention) if compiled.has_adapters else None
         else:
-            pooler = getattr(model, "pooler", None)
-            ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
-            if (combine := getattr(model, "combine", None)) is not None:
-                ends["combine"] = combine
-            called = _EagerTaps(model, taps) if taps else model
-            whole = Forwards(called, **ends)
-            parts = whole if on_attention is None else Forwards(_EagerParts(called, on_attention))
-            self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
+            plain, adapted = eager_forwards(model, parameters, taps)
+            self._variant = _eager(plain, on_attention)
+            self._adapted = None if adapted is None else _eager(adapted, on_attention)
         whole = self._variant.whole
         self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
         self._adapted_logits = whole.adapted_logits
@@ -263,25 +262,6 @@ class ModelForward:
         """Drop the last references to the weights."""
         self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
         self.logits = self.pooler = self.combine = self._adapted_logits = nn.Identity()
-
-
-class _EagerTaps:
-    """The eager model, which returns the inputs of these layers behind its hidden states."""
-
-    def __init__(self, model: nn.Module, layers: Sequence[int]):
-        self._model = model
-        path = layer_stack(name for name, _ in model.named_parameters())
-        self._inputs: list[torch.Tensor | None] = [None] * len(layers)
-        for index, layer in enumerate(layers):
-            model.get_submodule(f"{path}.{layer}").register_forward_pre_hook(partial(self._keep, index))
-
-    def _keep(self, index: int, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._inputs[index] = arguments[0]
-
-    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        hidden_TD = self._model(*arguments)
-        inputs, self._inputs = self._inputs, [None] * len(self._inputs)
-        return hidden_TD, *(tensor.reshape(hidden_TD.shape) for tensor in inputs if tensor is not None)
 
 
 @dataclass(frozen=True)

@@ -162,11 +162,7 @@ class Runner:
             has_adapters=config.adapters is not None,
             has_history=speculation.num_tokens > 0 and on_gpu,
         )
-        self._adapters: AdapterSlots | None = None
-        if config.adapters is not None:
-            assert self._compiled is not None
-            parameters, num_ranks = self._compiled.parameters, config.parallel.tensor_parallel_size
-            self._adapters = AdapterSlots(config.adapters, parameters, named, self._group.rank, num_ranks)
+        self._adapters = AdapterSlots.of(config, self._compiled, model, named, self._group.rank)
         recurrences = config.model.recurrences
         self._state_rows = None if recurrences is None else StateRows(recurrences, named)
         # What does not sample keeps no parameters of it: rows would be given initial ones for each request.

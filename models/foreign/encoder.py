@@ -73,6 +73,11 @@ class Encoder(nn.Module):
 class Classifier(Encoder):
     """An encoder with its head, which computes in fp32."""
 
+    @property
+    def heads(self) -> list[nn.Module]:
+        """The modules that get what is pooled."""
+        return _heads(self.model)
+
     def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:
         """Logits [R, L] from pooled hidden states."""
         return self.model(inputs_embeds=pooled_RW.unsqueeze(1), hand_on=True).logits
@@ -144,14 +149,17 @@ def _token_types(config: PreTrainedConfig, parameters: Any) -> int:
     return count if isinstance(count, int) and "token_type_ids" in parameters else 0
 
 
-def _adapt_head(model: Any) -> None:
+def _heads(model: Any) -> list[nn.Module]:
     base = model.base_model
     pooler = getattr(base, "pooler", None)
-    for child in model.children():
-        if child is not base:
-            child.to(torch.float32)
-    if pooler is not None:
-        pooler.to(torch.float32)
+    return [*(child for child in model.children() if child is not base), *([] if pooler is None else [pooler])]
+
+
+def _adapt_head(model: Any) -> None:
+    base = model.base_model
+    for head in _heads(model):
+        head.to(torch.float32)
+    if (pooler := getattr(base, "pooler", None)) is not None:
         pooler.__class__ = _mixed(PoolerOfHead, type(pooler))
     base.__class__ = _mixed(Base, type(base))
 

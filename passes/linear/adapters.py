@@ -69,7 +69,7 @@ class Adapters(GraphPass):
                 near_misses += [] if (reason := why_no_linear(node)) is None else [f"{node.name}: {reason}"]
                 continue
             weight = parameter_of(linear.weight)
-            kept = _kept(weight, linear.x.meta["val"].shape[1], linear.x.meta["val"].dtype, self._config)
+            kept = slots_of(weight, linear.x.meta["val"].shape[1], linear.x.meta["val"].dtype, self._config)
             slots = [add_parameter(graph, parameter) for parameter in kept]
             with graph.inserting_after(node):
                 sizes = [leaf.shape[0] for leaf in _members(weight)]
@@ -95,6 +95,17 @@ def site_of(parameter: Parameter, described: Mapping[str, Parameter]) -> tuple[P
     """
     name = parameter.name.removesuffix(MATRIX_A)
     return _members(described[name]) if parameter.role == KEPT and name != parameter.name else None
+
+
+def slots_of(weight: Parameter, k: int, dtype: torch.dtype, config: AdapterConfig) -> tuple[Parameter, ...]:
+    """Describe the slots of a linear with inputs [T, K] of this dtype, kept parameters: A, B and ranks."""
+    slots, rank, members = config.max_loras, config.max_lora_rank, len(_members(weight))
+    name = str(dtype).removeprefix("torch.")
+    return (
+        Parameter(weight.name + MATRIX_A, (slots, members * rank, k), name, KEPT),
+        Parameter(weight.name + MATRIX_B, (slots, weight.shape[0], rank), name, KEPT),
+        Parameter(weight.name + RANKS, (slots, members), "int32", KEPT),
+    )
 
 
 def _verify(node: fx.Node, num_tokens: int, device: torch.device) -> None:
@@ -130,13 +141,3 @@ def _verify(node: fx.Node, num_tokens: int, device: torch.device) -> None:
 
 def _members(weight: Parameter) -> tuple[Parameter, ...]:
     return tuple(weight.leaves())
-
-
-def _kept(weight: Parameter, k: int, dtype: torch.dtype, config: AdapterConfig) -> tuple[Parameter, ...]:
-    slots, rank, members = config.max_loras, config.max_lora_rank, len(_members(weight))
-    name = str(dtype).removeprefix("torch.")
-    return (
-        Parameter(weight.name + MATRIX_A, (slots, members * rank, k), name, KEPT),
-        Parameter(weight.name + MATRIX_B, (slots, weight.shape[0], rank), name, KEPT),
-        Parameter(weight.name + RANKS, (slots, members), "int32", KEPT),
-    )

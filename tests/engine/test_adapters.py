@@ -84,6 +84,15 @@ def test_steps_without_adapters_run_the_forward_without_the_pass(adapted: Adapte
     assert "gated_linear" not in passes["adapted/1-16"]
 
 
+def test_eager_code_has_adapters_too(adapted: Adapted) -> None:
+    with LLM(adapted.base, mode="eager", **OPTIONS) as llm:
+        eager = adapted._replace(llm=llm)
+        test_a_batch_of_adapters_and_none(eager)
+        test_tokens_are_the_same_alone_and_beside_others(eager)
+        test_a_prefix_is_not_shared_with_another_adapter(eager)
+        assert llm.metrics()["passes"] == {}
+
+
 def test_tokens_are_the_same_alone_and_beside_others(adapted: Adapted) -> None:
     sampled = SamplingParams(max_tokens=6, temperature=0.8, seed=5, ignore_eos=True)
     together = adapted.generate([None, "rank 1", "patterns"], sampled)
@@ -297,10 +306,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
 @pytest.mark.parametrize("which", OTHERS)
-def test_other_models_and_two_ranks(which: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    if which != BOTH and not pytestconfig.getoption("--all"):
-        pytest.skip(f"{BOTH!r} runs the paths of each: --all")
+def test_other_models_and_two_ranks(which: str, mode: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    # Compiled, one runs the paths of each. Eager, that one spends its time on the import of transformers by a rank.
+    if (which == BOTH) != (mode == "compiled") and not pytestconfig.getoption("--all"):
+        pytest.skip("its paths are those of others: --all")
     family, options, shape = OTHERS[which]
     model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=1, **shape)
     targets = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj") if family == "phi3" else LINEARS
@@ -309,7 +320,8 @@ def test_other_models_and_two_ranks(which: str, tmp_path: Path, pytestconfig: py
     ]
     requests = [None, *(LoRARequest(str(seed), 1 + seed, folder) for seed, folder in enumerate(folders))]
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(requests)]]
-    with LLM(tmp_path / "base", strict_passes=True, **OPTIONS | options) as llm:
+    strict = {"strict_passes": True} if mode == "compiled" else {}
+    with LLM(tmp_path / "base", mode=mode, **OPTIONS | options | strict) as llm:
         outputs = llm.generate(prompts, GREEDY, lora_request=requests)
     for folder, output in zip([None, *folders], outputs, strict=True):
         assert_is_of(merged(tmp_path / "base", folder), output)

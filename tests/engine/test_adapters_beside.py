@@ -45,9 +45,11 @@ def generate(base: Path, adapters: list[Path] | None, **options: Any) -> tuple[l
         return llm.generate(**prompts_of(adapters), sampling_params=GREEDY), llm.metrics()
 
 
-def test_drafts_change_no_token(base: Path, adapters: list[Path]) -> None:
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_drafts_change_no_token(mode: str, base: Path, adapters: list[Path]) -> None:
     expected, _ = generate(base, adapters)
-    found, metrics = generate(base, adapters, speculative_config=NGRAM)
+    eager = {"mode": "eager", "strict_passes": False} if mode == "eager" else {}
+    found, metrics = generate(base, adapters, speculative_config=NGRAM, **eager)
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
     assert metrics["accepted_tokens"] > 0
     assert metrics["adapter_placements"] >= len(adapters)

@@ -21,6 +21,7 @@ def test_options_become_the_configuration() -> None:
     assert config.reasons["adapters.max_cpu_loras"] == "as many as there are slots"
     more = resolve(EngineOptions(enable_lora=True, max_loras=3, max_cpu_loras=7, **ENGINE))
     assert more.adapters == AdapterConfig(3, 16, 7)
+    assert resolve(EngineOptions(enable_lora=True, device="cpu", mode="eager")).adapters == AdapterConfig(1, 16, 1)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,6 @@ def test_options_become_the_configuration() -> None:
     [
         ({"max_loras": 4}, "max_loras is 4, but enable_lora is False; allowed: 1"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, r"max_cpu_loras is 2; allowed: at least max_loras"),
-        ({"enable_lora": True, "mode": "eager"}, "enable_lora is True, but the mode is eager"),
         ({"enable_lora": True, "max_lora_rank": 0}, "max_lora_rank is 0; allowed: an integer from 1 to 512"),
         ({"merge_adapter": "x/y/z"}, "x/y/z is no folder; allowed: a folder with adapter_config.json"),
         ({"merge_adapter": ".", "load_format": "dummy"}, "load_format is 'dummy', but merge_adapter is given"),

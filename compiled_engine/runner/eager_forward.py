@@ -1,0 +1,123 @@
+"""The forwards of a model that runs eagerly, with hooks that do what passes do to a graph: add the requests' adapters,
+and tap layers.
+
+A hook of each linear adds what A and B of a token's slot yield, by the op that the pass emits. Linears keep their names
+and none is merged, so each has slots of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.compiled_model import Forwards
+from compiled_engine.models.checkpoint.build_model import shards_of
+from compiled_engine.models.checkpoint.parameters import parameters_of
+from compiled_engine.passes.framework.parameter import Parameter
+from compiled_engine.passes.layout.taps import layer_stack
+from compiled_engine.passes.linear.adapter_add import adapter_add
+from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, slots_of
+
+
+def eager_forwards(
+    model: Any, tensors: Mapping[str, torch.Tensor], taps: Sequence[int]
+) -> tuple[Forwards, Forwards | None]:
+    """Return the forwards of a model, and those with the requests' adapters if there are slots for them.
+
+    tensors: the model's parameters and the slots, by name. taps: the layers whose inputs are returned too.
+    """
+    pooler = getattr(model, "pooler", None)
+    ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
+    if (combine := getattr(model, "combine", None)) is not None:
+        ends["combine"] = combine
+    forward = _Taps(model, taps) if taps else model
+    if not any(name.endswith(RANKS) for name in tensors):
+        return Forwards(forward, **ends), None
+    adapters = _Adapters(model, tensors)
+    if pooler is None:
+        ends["adapted_logits"] = adapters.adapted(model.logits)
+    return Forwards(forward, **ends), Forwards(adapters.adapted(forward), **ends)
+
+
+def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
+    """Describe the linears' weights that adapters may change and their slots, as plans do; none without adapters."""
+    if config.adapters is None:
+        return ()
+    shards, found = shards_of(config), list[Parameter]()
+    for name, linear in _linears(model):
+        weight = Parameter.of(f"{name}.weight", linear.weight, shard=shards.get(f"{name}.weight"))
+        found += [weight, *slots_of(weight, linear.in_features, linear.weight.dtype, config.adapters)]
+    return tuple(found)
+
+
+def eager_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
+    """Describe all that a rank's model needs memory for."""
+    return (*parameters_of(model, shards_of(config)), *adapted_parameters(config, model))
+
+
+class _Taps:
+    """The eager model, which returns the inputs of these layers behind its hidden states."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[int]):
+        self._model = model
+        path = layer_stack(name for name, _ in model.named_parameters())
+        self._inputs: list[torch.Tensor | None] = [None] * len(layers)
+        for index, layer in enumerate(layers):
+            model.get_submodule(f"{path}.{layer}").register_forward_pre_hook(partial(self._keep, index))
+
+    def _keep(self, index: int, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._inputs[index] = arguments[0]
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        hidden_TD = self._model(*arguments)
+        inputs, self._inputs = self._inputs, [None] * len(self._inputs)
+        return hidden_TD, *(tensor.reshape(hidden_TD.shape) for tensor in inputs if tensor is not None)
+
+
+class _Adapters:
+    """The linears of an eager model with adapters, for the calls that are given slots.
+
+    tensors: the model's parameters and their slots, by name.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]):
+        self._slots_T: torch.Tensor | None = None
+        for name, linear in _linears(model):
+            slots = [tensors[f"{name}.weight{suffix}"] for suffix in (MATRIX_A, MATRIX_B, RANKS)]
+            # Before the sum over ranks, if the input is divided: it completes both.
+            linear.register_forward_hook(partial(self._add, slots), prepend=True)
+
+    def adapted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the model that takes the slot of each token or row as a last argument."""
+
+        def with_slots(*arguments: Any) -> Any:
+            *others, self._slots_T = arguments
+            try:
+                return function(*others)
+            finally:
+                self._slots_T = None
+
+        return with_slots
+
+    def _add(
+        self, slots: Sequence[torch.Tensor], linear: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
+        if self._slots_T is None:
+            return None
+        y_TN, x_TK = output.flatten(0, -2), arguments[0].flatten(0, -2)  # code of transformers has a batch of one
+        added: torch.Tensor = adapter_add(y_TN, x_TK, *slots, self._slots_T, [y_TN.shape[1]])
+        return added.view(output.shape)
+
+
+def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linears that tokens go through, by name; a pooler's head gets what is pooled."""
+    heads = [model.pooler] if isinstance(getattr(model, "pooler", None), nn.Module) else getattr(model, "heads", [])
+    of_heads = {id(module) for head in heads for module in head.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and id(module) not in of_heads:
+            yield name, module
