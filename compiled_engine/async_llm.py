@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -203,23 +203,26 @@ class AsyncLLM:
         prompt_name: str | None = None,
         priority: int = 0,
         bounds: PoolingBounds = UNBOUNDED,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one or many prompts, as `LLM.encode`. Cancelling it ends its requests, and work on their texts.
 
         Raises TimeoutError or ValueError for what is beyond the bounds.
         """
-        return results(await self._encoded(prompts, pooling_params, pooling_task, prompt_name, priority, bounds))
+        return results(
+            await self._encoded(prompts, pooling_params, pooling_task, prompt_name, priority, bounds, lora_request)
+        )
 
     async def embed(
         self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for each prompt, as `LLM.embed`; others: prompt_name and priority."""
+        """A vector for each prompt, as `LLM.embed`; others: prompt_name, priority and lora_request."""
         return embeddings(await self._encoded(prompts, pooling_params, "embed", **others))
 
     async def classify(
         self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
     ) -> list[ClassificationRequestOutput]:
-        """Probabilities of each label for each prompt, as `LLM.classify`; others: priority."""
+        """Probabilities of each label for each prompt, as `LLM.classify`; others: priority and lora_request."""
         return classifications(await self._encoded(prompts, pooling_params, "classify", **others))
 
     async def score(
@@ -232,6 +235,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         bounds: PoolingBounds = UNBOUNDED,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """A score for each pair, as `LLM.score`. cache_salt: only pairs of one salt share a cached prefix. Cancelling
         it, and bounds: as for `encode`."""
@@ -239,10 +243,11 @@ class AsyncLLM:
 
         def prepare(is_stopped: Stopped) -> Scoring:
             return processor.score(
-                queries, documents, pooling_params, instruction, priority, cache_salt, bounds, is_stopped
+                queries, documents, pooling_params, instruction, priority, cache_salt, bounds, is_stopped, lora_request
             )
 
         size = processor.num_characters_of_pairs(queries, documents, instruction)
+        await self._find_adapters([lora_request])
         scoring = await self._prepared_in_time(size, prepare, bounds)
         return scoring.scores(await self._pooled(scoring.requests))
 
@@ -273,6 +278,18 @@ class AsyncLLM:
         self._attach()
         self._loaded_adapters.discard(digest)
         await self._client.call("unload_adapter", digest=digest)
+
+    async def _find_adapters(self, requests: Iterable[LoRARequest | None]) -> None:
+        """Read what was not read yet, each in a thread of its own, since it may take long."""
+        adapters = self._parts.inputs.adapters
+        for request in requests:
+            if request is not None and not adapters.has_read(request):
+                await asyncio.to_thread(adapters.find, request)
+
+    async def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
+        for adapter in dict.fromkeys(each.adapter for request in requests for each in request.engine_requests):
+            if adapter is not None:
+                await self._load_adapter(adapter)
 
     async def _load_adapter(self, adapter: AdapterRef) -> None:
         """An error of a request that was sent would come as its output. Later requests load it again by themselves."""
@@ -402,12 +419,9 @@ class AsyncLLM:
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        adapters = self._parts.inputs.adapters
-        if lora_request is not None and not adapters.has_read(lora_request):
-            await asyncio.to_thread(adapters.find, lora_request)  # may take long: a thread of its own
+        await self._find_adapters([lora_request])
         prepared = await self._prepared(size, prepare, apart=structured)
-        if (adapter := prepared.engine_requests[0].adapter) is not None:
-            await self._load_adapter(adapter)
+        await self._load_adapters([prepared])
         if structured:
             await self.prepare_structured_outputs()
         prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id)
@@ -452,16 +466,21 @@ class AsyncLLM:
         prompt_name: str | None = None,
         priority: int = 0,
         bounds: PoolingBounds = UNBOUNDED,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RunningPooling]:
         processor = self._pooler()
 
         def prepare(is_stopped: Stopped) -> list[PreparedRequest]:
-            return processor.process(prompts, pooling_params, pooling_task, prompt_name, priority, bounds, is_stopped)
+            return processor.process(
+                prompts, pooling_params, pooling_task, prompt_name, priority, bounds, is_stopped, lora_request
+            )
 
+        await self._find_adapters(lora_request if isinstance(lora_request, list | tuple) else [lora_request])
         return await self._pooled(await self._prepared_in_time(num_characters(prompts), prepare, bounds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
         """Run requests together; they themselves as they have ended, in their order."""
+        await self._load_adapters(requests)
         streams = [self._streams.add(request, "final") for request in requests]
         try:
             for request in requests:
@@ -584,16 +603,17 @@ def _assemble(
 ) -> EngineParts:
     folder = started.config.model.path
     streams = RequestStreams(OutputProcessor(tokenizer))
-    eos_token_ids = read_eos_token_ids(folder, tokenizer)
+    config, limits, id_prefix = started.config, started.limits, f"{started.client}:"
+    inputs = InputProcessor(tokenizer, limits, read_eos_token_ids(folder, tokenizer), id_prefix, config.adapters)
     return EngineParts(
         core=core,
         client=connect(core, connection, streams),
         streams=streams,
-        config=started.config,
-        limits=started.limits,
+        config=config,
+        limits=limits,
         tokenizer=tokenizer,
-        inputs=InputProcessor(tokenizer, started.limits, eos_token_ids, f"{started.client}:", started.config.adapters),
-        pooling=make_pooling_processor(started.config.model, tokenizer, started.limits, f"{started.client}:"),
+        inputs=inputs,
+        pooling=make_pooling_processor(config.model, tokenizer, limits, inputs.adapters, id_prefix),
         default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
         token_masks=token_masks,
     )

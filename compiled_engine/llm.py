@@ -166,17 +166,19 @@ class LLM:
         use_tqdm: bool = True,
         pooling_task: str | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one or many prompts, given as for `generate`, by a model that pools.
 
         pooling_task: embed or classify, what the model does, or with a result for each token token_embed or
-        token_classify. prompt_name: of the checkpoint's prompts, which is put before each text.
+        token_classify. prompt_name: of the checkpoint's prompts, which is put before each text. lora_request: as for
+        `generate`.
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
         refuse_arguments("encode", others, pools=True)
-        requests = self._pooler().process(prompts, pooling_params, pooling_task, prompt_name)
+        requests = self._pooler().process(prompts, pooling_params, pooling_task, prompt_name, lora_request=lora_request)
         return results(self._pooled(requests, use_tqdm))
 
     @no_full_gc()
@@ -187,11 +189,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt; otherwise as `encode`."""
         refuse_arguments("embed", others, pools=True)
-        requests = self._pooler().process(prompts, pooling_params, "embed", prompt_name)
+        requests = self._pooler().process(prompts, pooling_params, "embed", prompt_name, lora_request=lora_request)
         return embeddings(self._pooled(requests, use_tqdm))
 
     @no_full_gc()
@@ -201,11 +204,13 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of each label for each prompt; otherwise as `encode`."""
         refuse_arguments("classify", others, pools=True)
-        return classifications(self._pooled(self._pooler().process(prompts, pooling_params, "classify"), use_tqdm))
+        requests = self._pooler().process(prompts, pooling_params, "classify", lora_request=lora_request)
+        return classifications(self._pooled(requests, use_tqdm))
 
     @no_full_gc()
     def score(
@@ -216,14 +221,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
         """A score for each pair: of one query and each document, or of as many queries as documents.
 
         By a model with one label, or by the cosine of embeddings. instruction: of a reranker whose template has one.
+        lora_request: an adapter for all texts.
         """
         refuse_arguments("score", others, pools=True)
-        scoring = self._pooler().score(queries, documents, pooling_params, instruction)
+        scoring = self._pooler().score(queries, documents, pooling_params, instruction, lora_request=lora_request)
         return scoring.scores(self._pooled(scoring.requests, use_tqdm))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -360,6 +367,7 @@ class LLM:
 
     def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RunningPooling]:
         """Run requests; they themselves as they have ended, in their order."""
+        self._load_adapters(requests)
         return self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
 
     def _pooler(self) -> PoolingProcessor:
@@ -379,14 +387,17 @@ class LLM:
     ) -> list[PreparedRequest]:
         params = self._default_sampling_params if sampling_params is None else sampling_params
         requests = self._inputs.process(prompts, params, priority, lora_request)
-        for adapter in dict.fromkeys(each.adapter for request in requests for each in request.engine_requests):
-            if adapter is not None:
-                self._load_adapter(adapter)
+        self._load_adapters(requests)
         if self._config.parallel.has_replicas and any(each.sampling_params.token_mask for each in requests):
             raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
         if any(each.sampling_params.structured_outputs for each in requests):
             self._require_open().set_vocabulary(self._inputs.vocabulary)
         return requests
+
+    def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
+        for adapter in dict.fromkeys(each.adapter for request in requests for each in request.engine_requests):
+            if adapter is not None:
+                self._load_adapter(adapter)
 
     def _load_adapter(self, adapter: AdapterRef) -> None:
         arguments = {"path": adapter.path, "digest": adapter.digest}

@@ -62,13 +62,14 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         raise
     timeline.add("tokenizer", tokenizer_start_s, loading.seconds, "configuration")
     limits = RequestLimits.of(config, core.num_slots)
+    inputs = InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer), adapters=config.adapters)
     return LLMParts(
         config=config,
         core=core,
         loop=EngineLoop(core, OutputProcessor(tokenizer)),
         tokenizer=tokenizer,
-        inputs=InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer), adapters=config.adapters),
-        pooling=make_pooling_processor(config.model, tokenizer, limits),
+        inputs=inputs,
+        pooling=make_pooling_processor(config.model, tokenizer, limits, inputs.adapters),
         default_sampling_params=default_sampling_params,
         profiler=Profiler(Path(options.profile_dir), config.device),
     )

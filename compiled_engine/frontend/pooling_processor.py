@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.input_processor import (
     PreparedRequest,
     check_token_ids,
@@ -21,7 +22,7 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT, Pair
-from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
+from compiled_engine.messages import AdapterRef, EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory
 from compiled_engine.sampling.params import SamplingParams
@@ -78,7 +79,7 @@ def _cosine(first: RunningPooling, second: RunningPooling, a: np.ndarray, b: np.
 
 
 class PoolingProcessor:
-    """id_prefix: how the ids of requests begin."""
+    """id_prefix: how the ids of requests begin. adapters: finds those of requests; None if they have none."""
 
     def __init__(
         self,
@@ -87,8 +88,10 @@ class PoolingProcessor:
         pooling: Pooling,
         hidden_size: int,
         id_prefix: str = "",
+        adapters: AdapterFinder | None = None,
     ) -> None:
         self._tokenizer, self._limits, self.pooling, self._hidden_size = tokenizer, limits, pooling, hidden_size
+        self._adapters = adapters or AdapterFinder(None)
         self._id_prefix, self._numbers = id_prefix, itertools.count()
         self._width = pooling.width(hidden_size)
 
@@ -101,15 +104,18 @@ class PoolingProcessor:
         priority: int = 0,
         bounds: PoolingBounds = UNBOUNDED,
         is_stopped: Stopped = never,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
         """Make a request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
-        is_stopped: asked before each part of the work.
+        is_stopped: asked before each part of the work. lora_request: for all prompts, or one for each.
 
         Raises TypeError or ValueError, naming the field, its value and what is allowed; RuntimeError if it is stopped.
         """
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
-        prepared = self._process(parse_prompts(prompts), wanted, prompt_name, priority, is_stopped)
+        parsed = parse_prompts(prompts)
+        adapters = self._adapters.find_each(lora_request, len(parsed))
+        prepared = self._process(parsed, wanted, prompt_name, priority, is_stopped, adapters)
         results = sum(len(each.prompt_token_ids) for each in prepared) if wanted.by_token else len(prepared)
         if bounds.values is not None and results * self._width > bounds.values:
             what = "tokens" if wanted.by_token else "texts"
@@ -126,6 +132,7 @@ class PoolingProcessor:
         prompt_name: str | None,
         priority: int,
         is_stopped: Stopped,
+        adapters: Sequence[AdapterRef | None],
     ) -> list[PreparedRequest]:
         before, most = self._before(prompt_name), self._most(wanted.params)
         texts = [before + (each.text or "") for each in parsed if each.token_ids is None]
@@ -136,7 +143,7 @@ class PoolingProcessor:
             self._check_text(name, text, wanted.params)
         encoded = map(tuple, self._encoded(texts, wanted.params, is_stopped))
         token_ids = [next(encoded) if each.token_ids is None else each.token_ids[:most] for each in parsed]
-        return self._prepare(parsed, token_ids, wanted, priority)
+        return self._prepare(parsed, token_ids, wanted, priority, adapters)
 
     def score(
         self,
@@ -148,11 +155,12 @@ class PoolingProcessor:
         cache_salt: str | None = None,
         bounds: PoolingBounds = UNBOUNDED,
         is_stopped: Stopped = never,
+        lora_request: LoRARequest | None = None,
     ) -> Scoring:
         """Requests that score pairs: one query with each document, or as many of both.
 
-        instruction: of a reranker with a template. is_stopped, and what is raised: as in `process`; ValueError for a
-        classifier of several labels, and for a task with a result for each token.
+        instruction: of a reranker with a template. lora_request: of all texts. is_stopped, and what is raised: as in
+        `process`; ValueError for a classifier of several labels, and for a task with a result for each token.
         """
         wanted = self._task(params, None)
         if wanted.by_token:
@@ -173,12 +181,13 @@ class PoolingProcessor:
         (priority,) = checked_priorities(priority, 1, self._limits)
         if cache_salt is not None:
             check_salt("cache_salt", cache_salt)
+        adapter = None if lora_request is None else self._adapters.find(lora_request)
         if self.pooling.task == EMBED:
             named = [("queries", firsts), ("documents", seconds)]
             prompts = [
                 Prompt(f"{name}[{i}]", text, None, cache_salt) for name, texts in named for i, text in enumerate(texts)
             ]
-            requests = self._process(prompts, wanted, None, priority, is_stopped)
+            requests = self._process(prompts, wanted, None, priority, is_stopped, [adapter] * len(prompts))
             first = itertools.repeat(0) if len(firsts) == 1 else itertools.count()
             return Scoring(requests, [(i, len(firsts) + j) for i, j in zip(first, range(len(seconds)), strict=False)])
         if self.pooling.num_labels != 1:
@@ -195,7 +204,8 @@ class PoolingProcessor:
             prompts.append(Prompt(f"documents[{i}]", None, ids, cache_salt))
             token_ids.append(ids)
             places.append(pair.second)
-        return Scoring(self._prepare(prompts, token_ids, wanted, priority, places), None)
+        adapters = [adapter] * len(prompts)
+        return Scoring(self._prepare(prompts, token_ids, wanted, priority, adapters, places), None)
 
     def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
         """Return how many characters `score` tokenises: with a template each pair as a whole."""
@@ -294,12 +304,13 @@ class PoolingProcessor:
         token_ids: Sequence[tuple[int, ...]],
         task: PoolingTask,
         priority: int,
+        adapters: Sequence[AdapterRef | None],
         second_texts: Iterable[int | None] = itertools.repeat(None),
     ) -> list[PreparedRequest]:
         limits, params, pooling = self._limits, _one_step(), "token" if task.by_token else "sequence"
         longest = limits.most_prompt_tokens
         prepared = []
-        for prompt, ids, second_text in zip(prompts, token_ids, second_texts, strict=False):
+        for prompt, ids, adapter, second_text in zip(prompts, token_ids, adapters, second_texts, strict=False):
             check_token_ids(prompt, ids, limits.vocab_size)
             if len(ids) > longest:
                 limits.check_length(prompt.name, len(ids))
@@ -309,9 +320,10 @@ class PoolingProcessor:
                 ids,
                 params,
                 priority=priority,
-                prefix_root=prefix_root(salt=prompt.cache_salt),
+                prefix_root=prefix_root(salt=prompt.cache_salt, adapter=adapter),
                 pooling=pooling,
                 second_text=second_text,
+                adapter=adapter,
             )
             prepared.append(PreparedRequest(request_id, prompt.text, ids, params, (request,), task))
         return prepared
@@ -343,12 +355,12 @@ def _texts(name: str, given: Any) -> list[str]:
 
 
 def make_pooling_processor(
-    model: ModelConfig, tokenizer: Tokenizer | None, limits: RequestLimits, id_prefix: str = ""
+    model: ModelConfig, tokenizer: Tokenizer | None, limits: RequestLimits, adapters: AdapterFinder, id_prefix: str = ""
 ) -> PoolingProcessor | None:
     """None for a model that generates."""
     if model.pooling is None:
         return None
-    return PoolingProcessor(tokenizer, limits, model.pooling, model.hidden_size, id_prefix)
+    return PoolingProcessor(tokenizer, limits, model.pooling, model.hidden_size, id_prefix, adapters)
 
 
 def require_pooling(processor: PoolingProcessor | None) -> PoolingProcessor:

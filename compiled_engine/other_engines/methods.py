@@ -51,7 +51,6 @@ HELD = {"chat_template_content_format": ("auto", "string")}
 # Further ones of the methods that pool.
 POOLING_ARGUMENTS = {
     "truncate_prompt_tokens": "give PoolingParams(truncate_prompt_tokens=...)",
-    "lora_request": "models that pool have no adapters for each request",
     "chat_template": "a pair is written in the template of the checkpoint, or as its tokenizer joins two texts",
 }
 

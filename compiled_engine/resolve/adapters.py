@@ -32,8 +32,6 @@ def resolve_adapters(
 
 def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """Return what adapters do not go with."""
-    if model.pooling is not None:
-        return "the model pools"
     if model.experts.count:
         return "the model has experts, whose linears are no matrices of their own"
     if model.recurrences is not None:

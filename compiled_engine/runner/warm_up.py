@@ -377,7 +377,7 @@ def _forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> 
         output = forward.model.run(tokens, arguments, hidden_wanted=True, **ways)
         if forward.model.ends_at_logits(tokens, adapted=adapted):
             forward.model.run(tokens, arguments, **ways)
-        if adapted:  # without adapters the logits of hidden states need no kernel of ours
+        if adapted and config.model.pooling is None:  # without adapters logits need no kernel of ours
             forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 

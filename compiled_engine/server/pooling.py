@@ -224,6 +224,7 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
             prompt_name=getattr(fields, "prompt_name", None),
             priority=fields.priority or 0,
             bounds=bounds_of(serving.options.limits),
+            lora_request=serving.adapter(fields.model),
         )
 
     given = "input" if messages is None else "messages"

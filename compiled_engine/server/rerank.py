@@ -153,6 +153,7 @@ async def _scores(
         priority=fields.priority or 0,
         cache_salt=cache_salt(request, fields),
         bounds=bounds_of(serving.options.limits),
+        lora_request=serving.adapter(fields.model),
     )
     scored = pooled(serving, len(documents), work, queries=names[0], documents=names[1])
     return await unless_gone(request.receive, scored)

@@ -105,17 +105,19 @@ def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
 
 def callables_of(config: EngineConfig) -> dict[str, Signature]:
     """Return the callables of a model, by name."""
-    pooling = config.model.pooling
+    pooling, head, adapters = config.model.pooling, config.model.head, config.adapters
+    found = {FORWARD: forward_signature(config)}
     if pooling is None:
-        forward, logits = forward_signature(config), logits_signature(config)
-        found = {FORWARD: forward, LOGITS: logits}
-        if config.adapters is not None:
-            found[ADAPTED] = adapted_signature(config, config.adapters)
-            found[ADAPTED_LOGITS] = _with_adapters(logits, config.adapters)
-        if config.model.head is not None:
-            found[COMBINE] = combine_signature(config, config.model.head)
-        return found
-    return {FORWARD: forward_signature(config)} | ({POOLER: pooler_signature(config, pooling)} if pooling.head else {})
+        found[LOGITS] = logits_signature(config)
+    elif pooling.head:
+        found[POOLER] = pooler_signature(config, pooling)
+    if adapters is not None:
+        found[ADAPTED] = adapted_signature(config, adapters)
+        if LOGITS in found:
+            found[ADAPTED_LOGITS] = _with_adapters(found[LOGITS], adapters)
+    if head is not None:
+        found[COMBINE] = combine_signature(config, head)
+    return found
 
 
 def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:

@@ -98,10 +98,15 @@ def test_pooling_passes_on_what_it_is_given(made: Callable[..., LLM], made_async
     engine, _ = made_async(pools=True)
 
     def both(name: str, *given: Any, **named: Any) -> tuple[Any, ...]:
-        *of_async, bounds, is_stopped = passed(lambda: asyncio.run(getattr(engine, name)(*given, **named)))
+        def call(engine: Any) -> Any:
+            return getattr(engine, name)(*given, lora_request=LORA, **named)
+
+        *of_async, bounds, is_stopped, lora = passed(lambda: asyncio.run(call(engine)))
         assert bounds == UNBOUNDED
         assert callable(is_stopped)
-        return passed(lambda: getattr(llm, name)(*given, **named)), tuple(of_async)
+        *of_llm, same = passed(lambda: call(llm))
+        assert lora is same is LORA
+        return tuple(of_llm), tuple(of_async)
 
     of_llm, of_async = both("encode", "a", POOLING, pooling_task="token_embed", prompt_name="query")
     assert of_llm == ("a", POOLING, "token_embed", "query")
@@ -116,9 +121,9 @@ def test_pooling_passes_on_what_it_is_given(made: Callable[..., LLM], made_async
     assert of_llm == ("a", ["b"], POOLING, "judge")
     assert of_async == (*of_llm, 0, None)
     for name in ("encode", "embed", "classify"):
-        assert passed(lambda name=name: asyncio.run(getattr(engine, name)("a", priority=7)))[-3] == 7
+        assert passed(lambda name=name: asyncio.run(getattr(engine, name)("a", priority=7)))[-4] == 7
     found = passed(lambda: asyncio.run(engine.score("a", "b", priority=7, cache_salt="salt")))
-    assert found[-4:-2] == (7, "salt")
+    assert found[-5:-3] == (7, "salt")
 
 
 def test_a_model_generates_or_pools(made: Callable[..., LLM], made_async: Any) -> None:

@@ -87,7 +87,7 @@ def test_results_of_pooling_are_made_of_the_requests_that_ran(
         monkeypatch.setattr(f"compiled_engine.llm.{name}", lambda ran, name=name: (name, ran))
     requests = [prepared("a"), prepared("b")]
     scoring = SimpleNamespace(requests=requests, scores=lambda ran: ("scores", ran))
-    pooling = SimpleNamespace(process=lambda *arguments: requests, score=lambda *arguments: scoring)
+    pooling = SimpleNamespace(process=lambda *arguments, **named: requests, score=lambda *arguments, **named: scoring)
     llm = made(options={}, **running(pooling=pooling))
     for call, name in (
         (llm.encode, "results"),
@@ -143,9 +143,6 @@ def test_arguments_that_there_are_not(made: Callable[..., LLM], pools: bool) -> 
     for name, given in calls.items() if pools else {"generate": ("a",), "chat": ([],)}.items():
         with pytest.raises(TypeError, match=rf"LLM.{name}\(\) got an unexpected keyword argument 'truncate'"):
             getattr(llm, name)(*given, truncate=5)
-        if pools:
-            with pytest.raises(TypeError, match="models that pool have no adapters"):
-                getattr(llm, name)(*given, lora_request="a")
 
 
 def test_what_an_llm_is_not(made: Callable[..., LLM]) -> None:

@@ -7,10 +7,14 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_folders import digest_of, make_adapter
+from checkpoints import load_checkpoint
+from msgspec import structs
 from other_padding import prepare_with, replay_with_other_padding
 from recorded_capture import RecordedCapture
 
@@ -20,7 +24,7 @@ from compiled_engine.core import scheduler
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
-from compiled_engine.messages import EngineRequest
+from compiled_engine.messages import AdapterRef, EngineRequest, prefix_root
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
@@ -124,6 +128,30 @@ def test_replayed_batches_give_the_tokens_of_plain_ones(
     assert metrics["graph_padded_tokens"] > 0
     histogram = metrics["batch_histogram"]
     assert sum(sum(counts.values()) for counts in histogram.values()) == metrics["steps"]
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.BREAKABLE])
+def test_replayed_batches_of_eager_code_have_their_adapters(
+    mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]], tmp_path: Path
+) -> None:
+    plain = make_config(enable_lora=True, max_loras=2, max_lora_rank=4)
+    model = load_checkpoint(plain.model.path, torch.float32)
+    folders = [make_adapter(tmp_path / str(seed), model, 4, seed=seed) for seed in range(2)]
+    adapters = [None, *(AdapterRef(digest_of(folder), str(folder), folder.name) for folder in folders)]
+
+    def requests() -> list[EngineRequest]:
+        """The first and every third without an adapter."""
+        found = []
+        for i, request in enumerate(make_requests(14, 1)):
+            root = prefix_root(adapter=(adapter := adapters[i % 3]))
+            found.append(structs.replace(request, adapter=adapter, prefix_root=root))
+        return found
+
+    expected = run(make_core(plain), requests())
+    assert [expected[str(i)] == plain_tokens[str(i)] for i in range(3, 6)] == [True, False, False]
+    graphed = make_core(replace(make_config(mode), adapters=plain.adapters))
+    assert run(graphed, requests()) == expected
+    assert any("adapters 1" in name for name in graphed.metrics()["graph_replays_by_key"])
 
 
 @pytest.mark.product(one_in=1000)

@@ -55,6 +55,7 @@ def pooling(*sizes: tuple[int, int]) -> Pooling:
         ({"head": HEAD}, ["forward", "logits", "combine"]),
         ({"pooling": pooling()}, ["forward"]),
         ({"pooling": pooling((64, 8))}, ["forward", "pooler"]),
+        ({"pooling": pooling((64, 8)), "adapters": ADAPTERS}, ["forward", "pooler", "adapted"]),
     ],
 )
 def test_a_model_has_the_callables_that_it_needs(changes: dict[str, Any], names: list[str]) -> None:

@@ -15,11 +15,12 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from adapter_folders import LINEARS, make_adapter
 from pooling_folders import make_classifier, make_embedder, make_reranker
 from running_server import MODEL, RunningServer, error_of, running
 
-from compiled_engine import LLM, AsyncLLM
-from compiled_engine.server.options import Limits
+from compiled_engine import LLM, AsyncLLM, LoRARequest
+from compiled_engine.server.options import Limits, ServerOptions
 
 SMALL: dict[str, Any] = {"device": "cpu", "mode": "eager", "progress": False, "max_num_seqs": 8}
 HERE = SMALL | {"core": "in_process"}  # what crosses to a core in its own process, the embedder shows
@@ -69,6 +70,43 @@ def test_the_client_of_openai_gets_the_vectors(embedder: RunningServer, folder: 
     np.testing.assert_allclose(one.embedding, expected[0], atol=1e-6)
     first = np.array(expected[0][:8])
     np.testing.assert_allclose(cut.embedding, first / np.linalg.norm(first), atol=1e-6)
+
+
+def test_a_request_names_an_adapter_as_its_model(tmp_path: Path) -> None:
+    """One of a server that is started with it, and one that is loaded and unloaded while it runs."""
+    model = make_embedder(tmp_path / "base", kinds=("lasttoken",))
+    folders = {name: make_adapter(tmp_path / "allowed" / name, model, 4, targets=LINEARS, seed=seed)
+               for seed, name in enumerate(("first", "second"))}  # fmt: skip
+    options = SMALL | {"enable_lora": True, "max_lora_rank": 4}
+    expected, scores = {}, {}
+    with LLM(tmp_path / "base", **options) as llm:
+        for name, request in ((MODEL, None), *((name, LoRARequest(name, 1, path)) for name, path in folders.items())):
+            expected[name] = llm.embed(TEXTS[0], lora_request=request)[0].outputs.embedding
+            pairs = llm.score(TEXTS[0], DOCUMENTS, lora_request=request)
+            scores[name] = [output.outputs.score for output in pairs]
+    named = ServerOptions(
+        port=0, lora_modules=(f"first={folders['first']}",), allowed_lora_folder=(str(tmp_path / "allowed"),)
+    )
+    server = RunningServer(AsyncLLM(tmp_path / "base", core="in_process", **options), named)
+    server.start()
+    try:
+        loaded = post(server, "/v1/load_lora_adapter", lora_name="second", lora_path=str(folders["second"]))
+        assert loaded.status_code == 200, loaded.text
+        for name, vector in expected.items():
+            answer = post(server, "/v1/embeddings", model=name, input=TEXTS[0]).json()
+            assert answer["model"] == name
+            np.testing.assert_allclose(answer["data"][0]["embedding"], vector, atol=1e-4)
+            pooled = post(server, "/pooling", model=name, input=TEXTS[0]).json()["data"][0]["data"]
+            np.testing.assert_allclose(pooled, vector, atol=1e-4)
+            judged = post(server, "/score", model=name, queries=TEXTS[0], documents=DOCUMENTS).json()
+            assert [each["score"] for each in judged["data"]] == pytest.approx(scores[name], abs=1e-4)
+            ranked = post(server, "/rerank", model=name, query=TEXTS[0], documents=DOCUMENTS).json()["results"]
+            assert [each["relevance_score"] for each in ranked] == pytest.approx(sorted(scores[name])[::-1], abs=1e-4)
+        assert post(server, "/v1/unload_lora_adapter", lora_name="second").status_code == 200
+        for path, body in (("/v1/embeddings", {"input": "a"}), ("/rerank", {"query": "a", "documents": ["b"]})):
+            assert post(server, path, model="second", **body).status_code == 404
+    finally:
+        server.stop()
 
 
 def test_base64_holds_little_endian_floats(embedder: RunningServer) -> None:

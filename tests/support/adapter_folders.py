@@ -83,13 +83,17 @@ def digest_of(folder: Path) -> str:
 
 
 def merged(base: Path, adapter: Path | None) -> nn.Module:
-    """Transformers' model with W + scale * B A in the place of each adapted W; the embedding stays as it is."""
+    """Transformers' model with an adapter; the embedding stays as it is."""
     model = load_checkpoint(base, torch.float32)
-    if adapter is not None:
-        for name, each in read_adapter(adapter).linears.items():
-            module = model.get_submodule(name)
-            changed_NK = module.weight + each.scale * (each.b_NR @ each.a_RK)
-            module.weight = nn.Parameter(changed_NK, requires_grad=False)
+    return model if adapter is None else merge(model, adapter)
+
+
+def merge(model: nn.Module, adapter: Path) -> nn.Module:
+    """Put W + scale * B A in the place of each adapted W of a model."""
+    for name, each in read_adapter(adapter).linears.items():
+        module = model.get_submodule(name)
+        changed_NK = module.weight + each.scale * (each.b_NR @ each.a_RK)
+        module.weight = nn.Parameter(changed_NK, requires_grad=False)
     return model
 
 

@@ -30,8 +30,9 @@ class Passed(Exception):
 class Processor:
     """Prepares nothing: raises what it is given."""
 
-    def process(self, *arguments: Any) -> Any:
-        raise Passed(*arguments)
+    def process(self, *arguments: Any, lora_request: Any = None) -> Any:
+        """lora_request: also the last of the arguments."""
+        raise Passed(*arguments, *([] if lora_request is None else [lora_request]))
 
     score = process
 
