@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -247,7 +247,7 @@ class AsyncLLM:
             )
 
         size = processor.num_characters_of_pairs(queries, documents, instruction)
-        await self._find_adapters([lora_request])
+        await self._find_adapters(lora_request)
         scoring = await self._prepared_in_time(size, prepare, bounds)
         return scoring.scores(await self._pooled(scoring.requests))
 
@@ -279,10 +279,10 @@ class AsyncLLM:
         self._loaded_adapters.discard(digest)
         await self._client.call("unload_adapter", digest=digest)
 
-    async def _find_adapters(self, requests: Iterable[LoRARequest | None]) -> None:
+    async def _find_adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None) -> None:
         """Read what was not read yet, each in a thread of its own, since it may take long."""
         adapters = self._parts.inputs.adapters
-        for request in requests:
+        for request in given if isinstance(given, list | tuple) else [given]:
             if request is not None and not adapters.has_read(request):
                 await asyncio.to_thread(adapters.find, request)
 
@@ -419,7 +419,7 @@ class AsyncLLM:
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        await self._find_adapters([lora_request])
+        await self._find_adapters(lora_request)
         prepared = await self._prepared(size, prepare, apart=structured)
         await self._load_adapters([prepared])
         if structured:
@@ -475,7 +475,7 @@ class AsyncLLM:
                 prompts, pooling_params, pooling_task, prompt_name, priority, bounds, is_stopped, lora_request
             )
 
-        await self._find_adapters(lora_request if isinstance(lora_request, list | tuple) else [lora_request])
+        await self._find_adapters(lora_request)
         return await self._pooled(await self._prepared_in_time(num_characters(prompts), prepare, bounds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:

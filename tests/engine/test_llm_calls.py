@@ -210,6 +210,29 @@ def test_an_adapter_that_does_not_fit_is_named(made: Callable[..., LLM], made_as
     assert client.added == []
 
 
+def test_an_adapter_of_texts_that_are_pooled_is_there_before_they_are_sent(
+    made: Callable[..., LLM], made_async: Any
+) -> None:
+    def refuse(call: ControlCall) -> None:
+        raise ControlError("rank 9; allowed: 4")
+
+    requests = [prepared("a"), prepared("b", adapter=X)]
+    pooling = SimpleNamespace(
+        process=lambda *arguments, **named: requests,
+        score=lambda *arguments, **named: SimpleNamespace(requests=requests, scores=list),
+        num_characters_of_pairs=lambda *texts: 0,
+    )
+    engine, client = made_async(pooling=pooling)
+    client.refuses = True
+    llm = made(pooling=pooling, core=SimpleNamespace(call=refuse, close=lambda: None))
+    for name, given in {"encode": ("a",), "embed": ("a",), "classify": ("a",), "score": ("a", "b")}.items():
+        with pytest.raises(ValueError, match="lora_request 'one': rank 9; allowed: 4"):
+            getattr(llm, name)(*given)
+        with pytest.raises(ValueError, match="lora_request 'one': rank 9; allowed: 4"):
+            asyncio.run(getattr(engine, name)(*given))
+    assert client.added == []
+
+
 def test_an_adapter_is_awaited_while_it_is_read(made_async: Any) -> None:
     adapters = SimpleNamespace(find=lambda lora_request: X, has_read=lambda lora_request: True)
     engine, client = made_async(inputs=SimpleNamespace(adapters=adapters))
