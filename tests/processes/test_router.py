@@ -135,6 +135,13 @@ def test_what_has_been_generated_elsewhere_is_not_generated_again(known: int, mo
     assert sent(make_router(), begun).work == 3 + known + GENERATED * left
 
 
+def test_an_answer_is_not_taken_to_be_longer_than_it_may_be() -> None:
+    """However long those before were."""
+    router = make_router()
+    asked = EngineRequest("0", (1, 2), SamplingParams(max_tokens=3))
+    assert sent(router, asked).work == 2 + GENERATED * 3
+
+
 def test_what_was_cut_off_says_nothing_about_answers() -> None:
     router = make_router()
     unknown = EngineRequest("x", (1, 2, 3), SamplingParams(max_tokens=100_000))
