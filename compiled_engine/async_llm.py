@@ -282,7 +282,8 @@ class AsyncLLM:
     async def _find_adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None) -> None:
         """Read what was not read yet, each in a thread of its own, since it may take long."""
         adapters = self._parts.inputs.adapters
-        for request in given if isinstance(given, list | tuple) else [given]:
+        requests: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+        for request in requests:
             if request is not None and not adapters.has_read(request):
                 await asyncio.to_thread(adapters.find, request)
 
