@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -63,10 +63,15 @@ def apply(call: ControlCall, target: object, names: Collection[str]) -> Any:
 
     Raises ControlError if the call is unknown or the method raises; FatalError is passed through.
     """
-    if call.name not in names:
-        raise ControlError(f"call is {call.name!r}; allowed: {', '.join(names)}")
+    return answer(call, {name: getattr(target, name) for name in names})
+
+
+def answer(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
+    """Answer a call by the function of its name. Raises what `apply` does."""
+    if call.name not in calls:
+        raise ControlError(f"call is {call.name!r}; allowed: {', '.join(calls)}")
     try:
-        return getattr(target, call.name)(**call.arguments)
+        return calls[call.name](**call.arguments)
     except (FatalError, ControlError):
         raise
     except Exception as error:

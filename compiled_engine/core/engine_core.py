@@ -220,13 +220,13 @@ class EngineCore:
     def begin_load_adapter(self, path: str, digest: str) -> None:
         """Have the ranks read an adapter beside steps, for a `load_adapter` that follows when `has_read_adapter`."""
         if self.config.adapters is not None and not self._scheduler.adapters.is_loaded(digest):
-            self.executor.call(ControlCall("begin_load_adapter", {"path": path, "digest": digest}))
+            self._adapter_call("begin_load", path=path, digest=digest)
 
     def has_read_adapter(self, digest: str) -> bool:
         """Return whether `load_adapter` would not wait."""
         if self.config.adapters is None or self._scheduler.adapters.is_loaded(digest):
             return True
-        return all(self.executor.call(ControlCall("has_read_adapter", {"digest": digest})))
+        return all(self._adapter_call("has_read", digest=digest))
 
     def load_adapter(self, path: str, digest: str) -> list[str]:
         """Have the ranks read an adapter into host memory, unless they have it; return the adapters that were dropped
@@ -239,16 +239,19 @@ class EngineCore:
         adapters = self._scheduler.adapters
         if adapters.is_loaded(digest):
             return []
-        self.executor.call(ControlCall("load_adapter", {"path": path, "digest": digest}))
+        self._adapter_call("load", path=path, digest=digest)
         dropped = adapters.loaded(digest)
         for each in dropped:
-            self.executor.call(ControlCall("drop_adapter", {"digest": each}))
+            self._adapter_call("drop", digest=each)
         return dropped
 
     def unload_adapter(self, digest: str) -> None:
         """Drop an adapter now if no request uses it, otherwise once others need its place."""
         if self._scheduler.adapters.unload(digest):
-            self.executor.call(ControlCall("drop_adapter", {"digest": digest}))
+            self._adapter_call("drop", digest=digest)
+
+    def _adapter_call(self, method: str, **arguments: Any) -> list[Any]:
+        return self.executor.call(ControlCall(f"adapters.{method}", arguments))
 
     def _require_adapter(self, request: EngineRequest) -> None:
         if request.adapter is None:

@@ -23,41 +23,36 @@ from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.eagle_graphs import EagleGraphs
+from compiled_engine.runner.hooks import Tail
 from compiled_engine.runner.input_batch import InputBatch, empty_batch, prepare
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_sampling import StepSampling
 
 log = logging.getLogger("compiled_engine")
 # The pool of the graphs may take this share of what the KV cache would have without it.
 POOL_SHARE = 0.125
 
 
-# Steps with adapters have graphs of their own; what is in the slots, and at which ranks, the device reads.
-ADAPTERS = KeyField("adapters", (1,))
-
-
 class PaddedStep:
-    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. samples: whether
-    the result is logits, not the input of the next pipeline stage. proposer: launches drafts in the step; None where
-    there are none, or where they are there before. head: takes what it reads of the forward.
+    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. proposer:
+    launches drafts in the step; None where there are none, or where they are there before. head: takes what it reads
+    of the forward.
     """
 
     def __init__(
         self,
         forward: BatchForward,
-        sampling: StepSampling,
+        tail: Tail,
         states: RequestStates,
         max_model_len: int,
-        samples: bool = True,
         proposer: NgramProposer | None = None,
         head: EagleGraphs | None = None,
     ):
-        self.forward, self.sampling, self.states = forward, sampling, states
+        self.forward, self.tail, self.states = forward, tail, states
         self.model, self.buffers, self.kv_caches = forward.model, forward.buffers, forward.kv_caches
         self._max_model_len = max_model_len
-        self.samples, self.proposer, self.head = samples, proposer, head
+        self.proposer, self.head = proposer, head
 
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
@@ -67,9 +62,8 @@ class PaddedStep:
     def run(self, key: GraphKey) -> torch.Tensor:
         """Run the part of a step that the key's graph holds.
 
-        A decode key: drafts, input preparation, forward, logits, sampling by temperature and seed, advance of the
-        states; stages without sampling run only their part. Another full key: drafts, input preparation and forward.
-        Any other: the forward of inputs that are there.
+        A decode key: drafts, input preparation, forward, and the graphed part of the tail. Another full key: drafts,
+        input preparation and forward. Any other: the forward of inputs that are there.
         """
         return self._run(key, distinct=False)
 
@@ -85,12 +79,7 @@ class PaddedStep:
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
         if self.head is not None and not batch.plain:
             self.head.take(output.taps)
-        if not key.is_decode:
-            return output.tensor
-        if not self.samples:
-            self.sampling.without_tokens(batch, batch.num_rows)
-            return output.tensor
-        return self.sampling.every_row(output, batch, batch.num_rows)
+        return self.tail.graphed(output, batch, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
         """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
@@ -103,12 +92,11 @@ class PaddedStep:
         self.prepare(batch)
         return self.forward.planned_inputs(batch)
 
-    def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
-        """Wrap what `run` returned, or a replay left, for a key."""
-        adapted = len(key.extra) > 0
-        is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, adapted=adapted)
-        slots_T = self.buffers.adapter_slots_T if adapted else None
-        return ForwardOutput(result, is_logits, slots_T=None if slots_T is None else slots_T[: key.num_tokens])
+    def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
+        """Wrap what `run` returned, or a replay left, for a key and its variant."""
+        is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, variant)
+        beside = self.buffers.beside(variant, key.num_tokens) if variant else ()
+        return ForwardOutput(result, is_logits, (), variant, beside)
 
     def tensor_ids(self) -> tuple[int, ...]:
         """See GraphStep. All caches are replaced together."""
@@ -182,12 +170,14 @@ class CapturedSteps:
         draft: DraftModelProposer | EagleGraphs | None = None,
     ):
         self._step, self._draft = step, draft
-        fields = () if config.adapters is None else (ADAPTERS,)
+        # Steps of a variant have graphs of their own.
+        fields = tuple(KeyField(variant, (1,)) for variant in step.model.variants if variant)
         speculation = config.speculation
         self.dispatcher = Dispatcher(graph, config.scheduler, fields, speculation.verified, speculation.rare)
         self._keys = StepKeys.of(self.dispatcher, config.scheduler.max_model_len, speculation.sizes_read)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
-        by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]
+        asked = {tensor for tensors in step.buffers.asked.values() for tensor in tensors}
+        by_request = sorted(tensor.name for tensor in asked if tensor.dims[0] == "requests")
         if in_parts and by_request:  # their number is not that of the capture
             raise ValueError(
                 f"graph_mode is {graph.mode.value!r}, but step tensor {by_request[0]} has a value for each request: "
@@ -206,22 +196,21 @@ class CapturedSteps:
         longest: int,
         hidden_wanted: bool,
         *,
-        adapted: bool = False,
+        variant: str = "",
         queries: int | None = None,
         plain: bool = False,
     ) -> GraphKey | None:
-        """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. adapted: a
-        request has an adapter. queries: a token and drafts of each request, if all have as many. plain: see
-        InputBatch."""
+        """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. variant: of
+        the forward. queries: a token and drafts of each request, if all have as many. plain: see InputBatch."""
         if queries is None and num_tokens == num_requests:
             queries = 1
         decodes_only = queries is not None
         self.counters.batch(num_tokens, decodes_only)
-        values = {ADAPTERS.name: 1} if adapted else None
+        values = {variant: 1} if variant else None
         key = self.dispatcher.dispatch(num_tokens, num_requests, queries, longest, values)
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
-        elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, adapted=adapted)):
+        elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, variant)):
             self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
         else:
             return (self._keys.plain if plain else self._keys.read)[key]
@@ -253,21 +242,17 @@ class CapturedSteps:
             self.counters.replay(key, batch.num_tokens)
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Replay the graph if the batch has a key; otherwise run the forward. hidden_wanted: return no logits."""
-        if batch.key is not None:
-            return self.replay(batch)
+        """Replay the graph if the batch has a key, on what was staged: of decodes the whole step. Otherwise run the
+        forward; hidden_wanted: return no logits."""
+        if (key := batch.key) is not None:
+            assert self.graphs is not None
+            # The inputs of a full graph are made in it.
+            inputs = None if key.kind is GraphKind.FULL else self._step.prepared_inputs(batch)
+            output = self._step.output(key, self.graphs.replay(key, inputs), batch.variant)
+            self.counters.replay(key, batch.num_tokens)
+            return output
         self._step.prepare(batch)
         output = self._step.forward(batch, hidden_wanted=hidden_wanted)
         if (head := self._step.head) is not None and not batch.plain:
             head.take(output.taps)
-        return output
-
-    def replay(self, batch: InputBatch) -> ForwardOutput:
-        """Replay the forward of a batch that has a key, on what was staged; of decodes the whole step."""
-        assert self.graphs is not None
-        assert batch.key is not None
-        # The inputs of a full graph are made in it.
-        inputs = None if batch.key.kind is GraphKind.FULL else self._step.prepared_inputs(batch)
-        output = self._step.output(batch.key, self.graphs.replay(batch.key, inputs))
-        self.counters.replay(batch.key, batch.num_tokens)
         return output

@@ -65,7 +65,7 @@ class EagleProposer:
             asked=tensors_beside_steps(config),
             has_drafts=True,
         )
-        self._features_TD = next(tensor for name, _, tensor in self._buffers.step if name == FEATURES)
+        self._features_TD = next(tensor for name, _, tensor in self._buffers.step[""] if name == FEATURES)
         num_rows = states.num_computed_S.shape[0]
         # The head's newest hidden state of each row.
         self._hidden_SD = torch.zeros(num_rows, config.model.hidden_size, dtype=config.model.dtype)

@@ -10,11 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
-from compiled_engine.messages import NewRequest, SchedulerOutput
-from compiled_engine.passes.linear.adapters import ADAPTER_SLOT
+from compiled_engine.messages import NewRequest
 from compiled_engine.rows.row_fields import RowField, RowFields
-from compiled_engine.sampling.sampler import Sampler
 
 
 class RequestStates:
@@ -30,8 +27,7 @@ class RequestStates:
     On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
     them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
     used in turn, since a step may still read the prompt of the row's previous request. With drafts and without
-    history_SL, steps add the tokens that they sample. prompt_logprobs: number requested, by row. by_token: rows that
-    get a result for each token. adapted: rows of requests with an adapter.
+    history_SL, steps add the tokens that they sample.
     num_known: as num_known_S. generation: changes when a request gets or loses a row.
     """
 
@@ -45,8 +41,6 @@ class RequestStates:
         num_drafts: int = 0,
         *,
         has_history: bool = False,
-        has_token_types: bool = False,
-        has_adapters: bool = False,
     ):
         self.block_size = block_size
         self.fields = fields = RowFields(max_num_rows, device)
@@ -69,12 +63,6 @@ class RequestStates:
         if has_history:
             fields.declare(RowField("history", shape=(max_model_len + 1,)))
             self.history_SL = fields["history"]
-        self._has_token_types = has_token_types
-        if has_token_types:
-            fields.declare(RowField(SECOND_TEXT, initial=NO_SECOND_TEXT))
-        self._has_adapters = has_adapters
-        if has_adapters:
-            fields.declare(RowField(ADAPTER_SLOT, initial=-1))
         self.known_ids_KL = torch.zeros(
             steps_in_flight * max_num_rows,
             max_model_len + 1,
@@ -87,9 +75,6 @@ class RequestStates:
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
         self.num_known = np.zeros(max_num_rows, np.int64)
-        self.prompt_logprobs: dict[int, int] = {}
-        self.by_token: set[int] = set()
-        self.adapted: set[int] = set()
         self.generation = 0
         self._num_blocks = [0] * max_num_rows
         self._row_of: dict[str, int] = {}
@@ -112,26 +97,13 @@ class RequestStates:
         self._known_ids_KL[known_row, :num_known] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_known[row] = num_known
-        if (wanted := request.sampling_params.prompt_logprobs) is not None:
-            self.prompt_logprobs[row] = wanted
-        if request.by_token:
-            self.by_token.add(row)
         self.fields.start(row, num_computed=num_computed, num_known=num_known, known_row=known_row)
-        if self._has_token_types and request.second_text is not None:
-            self.fields.set(row, **{SECOND_TEXT: request.second_text})
-        if self._has_adapters and request.adapter_slot >= 0:
-            self.fields.set(row, **{ADAPTER_SLOT: request.adapter_slot})
-            self.adapted.add(row)
         if self.history_SL is not None:
             self.fields.write("history", row, self.known_ids(row)[:num_known])
         self._num_blocks[row] = 0
         for block_ids in request.block_ids:
             self.append_blocks(row, block_ids)
         return row
-
-    def has_adapter(self, request_ids: list[str]) -> bool:
-        """Return whether one of these requests has an adapter."""
-        return bool(self.adapted) and not self.adapted.isdisjoint(map(self._row_of.__getitem__, request_ids))
 
     def known_ids(self, row: int) -> np.ndarray:
         """int32 [max_model_len + 1]: the known tokens of the request that has the row."""
@@ -149,46 +121,6 @@ class RequestStates:
         if row is None:
             return None
         self.generation += 1
-        self.prompt_logprobs.pop(row, None)
-        self.by_token.discard(row)
-        self.adapted.discard(row)
         self._free_rows.append(row)
         self.fields.free(row)
         return row
-
-
-def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None) -> None:
-    """Update rows before the step is prepared. sampler: None in a runner that does not sample. Raises what
-    Sampler.add_row raises."""
-    for request_id in step.removed:
-        row = states.remove(request_id)
-        if row is not None and sampler is not None:
-            sampler.remove_row(row)
-    if step.new:
-        starts = dict(zip(step.request_ids, step.starts, strict=True))
-        for request in step.new:
-            _add_row(request, starts[request.request_id], states, sampler)
-    for request_id, (block_ids,) in step.new_block_ids.items():
-        states.append_blocks(states.row(request_id), block_ids)
-
-
-def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> None:
-    """A row in the states and in the sampler, or in neither."""
-    row = states.add(request, num_computed)
-    if sampler is None:
-        return
-    params = request.sampling_params
-    assert params.seed is not None  # the engine core fills it in
-    try:
-        sampler.add_row(
-            row,
-            params,
-            params.seed,
-            request.token_ids,
-            request.num_prompt_tokens,
-            request.eos_token_ids,
-            masked=request.masked,
-        )
-    except BaseException:
-        states.remove(request.request_id)
-        raise

@@ -47,6 +47,7 @@ from compiled_engine.runner.draft_model import DraftModelProposer
 from compiled_engine.runner.eagle_graphs import EagleGraphs
 from compiled_engine.runner.input_batch import empty_batch, padding_starts
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
+from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
@@ -161,17 +162,16 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     with progress.stage("warm up", total=len(shapes)) as progressed:
         for shape in shapes:
             # On a GPU the largest batch comes first; its peak memory is measured.
-            _run_empty(step, shape, distinct=shape != shapes[0])
-            if step.model.has_adapters:
-                _run_empty(step, shape, distinct=shape != shapes[0], adapted=True)
+            for variant in step.model.variants:
+                _run_empty(step, shape, distinct=shape != shapes[0], variant=variant)
             progressed(1)
         if config.speculation.head_rests:
             _inputs(config, step)
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
-    if step.samples:
-        for sample in ways_of_sampling(step.sampling.sampler.vocabulary, config.model.dtype, config.device):
+    if isinstance(step.tail, StepSampling):
+        for sample in ways_of_sampling(step.tail.sampler.vocabulary, config.model.dtype, config.device):
             sample()
     torch.cuda.empty_cache()
     return peak
@@ -207,25 +207,25 @@ def warm_up_draft(draft: DraftModelProposer | EagleGraphs, progress: Progress) -
     return peak
 
 
-def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool, adapted: bool = False) -> None:
-    states, buffers, sampling = step.states, step.buffers, step.sampling
+def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool, variant: str) -> None:
+    states, buffers, tail = step.states, step.buffers, step.tail
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
-    batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, adapted=adapted)
+    batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, variant=variant)
     states.writes.apply()
     step.prepare(batch)
     hidden = step.forward(batch, hidden_wanted=True, distinct=distinct)
-    if not step.samples:
+    if not isinstance(tail, StepSampling):
         step.forward(batch, distinct=distinct)
-        sampling.without_tokens(batch, num_requests)
+        tail.advance.without_tokens(batch, num_requests)
         return
     last_R = buffers.logits_index_R[:num_requests]
     logits_RV = step.model.logits_of(hidden.of_tokens(last_R))
     del hidden
-    if step.model.ends_at_logits(num_tokens, adapted=adapted):
+    if step.model.ends_at_logits(num_tokens, variant):
         logits_RV = step.forward(batch, distinct=distinct).tensor[last_R]
-    sampling.every_row(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
-    token_ids_R = sample_once(MOST_MEMORY, logits_RV, sampling.sampler.vocabulary)
-    sampling.again(batch, token_ids_R, num_requests)
+    tail.graphed(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
+    token_ids_R = sample_once(MOST_MEMORY, logits_RV, tail.sampler.vocabulary)
+    tail.advance(batch, token_ids_R, num_requests, again=True)
 
 
 def ways_of_sampling(
@@ -299,7 +299,8 @@ def compile_kernels(
 ) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     with _asked(config, workers) as kernels:
-        sampling = _sampling(config, step.sampling.sampler.vocabulary, kernels) if step.samples else []
+        tail = step.tail
+        sampling = _sampling(config, tail.sampler.vocabulary, kernels) if isinstance(tail, StepSampling) else []
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # no other kernel differs for it
         for shape in others:
@@ -368,16 +369,17 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 def _forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
     """Go through the forwards of requests without slots and with empty contexts, on tensors of its own: that which
     ends with hidden states, and that of few tokens which ends with logits, if there is one."""
-    for adapted in (False, True) if forward.model.has_adapters else (False,):
-        asked = [tensor for tensor in forward.buffers.asked if adapted or not tensor.of_adapters]
+    for variant in forward.model.variants:
+        asked = forward.buffers.asked[variant]
         empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
         arguments = arguments_of(empty, inputs, forward.kv_caches)
-        tokens, ways = shape.num_tokens, {"distinct": True, "adapted": adapted}
-        output = forward.model.run(tokens, arguments, hidden_wanted=True, **ways)
-        if forward.model.ends_at_logits(tokens, adapted=adapted):
-            forward.model.run(tokens, arguments, **ways)
-        if adapted:  # without adapters the logits of hidden states need no kernel of ours
+        beside = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
+        tokens, run = shape.num_tokens, partial(forward.model.run, distinct=True, variant=variant, beside=beside)
+        output = run(tokens, arguments, hidden_wanted=True)
+        if forward.model.ends_at_logits(tokens, variant):
+            run(tokens, arguments)
+        if beside:  # otherwise the logits of hidden states need no kernel of ours
             forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
@@ -401,10 +403,11 @@ def _inputs(config: EngineConfig, step: PaddedStep) -> None:
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
     for num_tokens, plain in product(counts, (False, True) if config.speculation.head_rests else (False,)):
         host_3 = BatchShape(num_tokens, 1, 2).host_3
-        batch = empty_batch(buffers, num_tokens, 1, host_3, adapted=step.model.has_adapters)
+        batch = empty_batch(buffers, num_tokens, 1, host_3, variant=step.model.variants[-1])
         batch = replace(batch, plain=plain)
         states.writes.apply()
         step.prepare(batch)
-        step.sampling.without_tokens(batch, 1)
-        step.sampling.again(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1)
+        advance = step.tail.advance
+        advance.without_tokens(batch, 1)
+        advance(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1, again=True)
     buffers.forget_staged()  # what was not launched has not arrived

@@ -33,6 +33,8 @@ from compiled_engine.recurrence.sequences import model_step_tensors
 FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"
 # Of steps in which a request has an adapter.
 ADAPTED, ADAPTED_LOGITS = "adapted", "adapted_logits"
+# Variants of the forward, with their logits.
+VARIANTS = {ADAPTED: ADAPTED_LOGITS}
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 

@@ -52,6 +52,11 @@ class GraphKey:
         return self.num_decodes > 0
 
     @property
+    def variant(self) -> str:
+        """The variant of the forward that the graph holds, "" for the usual one."""
+        return self.extra[0][0] if self.extra else ""
+
+    @property
     def name(self) -> str:
         """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
         `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""

@@ -162,13 +162,13 @@ class TestAdapters:
         core.add(request("a", adapter="x", max_tokens=1))
         core.add(request("b", adapter="x", max_tokens=1))
         core.add(request("c", max_tokens=1))
-        assert executor.calls == [("load_adapter", {"path": "/x", "digest": "x"})]
+        assert executor.calls == [("adapters.load", {"path": "/x", "digest": "x"})]
         while core.has_unfinished():
             core.step()
         core.add(request("d", adapter="y"))
         assert executor.calls[1:] == [
-            ("load_adapter", {"path": "/y", "digest": "y"}),
-            ("drop_adapter", {"digest": "x"}),
+            ("adapters.load", {"path": "/y", "digest": "y"}),
+            ("adapters.drop", {"digest": "x"}),
         ]
 
     def test_one_that_does_not_fit_refuses_its_request(self) -> None:
@@ -187,7 +187,7 @@ class TestAdapters:
         core.unload_adapter("y")
         assert len(executor.calls) == 1
         core.unload_adapter("x")
-        assert executor.calls[1:] == [("drop_adapter", {"digest": "x"})]
+        assert executor.calls[1:] == [("adapters.drop", {"digest": "x"})]
 
     def test_it_is_read_beside_steps_unless_it_is_there(self) -> None:
         core, executor = made(WITH_ADAPTERS)
@@ -197,14 +197,14 @@ class TestAdapters:
         executor.answers = [True, True]
         assert core.has_read_adapter("x")
         assert executor.calls == [
-            ("begin_load_adapter", {"path": "/x", "digest": "x"}),
-            *[("has_read_adapter", {"digest": "x"})] * 2,
+            ("adapters.begin_load", {"path": "/x", "digest": "x"}),
+            *[("adapters.has_read", {"digest": "x"})] * 2,
         ]
         core.load_adapter("/x", "x")
         executor.answers = [False]
         core.begin_load_adapter("/x", "x")
         assert core.has_read_adapter("x")
-        assert executor.calls[3:] == [("load_adapter", {"path": "/x", "digest": "x"})]
+        assert executor.calls[3:] == [("adapters.load", {"path": "/x", "digest": "x"})]
 
     def test_without_slots_nothing_is_read(self) -> None:
         core, executor = made()
@@ -224,7 +224,7 @@ def test_calls_between_steps() -> None:
     core.call(ControlCall("begin_load_adapter", {"path": "/y", "digest": "y"}))
     assert core.call(ControlCall("has_read_adapter", {"digest": "x"}))
     core.call(ControlCall("unload_adapter", {"digest": "x"}))
-    assert [name for name, _ in executor.calls] == ["load_adapter", "begin_load_adapter", "drop_adapter"]
+    assert [name for name, _ in executor.calls] == ["adapters.load", "adapters.begin_load", "adapters.drop"]
     for name in ("step", "close", "abort"):
         with pytest.raises(ControlError, match=f"call is '{name}'; allowed: metrics, reset_prefix_cache"):
             core.call(ControlCall(name))

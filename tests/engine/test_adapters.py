@@ -17,10 +17,10 @@ from torch import nn
 from compiled_engine import LLM, LoRARequest, SamplingParams, async_llm
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
+from compiled_engine.features.adapters import slots as adapter_slots
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.models.checkpoint import adapter_folder
 from compiled_engine.models.checkpoint.adapter_folder import Adapter, read_adapter
-from compiled_engine.runner import adapter_slots
 
 PROMPTS = [[3, 99, 5, 27, 64, 8, 120, 41], [7] * 20, list(range(1, 34)), [11, 12], [90, 2, 90, 2, 90], [55]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=0)

@@ -238,7 +238,7 @@ def test_real_rows_have_their_values_and_padding_has_its_own(
     states = RequestStates(6, 32, 4, CPU)
     buffers = InputBuffers(64, 9, 8, states.writes, CPU, asked=(SLOTS, doubled))
     if warm:
-        for _, _, tensor in buffers.step:
+        for _, _, tensor in buffers.step[""]:
             tensor.fill_(31)  # of another batch
     lens = [1 if key is not None and key.is_decode else length if whole else 1 for length, whole in requests]
     if sum(lens) > (24 if key is not None else 64):

@@ -25,7 +25,7 @@ from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_sampling import StepSampling
+from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
 from compiled_engine.runner.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.sampling.sampler import Sampler
 
@@ -88,10 +88,11 @@ def step_of(llm: LLM, config: EngineConfig) -> PaddedStep:
         has_drafts=in_each > 0,
     )
     pending = PendingSteps(buffers, device, runner._clock)
-    sampling = StepSampling(runner.model, sampler, states, buffers, pending, None, speculation)
+    advance = StepAdvance(states, buffers, speculation)
+    sampling = StepSampling(runner.model, sampler, states, buffers, pending, advance)
     forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
     proposer = NgramProposer(speculation, states) if in_each else None
-    return PaddedStep(forward, sampling, states, scheduler.max_model_len, True, proposer)
+    return PaddedStep(forward, sampling, states, scheduler.max_model_len, proposer)
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)

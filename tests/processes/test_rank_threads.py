@@ -258,16 +258,16 @@ def test_a_call_reaches_every_rank_behind_the_steps_before_it(ranks: Any) -> Non
         pending = executor.submit(step(1))
         assert [found["steps"] for found in executor.call(ControlCall("metrics"))] == [[1], [1]]
         pending.result()
-        for name in ("begin_load_adapter", "load_adapter"):
+        for name in ("adapters.begin_load", "adapters.load"):
             assert executor.call(ControlCall(name, {"path": "p", "digest": "d"})) == [None, None]
-        assert executor.call(ControlCall("has_read_adapter", {"digest": "1"})) == [False, True]
-        executor.call(ControlCall("drop_adapter", {"digest": "d"}))
+        assert executor.call(ControlCall("adapters.has_read", {"digest": "1"})) == [False, True]
+        executor.call(ControlCall("adapters.drop", {"digest": "d"}))
         assert [runner.told for runner in launch.runners] == [
             [1, ("begin", "p", "d"), ("load", "p", "d"), ("drop", "d")]
         ] * 2
-        said = "drop_adapter: KeyError: 'missing'"
+        said = "adapters.drop: KeyError: 'missing'"
         with pytest.raises(ControlError, match=f"^rank 0 of 2: {said}; rank 1 of 2: {said}$"):
-            executor.call(ControlCall("drop_adapter", {"digest": "missing"}))
+            executor.call(ControlCall("adapters.drop", {"digest": "missing"}))
 
 
 def test_the_metrics_are_those_of_the_rank_that_samples(ranks: Any) -> None:
@@ -324,8 +324,8 @@ def test_ranks_start_with_what_the_engine_was_given(
             assert names == ["read the options", "start the workers", "connect the ranks"]
             waited = runner.arguments[2].spans[1]
             assert waited.start_s == 0.25  # where the timeline ended so far
-            assert runner.arguments[4] == (FaultyRank,)
-            assert runner.arguments[5].rank == runner.rank
+            assert runner.arguments[5] == (FaultyRank,)
+            assert runner.arguments[6].rank == runner.rank
 
 
 GPU = torch.device("cuda", 0)

@@ -55,6 +55,7 @@ LAYERS = (
     "grammars",
     "runner",
     "core",
+    "features",
     "graphs.inspection",
     "resolve",
     "processes",

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 
 from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
@@ -401,12 +400,3 @@ def _by_request(batch: InputBatch, buffers: InputBuffers) -> list[tuple[Any, ...
     count = len(batch.request_ids)
     padding = zip(rows_R[count:], numbers_R[count : batch.num_rows].tolist(), starts[count:].tolist(), strict=False)
     return [*sorted(real), *padding]
-
-
-def test_a_row_loses_its_adapter_with_its_request() -> None:
-    states = RequestStates(1, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), has_adapters=True)
-    states.add(structs.replace(new_request("adapted", [1], [0]), adapter_slot=1), 0)
-    assert states.has_adapter(["adapted"])
-    states.remove("adapted")
-    states.add(new_request("plain", [1], [0]), 0)
-    assert not states.has_adapter(["plain"])

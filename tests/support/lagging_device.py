@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.messages import RunnerOutput, TokenMasks
 from compiled_engine.runner.draft_model import Drafting
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import UnsampledStep
-from compiled_engine.runner.state_rows import StateRows
 
 
 class LaunchedStep:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from compiled_engine.features.pipeline.stage_traffic import StageTraffic
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.stage_traffic import StageTraffic
 
 CPU = torch.device("cpu")
 
@@ -42,11 +42,12 @@ def step_of(request_ids: list[str]) -> SchedulerOutput:
 
 def test_a_later_chunk_of_a_prompt_waits_for_nobody() -> None:
     link: Any = Link()
+    no_model: Any = None
     states = RequestStates(4, 16, 4, CPU, 3)
-    traffic = StageTraffic(link, states, CPU)
+    traffic = StageTraffic(link, states, no_model, CPU)
 
     def stage(samples: dict[str, bool]) -> None:
-        traffic.take_tokens(step_of(list(samples)))
+        traffic.begin(step_of(list(samples)))
         rows = np.array(["abcd".index(name) for name in samples], np.int32)
         starts, given = np.arange(len(samples) + 1, dtype=np.int32), np.array(list(samples.values()))
         batch = InputBatch(
@@ -72,5 +73,5 @@ def test_a_later_chunk_of_a_prompt_waits_for_nobody() -> None:
     assert states.last_token_S.tolist() == [1, 0, 0, 0]
     stage({"b": True})
     assert states.last_token_S.tolist() == [1, 2, 0, 0]
-    traffic.finish()
+    traffic.close()
     assert states.last_token_S.tolist() == [3, 4, 3, 0]

@@ -16,12 +16,15 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from compiled_engine.messages import Vectors
+from compiled_engine.messages import NewRequest, Vectors
 from compiled_engine.pooling import LAST, Pooling
 from compiled_engine.rows.row_fields import RowField
 from compiled_engine.rows.staged_writes import download, upload
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.hooks import RunnerParts, StepFeature
+from compiled_engine.runner.input_batch import InputBatch
+from compiled_engine.runner.model_forward import ForwardOutput
+from compiled_engine.runner.pending_steps import Deferred
+from compiled_engine.runner.step_sampling import StepAdvance
 
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From the position of each token, int32 [T], and the number of tokens of its request, fp32 [T]."""
@@ -45,8 +48,8 @@ class PooledRows:
     counts: list[int]
     rows_ML: torch.Tensor
 
-    def vectors(self) -> dict[str, Vectors]:
-        """By request; to be called when the copy is done."""
+    def by_request(self) -> dict[str, Vectors]:
+        """See Deferred."""
         rows_ML, width = self.rows_ML.numpy(), self.rows_ML.shape[1]
         ends = accumulate(self.counts)
         return {
@@ -55,31 +58,54 @@ class PooledRows:
         }
 
 
-class StepPooling:
-    """Declares the fields of its kinds in `states`; none for the last token alone, or if requests are whole.
+class ByToken(StepFeature):
+    """Knows which rows belong to requests that get a result for each token."""
 
-    pooler: the model's head. whole: each step computes all tokens of its requests, as an encoder's does.
+    name = "pooling"
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def added(self, row: int, request: NewRequest) -> None:
+        if request.by_token:
+            self.rows.add(row)
+
+    def removed(self, row: int) -> None:
+        self.rows.discard(row)
+
+
+class StepPooling:
+    """Implements `Tail`: results in the place of tokens.
+
+    Declares the row fields of the model's kinds of pooling; none for the last token alone, or if a step computes all
+    tokens of its requests, as an encoder's does.
     """
 
-    def __init__(
-        self,
-        pooling: Pooling,
-        hidden_size: int,
-        states: RequestStates,
-        buffers: InputBuffers,
-        pooler: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        whole: bool,
-    ) -> None:
-        self._kinds, self._states, self._buffers, self._pooler = pooling.kinds, states, buffers, pooler
-        self._whole = whole
-        if pooling.every_token and not whole:
-            fields = (RowField(f"pooled_{kind}", torch.float32, shape=(hidden_size,)) for kind in pooling.kinds)
-            states.fields.declare(*fields)
+    def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: StepAdvance) -> None:
+        model = parts.config.model
+        self._kinds, self._states, self._buffers = pooling.kinds, parts.states, parts.buffers
+        self._by_token, self.advance, self._pooler = by_token.rows, advance, parts.model.pooler
+        self._whole = not model.causal
+        if pooling.every_token and not self._whole:
+            shape = (model.hidden_size,)
+            fields = (RowField(f"pooled_{kind}", torch.float32, shape=shape) for kind in pooling.kinds)
+            self._states.fields.declare(*fields)
 
-    def __call__(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
+    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        """See Tail."""
+        self.advance.without_tokens(batch, num_rows)
+        return output.tensor
+
+    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
+        """See Tail."""
+        if not batch.has_decode_graph:
+            self.advance.without_tokens(batch, batch.num_requests)
+        if (pooled := self._results(batch, output.tensor)) is not None:
+            results["vectors"] = pooled
+
+    def _results(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
         """Launch the pooling of a step; None if no request gets a result."""
-        count, by_token = batch.num_requests, self._states.by_token
+        count, by_token = batch.num_requests, self._by_token
         done = np.flatnonzero(batch.samples).tolist()
         if by_token:
             done = [i for i in done if int(batch.rows[i]) not in by_token]

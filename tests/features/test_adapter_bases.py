@@ -13,11 +13,11 @@ from adapter_folders import digest_of
 from safetensors.torch import save_file
 
 from compiled_engine.config import AdapterConfig
+from compiled_engine.features.adapters import slots as adapter_slots
+from compiled_engine.features.adapters.slots import AdapterSlots
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.parameter import CODES, KEPT, WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS
-from compiled_engine.runner import adapter_slots
-from compiled_engine.runner.adapter_slots import AdapterSlots
 
 CONFIG = AdapterConfig(max_loras=1, max_lora_rank=2, max_cpu_loras=1)
 NAME, ROWS, COLUMNS = "lm_head.weight", 12, 6
