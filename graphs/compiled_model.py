@@ -47,8 +47,8 @@ class Forwards:
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
     logits [T, V] of every token, or hidden states where the model pools or drafts (`pools`). Behind these they return
-    the inputs of tapped layers, if there are any. `logits`: from hidden states [R, D], and in a variant of the forward
-    from its own step tensors for these rows, to logits [R, V]; `pooler`: from pooled ones to results;
+    the inputs of the layers that a head reads, if any. `logits`: from hidden states [R, D], and in a variant of the
+    forward from its own step tensors for these rows, to logits [R, V]; `pooler`: from pooled ones to results;
     `combine`: from hidden states of another model to a head's features. A stage that is not the last returns the values
     for the next stage, and has no logits.
     """

@@ -22,7 +22,7 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for
+from compiled_engine.parallel.group import FakeGroup, Group, fake_group_for, in_group
 from compiled_engine.parallel.stages import Stage, StageLink
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
@@ -30,15 +30,13 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.drafts import DraftedSteps
 from compiled_engine.runner.eagle import EagleProposer
-from compiled_engine.runner.eagle_graphs import EagleGraphs
-from compiled_engine.runner.head import embedding_of
+from compiled_engine.runner.eagle_drafter import EagleDrafter
+from compiled_engine.runner.eagle_head import embedding_of
 from compiled_engine.runner.hooks import MakeFeatures, RunnerParts, StepHooks, Tail
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
-from compiled_engine.runner.known_start import leave_mark, mark_of_start
 from compiled_engine.runner.model_forward import (
     BatchForward,
     ModelForward,
@@ -49,7 +47,9 @@ from compiled_engine.runner.model_forward import (
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import Deferred, PendingStep, PendingSteps, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.step_graphs import GraphedStep, StepGraphs, affordable
 from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
+from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
 from compiled_engine.runner.warm_up import (
     compile_kernels,
     compile_kernels_ahead,
@@ -87,11 +87,11 @@ class Runner:
         Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
-        self._group: Group = group or StandIn()
+        self._group: Group = group or FakeGroup()
         self._link, self._make_features = link, make_features
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
-        self._taps: tuple[torch.Tensor, ...] = ()  # of the last step
+        self._aux_hidden_states: tuple[torch.Tensor, ...] = ()  # of the last step
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -102,15 +102,15 @@ class Runner:
                 workers.start()
             with kernels_in(kernels):
                 self._load(progress, logits_processors, workers)
-                mark = self._mark(kernels) if is_first and kernels is not None else None
+                stamp = self._stamp(kernels) if is_first and kernels is not None else None
                 # The first rank compiles the kernels that are new to any of them; the others find them then.
-                if not self._group.least(not self._is_new) and is_first:
+                if not self._group.all_reduce_min(not self._is_new) and is_first:
                     workers.start()
-                if mark is not None and not mark.exists():
+                if stamp is not None and not stamp.exists():
                     workers.start()
                 self._start(progress, workers)
-            if mark is not None:
-                leave_mark(mark)
+            if stamp is not None:
+                write_stamp(stamp)
 
     def _load(
         self,
@@ -141,9 +141,12 @@ class Runner:
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
-        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
-        taps = config.speculation.taps
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, taps)
+        most_tokens, most_rows = (
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
+        )
+        aux_layers = config.speculation.aux_layers
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
@@ -181,10 +184,10 @@ class Runner:
         given = logits_processors if tail is None else ()
         processors = build_processors(given, max_rows, vocab_size, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
-        self._drafted = DraftedSteps(self.states, self.buffers, speculation.queries, known=self.knows_drafts)
+        self._drafted = DraftedSteps(self.states, self.buffers, speculation.query_lens, known=self.knows_drafts)
         # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
         self._head: EagleProposer | None = None
-        self._draft: DraftModelProposer | EagleGraphs | None = None
+        self._draft: DraftModelProposer | EagleDrafter | None = None
         if (draft := config.draft) is not None:
             sampler, of_start = self.sampler, (progress, timeline)
             with timeline.span("draft model"):
@@ -196,7 +199,7 @@ class Runner:
                     self._head = EagleProposer(draft, self.states, sampler, self._group, *of_start, embedding)
                 else:
                     of_steps = config, self.states, self.buffers, sampler, self._group, model_to_trace, on_attention
-                    self._draft = EagleGraphs(draft, *of_steps, *of_start, embedding_of(model, draft))
+                    self._draft = EagleDrafter(draft, *of_steps, *of_start, embedding_of(model, draft))
         self._drafter = self._draft or self._head
         from_history = speculation.num_tokens and self._drafter is None
         ngrams = NgramProposer(speculation, self.states) if from_history else None
@@ -209,13 +212,13 @@ class Runner:
         self._tail = tail
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
-        self.step = PaddedStep(
+        self.step = GraphedStep(
             forward,
             self._tail,
             self.states,
             length,
             None if self.knows_drafts else ngrams,
-            self._draft if isinstance(self._draft, EagleGraphs) else None,
+            self._draft if isinstance(self._draft, EagleDrafter) else None,
         )
 
     def _plug_in(
@@ -227,21 +230,21 @@ class Runner:
         features, tail = self._make_features(parts)
         return StepHooks(features), tail
 
-    def _mark(self, kernels: Path) -> Path | None:
-        """See `mark_of_start`; None for a model that is not compiled, or not kept."""
+    def _stamp(self, kernels: Path) -> Path | None:
+        """See `stamp_of_start`; None for a model that is not compiled, or not kept."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
-        return mark_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
+        return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
-            with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
+            with self._timeline.span("compile kernels"), in_group(fake_group_for(self._group)):
                 if self._ahead is not None:
                     self._ahead.result()
                 compile_kernels(self._config, self.step, workers, progress, self._draft)
         workers.close()
-        self._group.least(1)  # all wait for the kernels
+        self._group.all_reduce_min(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
             if self._draft is not None:
@@ -252,16 +255,20 @@ class Runner:
         set_aside = 0
         if self._sampling is not None:
             set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
-        graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
-        self.captured = CapturedSteps(self._config, graph, self.step, self._capture, self._draft)
+        graph = affordable(
+            self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.all_reduce_min
+        )
+        self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._draft)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
-                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least, self._stage.index)
+                graph_bytes = predicted_bytes(
+                    self._config, lookup, graphs, self._group.all_reduce_min, self._stage.index
+                )
         layers = self._stage.layers
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
-        self.num_blocks = self._group.least(self._cache_size.num_blocks)
+        self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
         if self._drafter is not None:
             self._drafter.allocate(self.num_blocks)
@@ -284,7 +291,7 @@ class Runner:
             update_rows(step, self.states, self.sampler if self._sampling else None, self._hooks)
             for begin in self._hooks.begin:
                 begin(step)
-            if self._proposer is not None and self.knows_drafts and not step.head_rests:
+            if self._proposer is not None and self.knows_drafts and not step.skips_head:
                 self.runs_begun += 1
                 self._proposer.propose(step)
                 self.runs_ended += 1
@@ -305,7 +312,7 @@ class Runner:
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
                 unsampled.sampled = self._sample(unsampled.batch, unsampled.logits_RV, unsampled.results, masks)
-            self._follow(unsampled.batch)
+            self._prefill_head(unsampled.batch)
         except BaseException:
             self._fail()
             raise
@@ -325,9 +332,9 @@ class Runner:
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         drafting: Drafting | None = None
-        if step.head_rests or not self._config.speculation.num_tokens:
-            plain, count = step.head_rests, step.num_tokens
-            key = graph_for(count, num_requests, longest, hidden_wanted, variant=variant, plain=plain)
+        if step.skips_head or not self._config.speculation.num_tokens:
+            no_head, count = step.skips_head, step.num_tokens
+            key = graph_for(count, num_requests, longest, hidden_wanted, variant=variant, no_head=no_head)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
             if self._draft is not None and not self.knows_drafts:
@@ -335,7 +342,7 @@ class Runner:
             rows = self._drafted.rows(step)
             longest = max(map(add, step.starts, step.counts), default=0)
             key = graph_for(
-                rows.num_tokens, num_requests, longest, hidden_wanted, variant=variant, queries=rows.queries
+                rows.num_tokens, num_requests, longest, hidden_wanted, variant=variant, query_len=rows.query_len
             )
             batch = self._drafted.make_batch(step, rows, key)
         if variant:
@@ -366,7 +373,7 @@ class Runner:
         for receive in self._hooks.receive:
             receive(batch, hidden_wanted)
         output = self.captured.forward(batch, hidden_wanted)
-        self._taps = output.taps
+        self._aux_hidden_states = output.aux_hidden_states
         results: dict[str, Deferred] = {}
         if hidden_wanted:
             for feature in self._hooks.reading_hidden:
@@ -382,7 +389,7 @@ class Runner:
             return self._unsampled
         else:
             pending = self._sample(batch, logits_RV, results)
-        self._follow(batch)
+        self._prefill_head(batch)
         return pending
 
     def _sample(
@@ -390,21 +397,21 @@ class Runner:
     ) -> PendingStep:
         """Launch the rest of the sampling, which may need masks."""
         assert self._sampling is not None
-        logprobs = self._sampling.finish(batch, logits_RV, masks)
+        logprobs = self._sampling.complete(batch, logits_RV, masks)
         for after_sample in self._hooks.after_sample:
             after_sample(batch)
         return self.pending.step(batch, logprobs, results)
 
-    def _follow(self, batch: InputBatch) -> None:
-        """Let the head compute a step whose tokens the states have, unless it rests."""
-        if batch.plain:
+    def _prefill_head(self, batch: InputBatch) -> None:
+        """Let the head compute a step whose tokens the states have, unless the step skips the head."""
+        if batch.no_head:
             return
         if self._head is not None:
             self.runs_begun += 1
-            self._head.follow(batch, self.buffers, self._taps)
+            self._head.prefill_head(batch, self.buffers, self._aux_hidden_states)
             self.runs_ended += 1
         elif self._draft is not None:
-            self.captured.follow(batch)
+            self.captured.prefill_head(batch)
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:

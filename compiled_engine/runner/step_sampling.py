@@ -4,7 +4,7 @@
    go to the host (`take`). The graph of a batch of decodes ends with this (`graphed`). A step that samples nothing (a
    chunk of a prompt, or a step whose tail is not this one) only advances (`StepAdvance.without_tokens`).
 2. After the masks arrive, if the step has any: new tokens for rows with more than temperature and seed, in the order of
-   sampler.py. They replace the first tokens in the states and on the host (`finish`).
+   sampler.py. They replace the first tokens in the states and on the host (`complete`).
 3. The log-probabilities of the tokens, if requested.
 
 Where the vocabulary is divided among ranks, each of these exchanges a few numbers. Nothing waits for the device.
@@ -41,7 +41,7 @@ class StepAdvance:
 
     def __call__(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
         """Launch it for the first num_rows rows. again: other tokens replace those that the states advanced with."""
-        if self.speculates and not batch.plain:
+        if self.speculates and not batch.no_head:
             verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
             return
         decodes_only = batch.decodes_only
@@ -71,7 +71,7 @@ class StepSampling:
         """See Tail."""
         return output.tensor if batch.has_decode_graph else self.first(output, batch)
 
-    def first(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
+    def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
         """Launch 1 for a batch that had no graph of decodes; returns its logits [R, V], None if nothing is sampled."""
         count = batch.num_requests  # padding rows need no logits here
         if not batch.samples.any():
@@ -96,7 +96,7 @@ class StepSampling:
         self.advance(batch, token_ids_R, num_rows)
         return logits_RV
 
-    def finish(
+    def complete(
         self, batch: InputBatch, logits_RV: torch.Tensor, masks: TokenMasks | None = None
     ) -> BatchLogprobs | None:
         """Launch 2 and 3 for a step after 1; returns the log-probabilities, if any are requested. masks: the step's."""
@@ -128,7 +128,7 @@ class StepSampling:
         if num_logprobs_R is None:
             return None
         count = batch.num_requests
-        if batch.plain or not self.advance.speculates:
+        if batch.no_head or not self.advance.speculates:
             token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
         else:
             token_ids_R = self._buffers.taken_R[:count]
