@@ -318,7 +318,7 @@ class SchedulerOutput:
     placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
     snapshots: by id, the slots that the recurrent states of requests are copied to after the step.
     draft_sharpness: see SpeculationConfig.sharpnesses.
-    head_rests: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
+    skips_head: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
     """
 
     step: int
@@ -333,7 +333,7 @@ class SchedulerOutput:
     placed_adapters: dict[int, str] = field(default_factory=dict)
     snapshots: dict[str, int] = field(default_factory=dict)
     draft_sharpness: float = 1.0
-    head_rests: bool = False
+    skips_head: bool = False
 
     @property
     def num_tokens(self) -> int:

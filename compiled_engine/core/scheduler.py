@@ -8,11 +8,11 @@ preempted, and computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
-may yield several tokens for a request (`most_new_tokens`), only the device knows their number until the step is
+may yield several tokens for a request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
 The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
-stages of a pipeline work at steps side by side, steps.Lanes says which requests a step has.
+stages of a pipeline work at steps side by side, steps.MicroBatches says which requests a step has.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from compiled_engine.core.request_table import RequestTable
 from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
 from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.core.steps import (
-    Lanes,
-    StepDraft,
+    MicroBatches,
+    StepBuilder,
     StepInFlight,
     StepsInFlight,
     no_token,
@@ -67,16 +67,16 @@ class Scheduler:
     `masks`), call `update` with both; repeat while unfinished.
 
     Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
-    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step
-    fails, call `fail_step`.
+    than `num_micro_batches`. The runner executes one after the other. Requests may be added and aborted at any time. If
+    a step fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
-    most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
-    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
-    prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of drafts of
-    each step, up to most_new_tokens - 1; None for always as many. draft_sharpnesses: see SpeculationConfig. snapshots:
-    of recurrent states, where the model has them and prefixes are cached.
+    max_new_tokens_per_step: with 1, a step yields one token for each request that samples; with more, 0 to as many.
+    pools: the token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
+    whole: a prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of
+    drafts of each step, up to max_new_tokens_per_step - 1; None for always as many. draft_sharpnesses: see
+    SpeculationConfig. snapshots: of recurrent states, where the model has them and prefixes are cached.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Scheduler:
         num_blocks: int,
         vocab_size: int,
         steps_in_flight: int = 1,
-        num_lanes: int = 1,
-        most_new_tokens: int = 1,
+        num_micro_batches: int = 1,
+        max_new_tokens_per_step: int = 1,
         pools: bool = False,
         *,
         whole: bool = False,
@@ -97,12 +97,12 @@ class Scheduler:
         snapshots: StateSnapshots | None = None,
     ) -> None:
         self._config, self._whole = scheduler, whole
-        self._most_new_tokens = most_new_tokens
-        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
+        self._max_new_tokens_per_step = max_new_tokens_per_step
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // max_new_tokens_per_step)
         self.adapters = AdapterTable(adapters)
         self._kv_cache = KVCacheManager(
             [] if whole else [BlockGroup(num_blocks, cache.block_size)],
-            [RequestRows(most * num_lanes), *([] if adapters is None else [self.adapters])],
+            [RequestRows(most * num_micro_batches), *([] if adapters is None else [self.adapters])],
             snapshots,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
@@ -116,13 +116,13 @@ class Scheduler:
         self._requests = RequestTable(self._kv_cache, self.adapters)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._steps_ahead = steps_in_flight - 1
-        self._lanes = Lanes(num_lanes, most, steps_in_flight)
+        self._micro_batches = MicroBatches(num_micro_batches, most, steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
-        self._drafts = DraftCounts([0] * (most_new_tokens - 1))
+        self._drafts = DraftCounts([0] * (max_new_tokens_per_step - 1))
         self._draft_length = draft_length
-        self._head_rests = draft_length is not None and draft_length.head_rests
+        self._skips_head = draft_length is not None and draft_length.skips_head
         self._num_rested = 0
         self._draft_sharpness = DraftSharpness(draft_sharpnesses) if len(draft_sharpnesses) > 1 else None
         self._fixed_sharpness = draft_sharpnesses[0]
@@ -135,8 +135,8 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        longest, vocab_size, most_new_tokens = self._max_total_tokens, self._limits.vocab_size, self._most_new_tokens
-        self._requests.add(Request.of(request, order, longest, vocab_size, constraint, most_new_tokens))
+        longest, vocab_size, most = self._max_total_tokens, self._limits.vocab_size, self._max_new_tokens_per_step
+        self._requests.add(Request.of(request, order, longest, vocab_size, constraint, most))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -172,45 +172,45 @@ class Scheduler:
             self._requests.retire(self._last_share)
             self._last_share = []
         num_preemptions = self._counts.preemptions
-        for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
-            draft = self._draft(lane, num_preemptions)
-            if draft.decodes or draft.longer.requests:
+        for micro_batch in self._micro_batches.in_turn(step.micro_batch for step in self._in_flight):
+            builder = self._build_step(micro_batch, num_preemptions)
+            if builder.decodes or builder.longer.requests:
                 break
         else:
             return None
-        self._lanes.took(lane)
-        for request in draft.completed:
+        self._micro_batches.took(micro_batch)
+        for request in builder.completed:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
         sharpness = self._fixed_sharpness
-        if self._draft_sharpness is not None and not draft.head_rests:
+        if self._draft_sharpness is not None and not builder.skips_head:
             sharpness = self._draft_sharpness.choose()
-        step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, constraints=constraints)
+        step = StepInFlight.of(number, builder, removed, registered, placed, sharpness, constraints=constraints)
         self._in_flight.append(step)
         return step.output
 
-    def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
-        """Draft a step of the lane, perhaps an empty one.
+    def _build_step(self, micro_batch: int, num_preemptions: int) -> StepBuilder:
+        """Build a step of the micro-batch, perhaps an empty one.
 
         If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
         would be preempted next.
         """
         running, num_waiting = self._requests.running, len(self._requests.waiting)
         most = self._config.max_prefill_tokens
-        of_step = self._lanes.of_step(running, lane)
-        drafts = Drafts(self._most_new_tokens - 1)
+        of_step = self._micro_batches.of_step(running, micro_batch)
+        drafts = Drafts(self._max_new_tokens_per_step - 1)
         if self._draft_length is not None:
             drafts = self._choose_drafts(self._draft_length, of_step, num_waiting)
-        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
-        room = self._lanes.room(of_step, lane, len(running), num_waiting)
-        budget = self._schedule_running(draft, of_step)
+        builder = StepBuilder(micro_batch, most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
+        room = self._micro_batches.room(of_step, micro_batch, len(running), num_waiting)
+        budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
-            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.has_decodes else budget, room)
-        if self._head_rests:
-            self._let_rest(draft, drafts)
-        return draft
+            self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
+        if self._skips_head:
+            self._skip_head(builder, drafts)
+        return builder
 
     def _choose_drafts(self, draft_length: DraftLength, of_step: Sequence[Request], num_waiting: int) -> Drafts:
         """Decide from the waiting requests whether the head reads their prompts, if no request runs yet."""
@@ -218,31 +218,31 @@ class Scheduler:
         drafting = [
             request
             for request in of_step
-            if request.most_new_tokens > 1 and request.num_computed_tokens + 1 == request.num_tokens
+            if request.max_new_tokens_per_step > 1 and request.num_computed_tokens + 1 == request.num_tokens
         ]
         return draft_length.choose(num_requests, len(drafting))
 
-    def _let_rest(self, draft: StepDraft, drafts: Drafts) -> None:
-        """Let the requests of a step rest that the head does not read; nor does it read a step without drafts whose
-        requests rest anyway."""
-        requests = (*draft.decodes, *draft.longer.requests)
-        reading = [request for request in requests if request.most_new_tokens > 1]
-        draft.head_rests = drafts.head_rests or not (reading or drafts.number)
-        if not draft.head_rests:
+    def _skip_head(self, builder: StepBuilder, drafts: Drafts) -> None:
+        """Decide whether the head skips the step; if so, its requests stop drafting. A step without drafts is also
+        skipped if all its requests have stopped before."""
+        requests = (*builder.decodes, *builder.longer.requests)
+        reading = [request for request in requests if request.max_new_tokens_per_step > 1]
+        builder.skips_head = drafts.skips_head or not (reading or drafts.number)
+        if not builder.skips_head:
             return
         self._num_rested += len(reading)
         for request in reading:
-            request.rest()
-        if all(step.output.head_rests for step in self._in_flight):  # so the numbers of tokens are exact
+            request.stop_drafting()
+        if all(step.output.skips_head for step in self._in_flight):  # so the numbers of tokens are exact
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
 
-    def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
+    def _schedule_running(self, builder: StepBuilder, running: list[Request]) -> int:
         """Returns the budget left for waiting requests."""
-        budget, decode_tokens = self._config.max_num_batched_tokens, draft.decode_tokens
-        add_request, add_start = draft.decodes.append, draft.decode_starts.append
+        budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
+        add_request, add_start = builder.decodes.append, builder.decode_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
-            if start < request.steady_until_computed and decode_tokens <= request.most_new_tokens:
+            if start < request.steady_until_computed and decode_tokens <= request.max_new_tokens_per_step:
                 add_request(request)
                 add_start(start)
                 request.num_computed_tokens = start + decode_tokens
@@ -258,28 +258,28 @@ class Scheduler:
                 # Tokens for a decode of each request behind are reserved, so that no long prompt delays a decode.
                 kept = (len(running) - index) * decode_tokens
                 num_tokens = min(num_tokens, budget - kept, request.step_limit)
-                if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
+                if len(running) > 1 and (num_tokens := min(num_tokens, builder.room_for_prompts(budget))) < 1:
                     continue
                 bound = 1
             else:
-                bound = min(request.most_new_tokens, decode_tokens, request.max_num_tokens - request.num_tokens)
+                bound = min(request.max_new_tokens_per_step, decode_tokens, request.max_num_tokens - request.num_tokens)
                 num_tokens = bound
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 self._counts.preemptions += 1
                 if self._requests.preempt_last() is request:
                     return 0
             if new_block_ids:
-                draft.new_block_ids[request.request_id] = new_block_ids
+                builder.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
-            self._schedule_tokens(draft, request, num_tokens, bound)
+            self._schedule_tokens(builder, request, num_tokens, bound)
         return budget
 
-    def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
+    def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
         """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
         if self.adapters.takes_changes():
             waiting.restore()
-        while budget > 0 and len(draft.new) < room and (request := waiting.peek()) is not None:
+        while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
             if request.adapter is not None and not (
@@ -296,35 +296,35 @@ class Scheduler:
             snapshot = -1 if self._kv_cache.snapshots is None else self._kv_cache.snapshots.slot_of(request)
             adapter_slot = -1 if request.adapter is None else self.adapters.slot_of(request.adapter)
             block_ids = self._kv_cache.block_ids(request)
-            draft.new.append(request.as_new(block_ids, adapter_slot, snapshot))
-            self._schedule_tokens(draft, request, num_tokens, bound=1)
+            builder.new.append(request.as_new(block_ids, adapter_slot, snapshot))
+            self._schedule_tokens(builder, request, num_tokens, bound=1)
 
-    def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
+    def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
         """bound: most tokens sampled if the share reaches the last known token; all but one of them are draft
         tokens.
         """
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
         samples = end >= request.num_tokens
-        draft.add(request, start, num_tokens, samples)
+        builder.add(request, start, num_tokens, samples)
         if num_tokens > 1 and start + 1 < request.num_tokens:
-            draft.num_prompts += 1
-            draft.num_prefill_tokens += num_tokens
+            builder.num_prompts += 1
+            builder.num_prefill_tokens += num_tokens
         if end >= request.next_block_end:
-            if num_tokens <= self._most_new_tokens:
-                draft.completed.append(request)
+            if num_tokens <= self._max_new_tokens_per_step:
+                builder.completed.append(request)
             else:
                 self._kv_cache.register(request)
         if end in request.snapshot_ends:
             assert self._kv_cache.snapshots is not None
             if (slot := self._kv_cache.snapshots.save(request)) is not None:
-                draft.snapshots[request.request_id] = slot
+                builder.snapshots[request.request_id] = slot
         if samples:
-            request.lane = draft.lane
+            request.micro_batch = builder.micro_batch
             request.num_tokens += bound
-            if bound < draft.decode_tokens:
-                draft.bounds[request] = bound
-            if request.num_tokens == request.max_num_tokens and self._most_new_tokens == 1:
+            if bound < builder.decode_tokens:
+                builder.bounds[request] = bound
+            if request.num_tokens == request.max_num_tokens and self._max_new_tokens_per_step == 1:
                 self._last_share.append(request)
         request.set_steady_limits()
 
@@ -352,7 +352,7 @@ class Scheduler:
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
         others = prompt_outputs(in_flight, result) if result.prompt_logprobs or result.vectors else []
-        single = self._most_new_tokens == 1 or step.head_rests
+        single = self._max_new_tokens_per_step == 1 or step.skips_head
         take = self._take_single_tokens if single else self._take_several
         outputs = take(in_flight, result, others)
         self._in_flight.popleft()
@@ -374,7 +374,7 @@ class Scheduler:
             if beside.decode_tokens != step.decode_tokens:
                 return
             in_a_row &= beside.rows == step.rows
-        seconds, rested = self._updated_s - begun_s, step.output.head_rests
+        seconds, rested = self._updated_s - begun_s, step.output.skips_head
         draft_length.took(len(step.requests), step.num_drafts, seconds, head_rested=rested, in_a_row=in_a_row)
 
     def _take_single_tokens(
@@ -399,7 +399,7 @@ class Scheduler:
         return step_outputs(in_flight, result, not_steady, others)
 
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
-        """Take in 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
+        """Take in 0 to `max_new_tokens_per_step` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.prompt_logprobs)
         columns: list[int] = []
@@ -478,13 +478,13 @@ class Scheduler:
     def metrics(self) -> dict[str, Any]:
         """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
         AdapterTable.metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
-        request has begun to rest."""
+        request has stopped drafting."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
         chosen = {} if self._draft_length is None else self._draft_length.metrics()
         if self._draft_sharpness is not None:
             chosen |= self._draft_sharpness.metrics()
-        chosen["resting"] = sum(request.rests for request in self._requests.running)
+        chosen["resting"] = sum(request.has_stopped_drafting for request in self._requests.running)
         chosen["rested"] = self._num_rested
         return counts | self._drafts.metrics() | chosen | self.adapters.metrics()
 

@@ -1,10 +1,12 @@
-"""A step on paper, from its draft until its outputs: which requests it may have, who has which share, what comes of it.
+"""A step on paper, from its first share until its outputs: which requests it may have, who has which share, what comes
+of it.
 
-Lanes divide requests where the stages of a pipeline work at several steps side by side. A request's next token takes a
-whole round through the stages. So there are as many lanes as stages, and steps take the lanes in turn: while one lane's
-tokens are on their way, the other stages compute those of the other lanes. A request joins the lane of the step that
-samples its first token. A prompt before that belongs to no lane: each step may have the next chunk of it, so that a
-long one keeps all stages busy too. With one stage there is one lane, and every step may have every request.
+Micro-batches divide requests where the stages of a pipeline work at several steps side by side. A request's next token
+takes a whole round through the stages. So there are as many micro-batches as stages, and steps take the micro-batches
+in turn: while one micro-batch's tokens are on their way, the other stages compute those of the other micro-batches. A
+request joins the micro-batch of the step that samples its first token. A prompt before that belongs to no micro-batch:
+each step may have the next chunk of it, so that a long one keeps all stages busy too. With one stage there is one
+micro-batch, and every step may have every request.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, Sch
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN, LogprobRows
 
 
-class Lanes:
-    """most_requests: of a step, and so of a lane. steps_in_flight: one more than there are lanes at most, for which a
-    lane's next step is scheduled before the tokens of its last one are known."""
+class MicroBatches:
+    """most_requests: of a step, and so of a micro-batch. steps_in_flight: one more than there are micro-batches at
+    most, for which a micro-batch's next step is scheduled before the tokens of its last one are known."""
 
     def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
         self._count, self._most_requests = count, most_requests
@@ -31,35 +33,37 @@ class Lanes:
         self._newest = count - 1
 
     def in_turn(self, in_flight: Iterable[int]) -> Iterator[int]:
-        """The lanes available to a step, the next in turn first. in_flight: lanes of the steps in flight."""
+        """The micro-batches available to a step, the next in turn first. in_flight: micro-batches of the steps in
+        flight."""
         busy = list(in_flight)
         for number in range(1, self._count + 1):
-            lane = (self._newest + number) % self._count
-            if busy.count(lane) < self._depth:
-                yield lane
+            micro_batch = (self._newest + number) % self._count
+            if busy.count(micro_batch) < self._depth:
+                yield micro_batch
 
-    def took(self, lane: int) -> None:
-        """Note that the newest step is of this lane."""
-        self._newest = lane
+    def took(self, micro_batch: int) -> None:
+        """Note that the newest step is of this micro-batch."""
+        self._newest = micro_batch
 
-    def of_step(self, running: list[Request], lane: int) -> list[Request]:
-        """Return the running requests that a step of the lane may have, in their order."""
+    def of_step(self, running: list[Request], micro_batch: int) -> list[Request]:
+        """Return the running requests that a step of the micro-batch may have, in their order."""
         if self._count == 1:
             return running
-        found = [request for request in running if request.lane is None or request.lane == lane]
+        found = [request for request in running if request.micro_batch is None or request.micro_batch == micro_batch]
         surplus = len(found) - self._most_requests
-        if surplus > 0:  # prompts that come last wait for another lane's step
-            left_out = {id(r) for r in [r for r in found if r.lane is None][-surplus:]}
+        if surplus > 0:  # prompts that come last wait for another micro-batch's step
+            left_out = {id(r) for r in [r for r in found if r.micro_batch is None][-surplus:]}
             found = [request for request in found if id(request) not in left_out]
         return found
 
-    def room(self, of_step: Sequence[Request], lane: int, num_running: int, num_waiting: int) -> int:
-        """The number of waiting requests that a step may admit: lanes should be equally full once all are admitted."""
+    def room(self, of_step: Sequence[Request], micro_batch: int, num_running: int, num_waiting: int) -> int:
+        """The number of waiting requests that a step may admit: micro-batches should be equally full once all are
+        admitted."""
         if self._count == 1:
             return num_waiting  # the runner's rows are the bound
         room = self._most_requests - len(of_step)
         share = -(-(num_running + num_waiting) // self._count)
-        return min(room, share - sum(request.lane == lane for request in of_step))
+        return min(room, share - sum(request.micro_batch == micro_batch for request in of_step))
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
@@ -81,19 +85,19 @@ class Shares:
 
 
 @dataclass(slots=True)
-class StepDraft:
-    """A step of a lane under construction.
+class StepBuilder:
+    """A step of a micro-batch under construction.
 
     decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
     indices in `unsampled`. longer: other shares. num_prompts: shares of prompts among both, which have
     `num_prefill_tokens` together, at most `max_prefill_tokens` where others run. completed: requests whose share of at
     most as many tokens as a decode completes a block, which no request of this step may read: a kernel may write it
     while another row attends.
-    snapshots, head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than
+    snapshots, skips_head: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than
     decode_tokens.
     """
 
-    lane: int = 0
+    micro_batch: int = 0
     max_prefill_tokens: int | None = None
     decode_tokens: int = 1
     decodes: list[Request] = field(default_factory=list)
@@ -107,7 +111,7 @@ class StepDraft:
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     snapshots: dict[str, int] = field(default_factory=dict)
-    head_rests: bool = False
+    skips_head: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == self.decode_tokens:
@@ -152,10 +156,10 @@ class StepInFlight:
     constrained: requests that sample and have a constraint.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
-    lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
-    half have as many; None for any other. rows: the number of drafts, whether the head rests, the requests and their
-    tokens; the runner keeps the rows of the step before if these are equal. begun_s: when it was scheduled, in seconds
-    of time.perf_counter.
+    micro_batch: of the step. bounds, decode_tokens: see StepBuilder. num_drafts: in a step of decodes alone of which at
+    least half have as many; None for any other. rows: the number of drafts, whether it skips the head, the requests
+    and their tokens; the runner keeps the rows of the step before if these are equal. begun_s: when it was scheduled,
+    in seconds of time.perf_counter.
     """
 
     output: SchedulerOutput
@@ -164,7 +168,7 @@ class StepInFlight:
     sampling_ids: list[str]
     constrained: list[Request]
     registered: list[list[int]]
-    lane: int
+    micro_batch: int
     bounds: dict[Request, int]
     decode_tokens: int
     num_drafts: int | None
@@ -175,7 +179,7 @@ class StepInFlight:
     def of(
         cls,
         number: int,
-        draft: StepDraft,
+        builder: StepBuilder,
         removed: tuple[str, ...],
         registered: list[list[int]],
         placed_adapters: dict[int, str],
@@ -184,7 +188,7 @@ class StepInFlight:
         constraints: bool,
     ) -> StepInFlight:
         """constraints: whether any request has one."""
-        shares = draft.shares()
+        shares = builder.shares()
         request_ids = [request.request_id for request in shares.requests]
         sampling, sampling_ids = shares.requests, request_ids
         if not all(shares.samples):
@@ -194,24 +198,24 @@ class StepInFlight:
         output = SchedulerOutput(
             step=number,
             removed=removed,
-            new=tuple(draft.new),
+            new=tuple(builder.new),
             request_ids=request_ids,
             starts=shares.starts,
             counts=shares.counts,
             samples=shares.samples,
-            new_block_ids=draft.new_block_ids,
+            new_block_ids=builder.new_block_ids,
             awaits_masks=bool(constrained),
             placed_adapters=placed_adapters,
-            snapshots=draft.snapshots,
+            snapshots=builder.snapshots,
             draft_sharpness=draft_sharpness,
-            head_rests=draft.head_rests,
+            skips_head=builder.skips_head,
         )
-        requests, lane, bounds = shares.requests, draft.lane, draft.bounds
-        of_decodes = not (draft.num_prefill_tokens or draft.new) and 2 * len(draft.decodes) >= len(requests)
-        num_drafts = draft.decode_tokens - 1 if of_decodes else None
-        step = output, requests, sampling, sampling_ids, constrained, registered, lane, bounds
-        rows = num_drafts, draft.head_rests, request_ids, shares.counts
-        return cls(*step, draft.decode_tokens, num_drafts, rows, time.perf_counter())
+        requests, micro_batch, bounds = shares.requests, builder.micro_batch, builder.bounds
+        of_decodes = not (builder.num_prefill_tokens or builder.new) and 2 * len(builder.decodes) >= len(requests)
+        num_drafts = builder.decode_tokens - 1 if of_decodes else None
+        step = output, requests, sampling, sampling_ids, constrained, registered, micro_batch, bounds
+        rows = num_drafts, builder.skips_head, request_ids, shares.counts
+        return cls(*step, builder.decode_tokens, num_drafts, rows, time.perf_counter())
 
 
 class StepsInFlight(deque[StepInFlight]):

@@ -28,11 +28,11 @@ def made(
     longest: int = 100,
     vocab_size: int = 11,
     constraint: MaskConstraint | None = None,
-    most_new_tokens: int = 1,
+    max_new_tokens_per_step: int = 1,
     **rest: Any,
 ) -> Request:
     request = EngineRequest("r", prompt, params or SamplingParams(), **rest)
-    return Request.of(request, order, longest, vocab_size, constraint, most_new_tokens)
+    return Request.of(request, order, longest, vocab_size, constraint, max_new_tokens_per_step)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def made(
     ids=["sampled", "greedy", "constraint", "penalty", "bad words", "no drafts wanted"],
 )
 def test_the_tokens_that_a_step_may_yield(params: SamplingParams, constraint: MaskConstraint | None, most: int) -> None:
-    request = made(params, constraint=constraint, most_new_tokens=4)
-    assert request.most_new_tokens == request.most_when_admitted == most
-    assert made(params, constraint=constraint).most_new_tokens == 1
+    request = made(params, constraint=constraint, max_new_tokens_per_step=4)
+    assert request.max_new_tokens_per_step == request.most_when_admitted == most
+    assert made(params, constraint=constraint).max_new_tokens_per_step == 1
 
 
 def test_it_has_what_was_asked_for() -> None:
@@ -80,7 +80,7 @@ def test_it_has_what_was_asked_for() -> None:
     assert request.eos_token_ids == {5}
     assert request.ending_ids == {4, 5} | NO_TOKENS
     assert (request.stop_rule.min_tokens, request.stop_rule.max_tokens, request.max_num_tokens) == (2, 20, 23)
-    assert (request.status, request.num_computed_tokens, request.lane) == (RequestStatus.WAITING, 0, None)
+    assert (request.status, request.num_computed_tokens, request.micro_batch) == (RequestStatus.WAITING, 0, None)
     assert request.num_cached_tokens is request.scheduled_time is None
     assert (request.steady_until_computed, request.steady_until_known) == (0, 22)  # its next token is not the first
 
@@ -124,19 +124,19 @@ def test_the_runner_gets_all_that_it_needs() -> None:
 
 
 def test_it_runs_from_its_first_admission_on() -> None:
-    request = made(most_new_tokens=4)
+    request = made(max_new_tokens_per_step=4)
     before = time.perf_counter()
     request.start()
     first = request.scheduled_time
     assert first is not None
     assert before <= first <= time.perf_counter()
-    assert (request.status, request.rests) == (RequestStatus.RUNNING, False)
-    request.lane, request.num_slots, request.num_tokens, request.num_computed_tokens = 0, 8, 4, 3
-    request.rest()
-    assert (request.most_new_tokens, request.rests) == (1, True)
+    assert (request.status, request.has_stopped_drafting) == (RequestStatus.RUNNING, False)
+    request.micro_batch, request.num_slots, request.num_tokens, request.num_computed_tokens = 0, 8, 4, 3
+    request.stop_drafting()
+    assert (request.max_new_tokens_per_step, request.has_stopped_drafting) == (1, True)
     assert request.steady_until_computed == 8
     request.start()
-    assert (request.most_new_tokens, request.rests, request.scheduled_time) == (4, False, first)
+    assert (request.max_new_tokens_per_step, request.has_stopped_drafting, request.scheduled_time) == (4, False, first)
 
 
 def test_tokens_in_flight() -> None:
@@ -153,7 +153,7 @@ def test_tokens_in_flight() -> None:
 @pytest.mark.parametrize(("status", "computed"), [(RequestStatus.RUNNING, 8), (RequestStatus.PREEMPTED, 10)])
 def test_a_step_may_yield_fewer_tokens_than_was_assumed(status: RequestStatus, computed: int) -> None:
     """The blocks of a request that was preempted are gone: nothing of it counts as computed."""
-    request = made(most_new_tokens=4)
+    request = made(max_new_tokens_per_step=4)
     request.status, request.num_tokens, request.num_computed_tokens = status, 11, 10
     request.take_in(4, 2)
     assert (request.num_tokens, request.num_computed_tokens) == (9, computed)
@@ -204,7 +204,7 @@ def test_prompt_logprobs_are_delivered_once() -> None:
     num_slots=st.integers(0, 16),
     max_num_tokens=st.integers(3, 16),
     most=st.integers(1, 4),
-    lane=st.sampled_from([None, 0, 1]),
+    micro_batch=st.sampled_from([None, 0, 1]),
     failure=st.sampled_from([None, None, "why"]),
     status=st.sampled_from([RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.FINISHED]),
 )
@@ -215,20 +215,25 @@ def test_what_is_ordinary_of_a_request(
     num_slots: int,
     max_num_tokens: int,
     most: int,
-    lane: int | None,
+    micro_batch: int | None,
     failure: str | None,
     status: RequestStatus,
 ) -> None:
     """A share: it decodes, not for the first time, in slots that it has, and stays below the length whatever comes. A
     token: it is not the first, and with it the request is below the length."""
-    request = made(most_new_tokens=most)
+    request = made(max_new_tokens_per_step=most)
     request.token_ids += [0] * (num_known - 3)
     request.num_tokens, request.num_computed_tokens, request.num_slots = num_tokens, num_computed, num_slots
-    request.max_num_tokens, request.lane, request.failure, request.status = max_num_tokens, lane, failure, status
+    request.max_num_tokens, request.micro_batch, request.failure, request.status = (
+        max_num_tokens,
+        micro_batch,
+        failure,
+        status,
+    )
     until_computed, until_known = request.steady_limits()
     goes_on = failure is None and status is RequestStatus.RUNNING
     fits = num_computed + most <= num_slots and num_tokens + most < max_num_tokens
-    decodes = num_computed == num_tokens - 1 and lane is not None
+    decodes = num_computed == num_tokens - 1 and micro_batch is not None
     assert (num_computed < until_computed) == (goes_on and decodes and fits)
     assert (num_known < until_known) == (goes_on and num_known > 3 and num_known + 1 < max_num_tokens)
 

@@ -12,7 +12,7 @@ from token_masks import ByLastToken
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.core.steps import (
-    StepDraft,
+    StepBuilder,
     StepInFlight,
     StepsInFlight,
     all_but,
@@ -43,8 +43,8 @@ def rows(*tokens: int) -> LogprobRows:
     return LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in tokens])
 
 
-def in_flight(draft: StepDraft, *, constraints: bool = True, number: int = 7) -> StepInFlight:
-    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], {1: "digest"}, 2.5, constraints=constraints)
+def in_flight(builder: StepBuilder, *, constraints: bool = True, number: int = 7) -> StepInFlight:
+    return StepInFlight.of(number, builder, ("gone",), [[5], [6]], {1: "digest"}, 2.5, constraints=constraints)
 
 
 def test_a_mask_of_indices() -> None:
@@ -57,33 +57,33 @@ def test_a_step_has_its_decodes_first(constraints: bool) -> None:
     """Whatever the order in which its shares come."""
     masked = request("m", constraint=MaskConstraint(ByLastToken(11), 11))
     other, prompt, chunk, unsampled = (request(name) for name in "opcu")
-    draft = StepDraft(lane=1, decode_tokens=2, snapshots={"p": 3}, head_rests=True)
-    draft.new_block_ids["m"] = ((4,),)
-    draft.bounds[masked] = 1
-    draft.add(prompt, 0, 3, True)
-    draft.add(other, 5, 2, True)
-    draft.add(unsampled, 0, 2, False)
-    draft.add(chunk, 4, 5, False)
-    draft.add(masked, 8, 2, True)
+    builder = StepBuilder(micro_batch=1, decode_tokens=2, snapshots={"p": 3}, skips_head=True)
+    builder.new_block_ids["m"] = ((4,),)
+    builder.bounds[masked] = 1
+    builder.add(prompt, 0, 3, True)
+    builder.add(other, 5, 2, True)
+    builder.add(unsampled, 0, 2, False)
+    builder.add(chunk, 4, 5, False)
+    builder.add(masked, 8, 2, True)
     before = time.perf_counter()
-    step = in_flight(draft, constraints=constraints)
+    step = in_flight(builder, constraints=constraints)
     output = step.output
     assert (output.request_ids, output.starts) == (["o", "u", "m", "p", "c"], [5, 0, 8, 0, 4])
     assert (output.counts, output.samples) == ([2, 2, 2, 3, 5], [True, False, True, True, False])
     assert (output.step, output.removed, output.new, output.placed_adapters) == (7, ("gone",), (), {1: "digest"})
     assert (output.new_block_ids, output.snapshots) == ({"m": ((4,),)}, {"p": 3})
-    assert (output.draft_sharpness, output.head_rests, output.awaits_masks) == (2.5, True, constraints)
+    assert (output.draft_sharpness, output.skips_head, output.awaits_masks) == (2.5, True, constraints)
     assert step.requests == [other, unsampled, masked, prompt, chunk]
     assert (step.sampling, step.sampling_ids) == ([other, masked, prompt], ["o", "m", "p"])
     assert step.constrained == ([masked] if constraints else [])
-    assert (step.registered, step.lane, step.bounds, step.decode_tokens) == ([[5], [6]], 1, {masked: 1}, 2)
+    assert (step.registered, step.micro_batch, step.bounds, step.decode_tokens) == ([[5], [6]], 1, {masked: 1}, 2)
     assert before <= step.begun_s <= time.perf_counter()
 
 
 def test_a_step_that_samples_for_none_with_a_constraint_awaits_no_masks() -> None:
-    draft = StepDraft()
-    draft.add(request("m", constraint=MaskConstraint(ByLastToken(11), 11)), 0, 3, False)
-    step = in_flight(draft)
+    builder = StepBuilder()
+    builder.add(request("m", constraint=MaskConstraint(ByLastToken(11), 11)), 0, 3, False)
+    step = in_flight(builder)
     assert (step.constrained, step.output.awaits_masks) == ([], False)
 
 
@@ -100,22 +100,22 @@ def test_a_step_that_samples_for_none_with_a_constraint_awaits_no_masks() -> Non
 def test_the_time_of_a_step_tells_of_drafts_if_half_of_its_requests_have_them(
     shares: tuple[int, ...], num_prefill_tokens: int, is_new: bool, num_drafts: int | None
 ) -> None:
-    draft = StepDraft(decode_tokens=3, num_prefill_tokens=num_prefill_tokens)
+    builder = StepBuilder(decode_tokens=3, num_prefill_tokens=num_prefill_tokens)
     for name, count in zip("abc", shares, strict=False):
-        draft.add(request(name), 4, count, True)
+        builder.add(request(name), 4, count, True)
     if is_new:
-        draft.new.append(NewRequest("a", (1,), 1, SamplingParams(), frozenset(), ()))
-    assert in_flight(draft).num_drafts == num_drafts
+        builder.new.append(NewRequest("a", (1,), 1, SamplingParams(), frozenset(), ()))
+    assert in_flight(builder).num_drafts == num_drafts
 
 
 @pytest.mark.parametrize(("most", "taken", "room"), [(None, 5, 9), (20, 5, 9), (8, 5, 3), (8, 8, 0)])
 def test_the_room_for_prompts(most: int | None, taken: int, room: int) -> None:
-    assert StepDraft(max_prefill_tokens=most, num_prefill_tokens=taken).room_for_prompts(9) == room
+    assert StepBuilder(max_prefill_tokens=most, num_prefill_tokens=taken).room_for_prompts(9) == room
 
 
 def test_steps_are_taken_in_in_order() -> None:
     steps = StepsInFlight(2)
-    first, second, third = (in_flight(StepDraft(), number=number) for number in range(3))
+    first, second, third = (in_flight(StepBuilder(), number=number) for number in range(3))
     with pytest.raises(RuntimeError, match="step 0 is not the oldest one in flight"):
         steps.oldest(first.output)
     for step in (first, second):
@@ -133,10 +133,10 @@ def test_steps_are_taken_in_in_order() -> None:
 
 
 def two_sampling() -> StepInFlight:
-    draft = StepDraft()
+    builder = StepBuilder()
     for name in "abc":
-        draft.add(request(name), 4, 1, True)
-    return in_flight(draft)
+        builder.add(request(name), 4, 1, True)
+    return in_flight(builder)
 
 
 def test_outputs_that_are_as_all_others_stay_in_columns() -> None:
@@ -161,14 +161,14 @@ def test_what_a_chunk_of_a_prompt_yields() -> None:
     )
     asked.num_cached_tokens = 4
     ended.status = RequestStatus.FINISHED
-    draft = StepDraft()
+    builder = StepBuilder()
     for each in (asked, pooled, nothing, ended):
-        draft.add(each, 0, 4, False)
-    draft.add(sampling, 0, 9, True)
+        builder.add(each, 0, 4, False)
+    builder.add(sampling, 0, 9, True)
     vectors = Vectors(0, 1, bytes(16))
     found = (1, rows(1, 2, 3))
     result = RunnerOutput([7], prompt_logprobs=dict.fromkeys("ade", found), vectors={"b": vectors})
-    assert prompt_outputs(in_flight(draft), result) == [
+    assert prompt_outputs(in_flight(builder), result) == [
         EngineOutput("a", (), prompt_logprobs=found, num_cached_tokens=4),
         EngineOutput("b", (), num_cached_tokens=0, vectors=vectors),
     ]
