@@ -74,8 +74,8 @@ class PromptLogprobs(StepFeature):
         count = min(in_step, in_prompt - 1 - first)
         if (wanted := self._wanted.get(row)) is None or count <= 0:
             return None
-        known_ids: np.ndarray = self._states.known_ids(row)
-        targets_T = upload(known_ids[first + 1 : first + 1 + count], output.tensor.device)
+        token_ids: np.ndarray = self._states.all_token_ids(row)
+        targets_T = upload(token_ids[first + 1 : first + 1 + count], output.tensor.device)
         num_top = self._vocabulary.whole_size if wanted == -1 else wanted
         chunks = []
         for begin in range(0, count, CHUNK):

@@ -69,7 +69,7 @@ class StepSampling:
 
     def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
         """See Tail."""
-        return output.tensor if batch.has_decode_graph else self.first(output, batch)
+        return output.tensor if batch.has_decode_graph else self.sample(output, batch)
 
     def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
         """Launch 1 for a batch that had no graph of decodes; returns its logits [R, V], None if nothing is sampled."""

@@ -118,7 +118,7 @@ def test_a_row_has_what_its_request_asks_for_and_loses_it() -> None:
     assert [states.fields["adapter_slot"][each].item() for each in (row, other)] == [1, -1]
     assert [states.fields["second_text"][each].item() for each in (row, other)] == [1, (1 << 31) - 1]
     assert states.history_SL[row, :2].tolist() == [5, 6]
-    assert states.known_ids(row)[:2].tolist() == [5, 6]
+    assert states.all_token_ids(row)[:2].tolist() == [5, 6]
     assert other != row
     generations.append(states.generation)
     take(states, features, removed=("asks",))
