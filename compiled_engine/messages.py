@@ -284,8 +284,8 @@ class NewRequest(msgspec.Struct, frozen=True):
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
     with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one. `snapshot`: the
-    slot of the recurrent states that it begins with, -1 for none.
+    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one. `extras`: plain
+    data of features, by name.
     """
 
     request_id: str
@@ -298,7 +298,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     by_token: bool = False
     second_text: int | None = None
     adapter_slot: int = -1
-    snapshot: int = -1
+    extras: dict[str, Any] = {}  # msgspec gives each its own
 
 
 @dataclass(frozen=True)
@@ -316,9 +316,9 @@ class SchedulerOutput:
         NewRequest).
     awaits_masks: nothing is sampled before the step's TokenMasks come.
     placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
-    snapshots: by id, the slots that the recurrent states of requests are copied to after the step.
     draft_sharpness: see SpeculationConfig.sharpnesses.
     head_rests: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
+    extras: plain data of features, by name.
     """
 
     step: int
@@ -331,9 +331,9 @@ class SchedulerOutput:
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     awaits_masks: bool = False
     placed_adapters: dict[int, str] = field(default_factory=dict)
-    snapshots: dict[str, int] = field(default_factory=dict)
     draft_sharpness: float = 1.0
     head_rests: bool = False
+    extras: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

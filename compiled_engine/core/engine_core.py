@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,8 @@ from compiled_engine.core.constraints import GrammarQueue
 from compiled_engine.core.control import ControlError, apply
 from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.executor import Executor, PendingOutput
+from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import (
     NO_CACHE,
     ControlCall,
@@ -43,25 +44,25 @@ CALLS = (
 """Control calls that a core takes: methods of EngineCore."""
 
 
-def _snapshots(config: EngineConfig) -> StateSnapshots | None:
-    recurrences = config.model.recurrences
-    if recurrences is None or not recurrences.num_snapshots:
-        return None
-    return StateSnapshots(recurrences.num_snapshots, config.cache.block_size)
-
-
 class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps.
 
     num_slots: tokens that the KV cache holds. clock: started by benchmarks; its laps are schedule, prepare,
-    launch, masks, wait and output. start_s: seconds that the start took.
+    launch, masks, wait and output. start_s: seconds that the start took. features: those that are switched on.
 
     bell: None: no events arrive between steps.
     """
 
     bell: int | None = None
 
-    def __init__(self, config: EngineConfig, executor: Executor, clock: StepClock, start_s: float = 0.0):
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: StepClock,
+        start_s: float = 0.0,
+        features: Sequence[PlanFeature] = (),
+    ):
         self.config = config
         self.clock = clock
         self.executor = executor
@@ -84,7 +85,7 @@ class EngineCore:
             draft_length=draft_length,
             draft_sharpnesses=speculation.sharpnesses,
             adapters=config.adapters,
-            snapshots=_snapshots(config),
+            features=features,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first

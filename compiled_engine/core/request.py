@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -99,7 +99,7 @@ class Request:
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     max_step_tokens: tokens of its prompt that one step may compute.
-    snapshot_ends: numbers of tokens after which its states are to be kept, in order; see state_snapshots.py.
+    step_ends: numbers of tokens, in order: a step that comes to one ends there, and features are told.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
     lane: of the steps that sample its tokens, see steps.Lanes; None before the first of them.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
@@ -132,7 +132,7 @@ class Request:
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
     max_step_tokens: int = sys.maxsize
-    snapshot_ends: tuple[int, ...] = ()
+    step_ends: tuple[int, ...] = ()
     next_prompt_logprob: int = 1
     lane: int | None = None
     steady_until_computed: int = 0
@@ -232,10 +232,10 @@ class Request:
 
     @property
     def step_limit(self) -> int:
-        """Tokens of its prompt that the next step may compute: a step ends where the states are to be kept."""
-        if not self.snapshot_ends:
+        """Tokens of its prompt that the next step may compute."""
+        if not self.step_ends:
             return self.max_step_tokens
-        return min(self.max_step_tokens, self.snapshot_ends[0] - self.num_computed_tokens)
+        return min(self.max_step_tokens, self.step_ends[0] - self.num_computed_tokens)
 
     @property
     def num_unknown_tokens(self) -> int:
@@ -273,7 +273,9 @@ class Request:
         self.next_prompt_logprob += fresh
         return position, rows.select(slice(position - first, None))
 
-    def as_new(self, block_ids: tuple[tuple[int, ...], ...], adapter_slot: int = -1, snapshot: int = -1) -> NewRequest:
+    def as_new(
+        self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any], adapter_slot: int = -1
+    ) -> NewRequest:
         """The request as the runner gets it. block_ids: its block table in each KV group. Others: see NewRequest."""
         return NewRequest(
             request_id=self.request_id,
@@ -286,7 +288,7 @@ class Request:
             by_token=self.pooling == "token",
             second_text=self.second_text,
             adapter_slot=adapter_slot,
-            snapshot=snapshot,
+            extras=extras,
         )
 
 

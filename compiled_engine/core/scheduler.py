@@ -26,15 +26,15 @@ from msgspec import structs
 from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
 from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import RequestRows
+from compiled_engine.core.cache_resource import CacheResource, RequestRows
 from compiled_engine.core.constraints import MaskMaker
 from compiled_engine.core.draft_length import DraftLength, Drafts
 from compiled_engine.core.draft_sharpness import DraftSharpness
+from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
 from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
-from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.core.steps import (
     Lanes,
     StepDraft,
@@ -75,8 +75,8 @@ class Scheduler:
     most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
     token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
     prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of drafts of
-    each step, up to most_new_tokens - 1; None for always as many. draft_sharpnesses: see SpeculationConfig. snapshots:
-    of recurrent states, where the model has them and prefixes are cached.
+    each step, up to most_new_tokens - 1; None for always as many. draft_sharpnesses: see SpeculationConfig. features:
+    see hooks.py.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class Scheduler:
         draft_length: DraftLength | None = None,
         draft_sharpnesses: Sequence[float] = (1.0,),
         adapters: AdapterConfig | None = None,
-        snapshots: StateSnapshots | None = None,
+        features: Sequence[PlanFeature] = (),
     ) -> None:
         self._config, self._whole = scheduler, whole
         self._most_new_tokens = most_new_tokens
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
         self.adapters = AdapterTable(adapters)
-        self._kv_cache = KVCacheManager(
-            [] if whole else [BlockGroup(num_blocks, cache.block_size)],
-            [RequestRows(most * num_lanes), *([] if adapters is None else [self.adapters])],
-            snapshots,
-            enable_prefix_caching=cache.enable_prefix_caching,
-        )
+        self._hooks = PlanHooks(features)
+        groups = [] if whole else [BlockGroup(num_blocks, cache.block_size)]
+        others: list[CacheResource] = [RequestRows(most * num_lanes), *([] if adapters is None else [self.adapters])]
+        for feature in features:
+            others += feature.resources(groups)
+        self._kv_cache = KVCacheManager(groups, others, enable_prefix_caching=cache.enable_prefix_caching)
         longest = scheduler.max_num_batched_tokens if whole else None
         slots = self._kv_cache.num_slots
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
@@ -187,7 +187,10 @@ class Scheduler:
         sharpness = self._fixed_sharpness
         if self._draft_sharpness is not None and not draft.head_rests:
             sharpness = self._draft_sharpness.choose()
-        step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, constraints=constraints)
+        extras: dict[str, Any] = {}
+        for planned in self._hooks.planned:
+            planned(extras)
+        step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, extras, constraints=constraints)
         self._in_flight.append(step)
         return step.output
 
@@ -293,10 +296,12 @@ class Scheduler:
             self._requests.start(request)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
             budget -= num_tokens
-            snapshot = -1 if self._kv_cache.snapshots is None else self._kv_cache.snapshots.slot_of(request)
+            extras: dict[str, Any] = {}
+            for admitted in self._hooks.admitted:
+                admitted(request, extras)
             adapter_slot = -1 if request.adapter is None else self.adapters.slot_of(request.adapter)
             block_ids = self._kv_cache.block_ids(request)
-            draft.new.append(request.as_new(block_ids, adapter_slot, snapshot))
+            draft.new.append(request.as_new(block_ids, extras, adapter_slot))
             self._schedule_tokens(draft, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
@@ -315,10 +320,10 @@ class Scheduler:
                 draft.completed.append(request)
             else:
                 self._kv_cache.register(request)
-        if end in request.snapshot_ends:
-            assert self._kv_cache.snapshots is not None
-            if (slot := self._kv_cache.snapshots.save(request)) is not None:
-                draft.snapshots[request.request_id] = slot
+        if end in request.step_ends:
+            request.step_ends = request.step_ends[1:]
+            for reached_end in self._hooks.reached_end:
+                reached_end(request, end)
         if samples:
             request.lane = draft.lane
             request.num_tokens += bound
@@ -470,6 +475,8 @@ class Scheduler:
         self._requests.sweep()
         self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
         self.adapters.forget_slots()
+        for failed in self._hooks.failed:
+            failed()
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""

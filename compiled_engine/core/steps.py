@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.grammars.constraint import is_complete
@@ -89,8 +90,7 @@ class StepDraft:
     `num_prefill_tokens` together, at most `max_prefill_tokens` where others run. completed: requests whose share of at
     most as many tokens as a decode completes a block, which no request of this step may read: a kernel may write it
     while another row attends.
-    snapshots, head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than
-    decode_tokens.
+    head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than decode_tokens.
     """
 
     lane: int = 0
@@ -106,7 +106,6 @@ class StepDraft:
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    snapshots: dict[str, int] = field(default_factory=dict)
     head_rests: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
@@ -180,6 +179,7 @@ class StepInFlight:
         registered: list[list[int]],
         placed_adapters: dict[int, str],
         draft_sharpness: float,
+        extras: dict[str, Any],
         *,
         constraints: bool,
     ) -> StepInFlight:
@@ -202,7 +202,7 @@ class StepInFlight:
             new_block_ids=draft.new_block_ids,
             awaits_masks=bool(constrained),
             placed_adapters=placed_adapters,
-            snapshots=draft.snapshots,
+            extras=extras,
             draft_sharpness=draft_sharpness,
             head_rests=draft.head_rests,
         )

@@ -13,6 +13,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
+from compiled_engine.features.registry import plan_features
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
@@ -81,7 +82,7 @@ def config() -> EngineConfig:
 def make_core(config: EngineConfig, *, pipelined: bool = True) -> tuple[EngineCore, FakeExecutor]:
     config = replace(config, scheduler=replace(config.scheduler, async_scheduling=pipelined))
     executor = FakeExecutor(config)
-    return EngineCore(config, executor, StepClock(config.device)), executor
+    return EngineCore(config, executor, StepClock(config.device), features=plan_features(config)), executor
 
 
 def request(request_id: str, max_tokens: int, **params: Any) -> EngineRequest:

@@ -12,7 +12,7 @@ from compiled_engine.core.adapter_table import AdapterTable
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource, RequestRows, check_holders
 from compiled_engine.core.request import Request
-from compiled_engine.core.state_snapshots import StateSnapshots
+from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.messages import AdapterRef, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 

@@ -13,6 +13,7 @@ from token_masks import ByLastToken
 from compiled_engine.config import AdapterConfig, EngineConfig, Recurrences, RowState, SpeculationConfig
 from compiled_engine.core.control import ControlError
 from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.features.registry import plan_features
 from compiled_engine.messages import (
     NO_CACHE,
     AdapterRef,
@@ -71,7 +72,7 @@ class ScriptedExecutor:
 
 def made(config: EngineConfig = BASE, start_s: float = 0.0) -> tuple[EngineCore, ScriptedExecutor]:
     executor = ScriptedExecutor()
-    return EngineCore(config, executor, StepClock(config.device), start_s), executor
+    return EngineCore(config, executor, StepClock(config.device), start_s, plan_features(config)), executor
 
 
 def request(name: str, *, adapter: str | None = None, grammar: str | None = None, **params: Any) -> EngineRequest:
@@ -248,11 +249,14 @@ def test_the_scheduler_has_what_is_configured() -> None:
     core.step()
     assert [(step.draft_sharpness, step.counts) for step in executor.steps] == [(2.5, [3]), (2.5, [3])]
     states = Recurrences((RowState("a", (1,), "float32"),), num_rows=8, num_snapshots=2)
-    for recurrences, snapshots in ((states, {"a": 0}), (replace(states, num_snapshots=0), {}), (None, {})):
-        core, executor = made(replace(BASE, model=replace(BASE.model, recurrences=recurrences)))
+    recurrent = replace(BASE, model=replace(BASE.model, recurrences=states))
+    no_snapshots = replace(BASE, model=replace(BASE.model, recurrences=replace(states, num_snapshots=0)))
+    uncached = replace(recurrent, cache=replace(BASE.cache, enable_prefix_caching=False))
+    for config, extras in ((recurrent, {"recurrence": {"a": 0}}), (no_snapshots, {}), (uncached, {}), (BASE, {})):
+        core, executor = made(config)
         core.add(EngineRequest("a", (1,) * 80, SamplingParams()))
         core.step()
-        assert executor.steps[0].snapshots == snapshots
+        assert executor.steps[0].extras == extras
 
 
 def test_a_step_with_masks_is_sampled_when_they_are_made() -> None:

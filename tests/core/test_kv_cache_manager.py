@@ -13,7 +13,6 @@ from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
-from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import NO_CACHE, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
@@ -257,15 +256,39 @@ def test_a_request_has_the_slots_of_the_smallest_group() -> None:
     assert KVCacheManager([], enable_prefix_caching=False).num_slots == NO_CACHE
 
 
-def test_snapshots_belong_to_the_prefix_cache() -> None:
-    for enabled in (True, False):
-        snapshots = StateSnapshots(2, BLOCK_SIZE, least_gain=1)
-        cache = KVCacheManager([BlockGroup(8, BLOCK_SIZE)], snapshots=snapshots, enable_prefix_caching=enabled)
-        request = make_request(range(9))
+class Findable(BlockGroup):
+    """Keeps places of its own. found: of the group, when a request took its share."""
+
+    def __init__(self, group: BlockGroup) -> None:
+        super().__init__(16, BLOCK_SIZE)
+        self._group, self.found = group, 0
+
+    def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        self.found = self._group.longest_prefix(request, num_tokens)
+        super().take(request, num_tokens, num_cached)
+
+
+def test_what_others_keep_is_found_with_the_blocks_and_taken_before_them() -> None:
+    group = BlockGroup(3, BLOCK_SIZE)
+    other = Findable(group)
+    cache = KVCacheManager([group], [RequestRows(1), other], enable_prefix_caching=True)
+    request = make_request(range(9))
+    for found, num_cached, registering in ((0, 0, [group]), (8, 0, [group, other]), (8, 8, [])):
         assert cache.admit(request, reserve=0)
-        assert (cache.snapshots is snapshots) == enabled
-        assert request.snapshot_ends == ((8,) if enabled else ())
-        assert len(cache.take_registered()) == 1 + enabled
+        assert (other.found, request.num_computed_tokens) == (found, num_cached)
+        for each in registering:
+            each.register(request, 8)
+        assert [len(places) for places in cache.take_registered()] == [
+            2 * (each in registering) for each in (group, other)
+        ]
+        cache.free(request)
+    cache.reset_prefix_cache()
+    assert other.longest_prefix(request, 8) == group.longest_prefix(request, 8) == 0
+    assert cache.admit(request, reserve=0)
+    group.register(request, 8)
+    other.register(request, 8)
+    cache.unregister(cache.take_registered())
+    assert other.longest_prefix(request, 8) == group.longest_prefix(request, 8) == 0
 
 
 def test_the_integrity_check_finds_a_request_that_was_not_freed() -> None:

@@ -107,7 +107,7 @@ def test_a_step_computes_as_much_of_a_prompt_as_host_memory_holds(
         assert request.step_limit > 1 << 40
     else:
         assert request.step_limit == most
-    request.snapshot_ends, request.num_computed_tokens = (8, 16), 3
+    request.step_ends, request.num_computed_tokens = (8, 16), 3
     assert request.step_limit == min(5, request.step_limit if most is None else most)
 
 
@@ -116,11 +116,11 @@ def test_the_runner_gets_all_that_it_needs() -> None:
     plain = made(params, eos_token_ids=frozenset({5}), output_token_ids=(8,))
     blocks = ((3, 4), (5,))
     new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
-    assert plain.as_new(blocks) == new
+    assert plain.as_new(blocks, {}) == new
     full = made(params, constraint=MASK, pooling="token", second_text=2)
-    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, True, 2, adapter_slot=6, snapshot=7)
-    assert full.as_new(blocks, 6, 7) == new
-    assert not made(params, pooling="sequence").as_new(blocks).by_token
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, True, 2, adapter_slot=6, extras={"f": 7})
+    assert full.as_new(blocks, {"f": 7}, 6) == new
+    assert not made(params, pooling="sequence").as_new(blocks, {}).by_token
 
 
 def test_it_runs_from_its_first_admission_on() -> None:

@@ -55,6 +55,8 @@ LAYERS = (
     "grammars",
     "runner",
     "core",
+    "features.recurrence",
+    "features",
     "graphs.inspection",
     "resolve",
     "processes",
@@ -75,6 +77,7 @@ LAYERS = (
 ON_PAPER = (
     "block_pool",
     "cache_resource",
+    "hooks",
     "kv_cache_manager",
     "request",
     "request_table",
@@ -82,9 +85,12 @@ ON_PAPER = (
     "scheduler",
     "constraints",
 )
+# The same of features.
+PLANNING = ("features.recurrence.snapshots",)
 # Packages, and modules, that may not import some others below them.
 FORBIDDEN = {
     **{f"core.{name}": ("graphs", "passes", "models", "attention", "kernels", "runner") for name in ON_PAPER},
+    **dict.fromkeys(PLANNING, ("graphs", "passes", "models", "attention", "kernels", "runner")),
     "models.textbook": ("kernels", "process"),
     "sampling": ("graphs", "passes", "models", "attention"),
     "grammars": ("graphs", "passes", "models", "attention", "kernels"),

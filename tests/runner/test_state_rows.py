@@ -17,11 +17,12 @@ NUM_ROWS, NUM_SNAPSHOTS = 3, 2
 
 def request(name: str, snapshot: int = -1, prompt: int = 3, prompt_logprobs: int | None = None) -> NewRequest:
     params = SamplingParams(prompt_logprobs=prompt_logprobs, seed=0)
-    return NewRequest(name, (1,) * prompt, prompt, params, frozenset(), ((0,),), snapshot=snapshot)
+    extras = {} if snapshot < 0 else {"recurrence": snapshot}
+    return NewRequest(name, (1,) * prompt, prompt, params, frozenset(), ((0,),), extras=extras)
 
 
 def step(new: tuple[NewRequest, ...] = (), snapshots: dict[str, int] | None = None) -> SchedulerOutput:
-    return SchedulerOutput(1, (), new, [], [], [], [], {}, snapshots=snapshots or {})
+    return SchedulerOutput(1, (), new, [], [], [], [], {}, extras={"recurrence": snapshots} if snapshots else {})
 
 
 def test_states_come_from_snapshots_and_go_to_them() -> None:

@@ -177,11 +177,12 @@ class FakeRunner:
 
     def _save(self, step: SchedulerOutput) -> None:
         """Take snapshots of the states after the step."""
-        slots = step.snapshots.values()
+        saved = step.extras.get("recurrence", {})
+        slots = saved.values()
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.num_snapshots))
         self.saved[step.step] = {slot: self.snapshots.get(slot) for slot in slots}
-        for request_id, slot in step.snapshots.items():
+        for request_id, slot in saved.items():
             row = self.rows[request_id]
             assert request_id in step.request_ids
             self.snapshots[slot] = row.hashes[row.num_computed_tokens - 1]
@@ -239,9 +240,10 @@ class FakeRunner:
                 step.starts[step.request_ids.index(new.request_id)],
             )
             start = self.rows[new.request_id].num_computed_tokens
-            assert (new.snapshot >= 0) == (self.num_snapshots > 0 and start > 0)
-            if new.snapshot >= 0:
-                assert self.snapshots[new.snapshot] == self.rows[new.request_id].hashes[start - 1]
+            slot = new.extras.get("recurrence")
+            assert (slot is not None) == (self.num_snapshots > 0 and start > 0)
+            if slot is not None:
+                assert self.snapshots[slot] == self.rows[new.request_id].hashes[start - 1]
         ids = [share.request_id for share in shares_of(step)]
         for request_id in ids:
             self.rows[request_id].rests |= step.head_rests

@@ -26,8 +26,9 @@ from compiled_engine.core.scheduler import Scheduler
 
 # Fields that say when something was.
 OF_THE_CLOCK = ("scheduled_time",)
-# Lists whose entries are messages themselves.
+# Lists whose entries are messages themselves, and dicts of which each entry is recorded as a field.
 MESSAGES_WITHIN = ("new", "others")
+FIELDS_WITHIN = "extras"
 
 
 class MessageDigests:
@@ -43,6 +44,9 @@ class MessageDigests:
             if name in MESSAGES_WITHIN:
                 for one in value:
                     self.add(f"{kind}.{name}", one)
+            elif name == FIELDS_WITHIN:
+                for feature, one in value.items():
+                    self._add(f"{kind}.{name}.{feature}", one)
             elif name not in OF_THE_CLOCK:
                 self._add(f"{kind}.{name}", value)
 

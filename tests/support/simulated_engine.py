@@ -13,7 +13,7 @@ from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.core.state_snapshots import StateSnapshots
+from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import TokenLogprobs
@@ -72,10 +72,10 @@ class SimulatedEngine:
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
-        snapshots = StateSnapshots(num_snapshots, block_size, least_gain=1) if num_snapshots else None
+        has_snapshots = num_snapshots > 0 and prefix_caching
         self.scheduler = Scheduler(
             *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens),
-            snapshots=snapshots,
+            features=[StateSnapshots(num_snapshots, block_size, least_gain=1)] if has_snapshots else [],
             draft_length=draft_length,
         )
         self.most_new_tokens = most_new_tokens
@@ -91,7 +91,7 @@ class SimulatedEngine:
             serves_all,
             most_new_tokens,
             yields=yields,
-            num_snapshots=num_snapshots if prefix_caching else 0,
+            num_snapshots=num_snapshots if has_snapshots else 0,
             adapts=draft_length is not None,
         )
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)

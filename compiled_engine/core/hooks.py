@@ -1,0 +1,59 @@
+"""The seams of the plan: what features do where requests come and go and steps are planned.
+
+A feature overrides the methods of `PlanFeature` that it needs. Scheduler and engine core collect them once
+(`PlanHooks`), and call those alone: a feature that is off costs no call, nor does a hook that no feature has. What
+requests hold while they run, a feature counts as a CacheResource. What it tells its part on the device goes into the
+`extras` of messages, under its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from compiled_engine.core.block_pool import BlockGroup
+    from compiled_engine.core.cache_resource import CacheResource
+    from compiled_engine.core.request import Request
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PlanFeature:
+    """The part of a feature in planning steps. No method does anything unless it is overridden."""
+
+    def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
+        """Return what each running request holds. They are taken in this order, before the blocks of the groups."""
+        return ()
+
+    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
+        """Add to the extras of the NewRequest of a request, which holds its resources."""
+
+    def reached_end(self, request: Request, num_tokens: int) -> None:
+        """Note that the step being planned computes the request's tokens up to one of its `step_ends`."""
+
+    def planned(self, extras: dict[str, Any]) -> None:
+        """Add to the extras of the SchedulerOutput of a step, which is complete."""
+
+    def failed(self) -> None:
+        """Forget what the steps in flight, and one being planned, were to do: they have failed."""
+
+
+class PlanHooks:
+    """The hooks of an engine's features, each in the order of the features."""
+
+    def __init__(self, features: Sequence[PlanFeature]) -> None:
+        self.features = tuple(features)
+        self.admitted = overriding(features, PlanFeature.admitted)
+        self.reached_end = overriding(features, PlanFeature.reached_end)
+        self.planned = overriding(features, PlanFeature.planned)
+        self.failed = overriding(features, PlanFeature.failed)
+
+
+def overriding(
+    features: Sequence[PlanFeature], hook: Callable[Concatenate[PlanFeature, P], R]
+) -> tuple[Callable[P, R], ...]:
+    """Return the methods of those features that override a method of PlanFeature."""
+    name = hook.__name__
+    return tuple(getattr(each, name) for each in features if getattr(type(each), name) is not hook)
