@@ -284,7 +284,7 @@ class NewRequest(msgspec.Struct, frozen=True):
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
     with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one. `extras`: plain
+    of its tokens. `second_text`: see EngineRequest. `extras`: plain
     data of features, by name.
     """
 
@@ -297,7 +297,6 @@ class NewRequest(msgspec.Struct, frozen=True):
     masked: bool = False
     by_token: bool = False
     second_text: int | None = None
-    adapter_slot: int = -1
     extras: dict[str, Any] = {}  # msgspec gives each its own
 
 
@@ -315,7 +314,6 @@ class SchedulerOutput:
     new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
         NewRequest).
     awaits_masks: nothing is sampled before the step's TokenMasks come.
-    placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
     draft_sharpness: see SpeculationConfig.sharpnesses.
     head_rests: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
     extras: plain data of features, by name.
@@ -330,7 +328,6 @@ class SchedulerOutput:
     samples: list[bool]
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     awaits_masks: bool = False
-    placed_adapters: dict[int, str] = field(default_factory=dict)
     draft_sharpness: float = 1.0
     head_rests: bool = False
     extras: dict[str, Any] = field(default_factory=dict)

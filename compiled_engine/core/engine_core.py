@@ -14,10 +14,10 @@ from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.constraints import GrammarQueue
-from compiled_engine.core.control import ControlError, apply
+from compiled_engine.core.control import apply
 from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.executor import Executor, PendingOutput
-from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.messages import (
     NO_CACHE,
@@ -37,11 +37,8 @@ from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 GRAMMAR_PATIENCE_S = 0.005
 
 
-CALLS = (
-    *("metrics", "reset_prefix_cache", "check_integrity"),
-    *("begin_load_adapter", "has_read_adapter", "load_adapter", "unload_adapter"),
-)
-"""Control calls that a core takes: methods of EngineCore."""
+CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
+"""Control calls that a core takes, besides those of its features: methods of EngineCore."""
 
 
 class EngineCore:
@@ -84,10 +81,11 @@ class EngineCore:
             whole=not config.model.causal,
             draft_length=draft_length,
             draft_sharpnesses=speculation.sharpnesses,
-            adapters=config.adapters,
             features=features,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
+        self._hooks = PlanHooks(features)
+        self._answering = {name: feature for feature in features for name in feature.calls}
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._unmasked: SchedulerOutput | None = None  # the newest, while it awaits masks that cannot be made yet
         self._masks_begun = False  # those of the newest
@@ -101,7 +99,7 @@ class EngineCore:
         after compilation, or ends with finish_reason "error" if that fails.
 
         Raises ValueError if the request can never fit, if its id is in use, if its parameters hold a token mask, if its
-        grammar has no vocabulary, or if its adapter cannot be loaded.
+        grammar has no vocabulary, or if a feature cannot take it.
 
         A request without a seed gets one here, so that preemption and recompute repeat its tokens.
         """
@@ -112,8 +110,8 @@ class EngineCore:
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = structs.replace(request, sampling_params=params)
-        if request.adapter is not None:
-            self._require_adapter(request)
+        for check in self._hooks.check:
+            check(request)
         if request.grammar is not None:
             self._scheduler.check(request)
             if token_mask is not None:
@@ -197,7 +195,8 @@ class EngineCore:
         ready, failed = self._grammars.take(0 if busy else GRAMMAR_PATIENCE_S)
         for request, constraint in ready:
             try:
-                self._require_adapter(request)  # it may have been dropped in the meantime
+                for check in self._hooks.check:
+                    check(request)
             except ValueError as error:
                 failed.append(EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error)))
             else:
@@ -215,49 +214,9 @@ class EngineCore:
                 pending.result()
 
     def call(self, call: ControlCall) -> Any:
-        """Apply a call between two steps, one of CALLS; return plain data. Raises ControlError, see control.py."""
-        return apply(call, self, CALLS)
-
-    def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Have the ranks read an adapter beside steps, for a `load_adapter` that follows when `has_read_adapter`."""
-        if self.config.adapters is not None and not self._scheduler.adapters.is_loaded(digest):
-            self.executor.call(ControlCall("begin_load_adapter", {"path": path, "digest": digest}))
-
-    def has_read_adapter(self, digest: str) -> bool:
-        """Return whether `load_adapter` would not wait."""
-        if self.config.adapters is None or self._scheduler.adapters.is_loaded(digest):
-            return True
-        return all(self.executor.call(ControlCall("has_read_adapter", {"digest": digest})))
-
-    def load_adapter(self, path: str, digest: str) -> list[str]:
-        """Have the ranks read an adapter into host memory, unless they have it; return the adapters that were dropped
-        for it. Raises ControlError if it does not fit.
-
-        digest: of its files, which must be those in the folder.
-        """
-        if self.config.adapters is None:
-            raise ControlError("enable_lora is False, so there are no adapters; allowed: True")
-        adapters = self._scheduler.adapters
-        if adapters.is_loaded(digest):
-            return []
-        self.executor.call(ControlCall("load_adapter", {"path": path, "digest": digest}))
-        dropped = adapters.loaded(digest)
-        for each in dropped:
-            self.executor.call(ControlCall("drop_adapter", {"digest": each}))
-        return dropped
-
-    def unload_adapter(self, digest: str) -> None:
-        """Drop an adapter now if no request uses it, otherwise once others need its place."""
-        if self._scheduler.adapters.unload(digest):
-            self.executor.call(ControlCall("drop_adapter", {"digest": digest}))
-
-    def _require_adapter(self, request: EngineRequest) -> None:
-        if request.adapter is None:
-            return
-        try:
-            self.load_adapter(request.adapter.path, request.adapter.digest)
-        except ControlError as error:
-            raise ValueError(f"request {request.request_id!r}: {error}") from error
+        """Apply a call between two steps, one of CALLS or of a feature's; return plain data. Raises ControlError, see
+        control.py."""
+        return apply(call, self._answering.get(call.name, self), (*CALLS, *self._answering))
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""

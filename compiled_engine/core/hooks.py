@@ -15,17 +15,39 @@ if TYPE_CHECKING:
     from compiled_engine.core.block_pool import BlockGroup
     from compiled_engine.core.cache_resource import CacheResource
     from compiled_engine.core.request import Request
+    from compiled_engine.messages import EngineRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class PlanFeature:
-    """The part of a feature in planning steps. No method does anything unless it is overridden."""
+    """The part of a feature in planning steps. No method does anything unless it is overridden.
+
+    calls: names of its methods that answer control calls.
+    """
+
+    calls: tuple[str, ...] = ()
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
         """Return what each running request holds. They are taken in this order, before the blocks of the groups."""
         return ()
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise ValueError if the engine cannot take a request; make ready what it needs. Called once or more before it
+        is added."""
+
+    def added(self, request: Request) -> None:
+        """Note a request, which waits."""
+
+    def may_start(self, request: Request) -> bool:
+        """Return whether the first waiting request may be admitted. If not, it is set aside for others until
+        `reconsiders`."""
+        return True
+
+    def reconsiders(self) -> bool:
+        """Return whether `may_start` may answer otherwise than before: then no request stays aside."""
+        return False
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         """Add to the extras of the NewRequest of a request, which holds its resources."""
@@ -36,8 +58,15 @@ class PlanFeature:
     def planned(self, extras: dict[str, Any]) -> None:
         """Add to the extras of the SchedulerOutput of a step, which is complete."""
 
+    def ended(self, request: Request) -> None:
+        """Forget a request, which may wait, run or have ended with a token in flight."""
+
     def failed(self) -> None:
         """Forget what the steps in flight, and one being planned, were to do: they have failed."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return figures for the engine's metrics."""
+        return {}
 
 
 class PlanHooks:
@@ -45,10 +74,16 @@ class PlanHooks:
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
         self.features = tuple(features)
+        self.check = overriding(features, PlanFeature.check)
+        self.added = overriding(features, PlanFeature.added)
+        self.may_start = overriding(features, PlanFeature.may_start)
+        self.reconsiders = overriding(features, PlanFeature.reconsiders)
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
+        self.ended = overriding(features, PlanFeature.ended)
         self.failed = overriding(features, PlanFeature.failed)
+        self.metrics = overriding(features, PlanFeature.metrics)
 
 
 def overriding(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
+from compiled_engine.messages import ROOT, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
 from compiled_engine.sampling.token_mask import Constraint
@@ -81,13 +81,14 @@ class RequestStatus(Enum):
 class Request:
     """A request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
 
+    asked: the request as it came, with what features need of it.
     order: (priority, arrival number); the smaller one is served first.
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length at which it ends, prompt included.
     ending_ids: the tokens that may end it sooner, and the error codes.
     constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
     failure: error of its constraint; the request ends with the next processed step.
-    prefix_root, pooling, second_text, adapter: see EngineRequest.
+    prefix_root, pooling, second_text: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
@@ -105,6 +106,7 @@ class Request:
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
+    asked: EngineRequest
     request_id: str
     order: tuple[int, int]
     token_ids: list[int]
@@ -121,7 +123,6 @@ class Request:
     prefix_root: bytes = ROOT
     pooling: str = ""
     second_text: int | None = None
-    adapter: AdapterRef | None = None
     most_new_tokens: int = 1
     most_when_admitted: int = 1
     status: RequestStatus = RequestStatus.WAITING
@@ -160,6 +161,7 @@ class Request:
         room = max_total_tokens - num_prompt_tokens
         rule = StopRule.of(params, request.eos_token_ids, room)
         made = cls(
+            asked=request,
             request_id=request.request_id,
             order=order,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
@@ -176,7 +178,6 @@ class Request:
             prefix_root=request.prefix_root,
             pooling=request.pooling,
             second_text=request.second_text,
-            adapter=request.adapter,
             next_prompt_logprob=request.next_prompt_logprob,
         )
         if (wanted := params.prompt_logprobs) is not None:
@@ -273,10 +274,8 @@ class Request:
         self.next_prompt_logprob += fresh
         return position, rows.select(slice(position - first, None))
 
-    def as_new(
-        self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any], adapter_slot: int = -1
-    ) -> NewRequest:
-        """The request as the runner gets it. block_ids: its block table in each KV group. Others: see NewRequest."""
+    def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
+        """The request as the runner gets it. block_ids: its block table in each KV group. extras: see NewRequest."""
         return NewRequest(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),
@@ -287,7 +286,6 @@ class Request:
             masked=self.constraint is not None,
             by_token=self.pooling == "token",
             second_text=self.second_text,
-            adapter_slot=adapter_slot,
             extras=extras,
         )
 

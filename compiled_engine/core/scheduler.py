@@ -2,9 +2,8 @@
 
 Prefill and decode are treated equally: every request has tokens that are known but not computed, and each step divides
 a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests come
-first, then waiting ones are admitted in order; only one that waits for the slot of its adapter is overtaken. When the
-blocks run out, the last request in order is
-preempted, and computed again later.
+first, then waiting ones are admitted in order; only one that a feature does not let start is overtaken. When the blocks
+run out, the last request in order is preempted, and computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
@@ -23,8 +22,7 @@ from typing import Any
 
 from msgspec import structs
 
-from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
-from compiled_engine.core.adapter_table import AdapterTable
+from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource, RequestRows
 from compiled_engine.core.constraints import MaskMaker
@@ -93,16 +91,14 @@ class Scheduler:
         whole: bool = False,
         draft_length: DraftLength | None = None,
         draft_sharpnesses: Sequence[float] = (1.0,),
-        adapters: AdapterConfig | None = None,
         features: Sequence[PlanFeature] = (),
     ) -> None:
         self._config, self._whole = scheduler, whole
         self._most_new_tokens = most_new_tokens
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
-        self.adapters = AdapterTable(adapters)
         self._hooks = PlanHooks(features)
         groups = [] if whole else [BlockGroup(num_blocks, cache.block_size)]
-        others: list[CacheResource] = [RequestRows(most * num_lanes), *([] if adapters is None else [self.adapters])]
+        others: list[CacheResource] = [RequestRows(most * num_lanes)]
         for feature in features:
             others += feature.resources(groups)
         self._kv_cache = KVCacheManager(groups, others, enable_prefix_caching=cache.enable_prefix_caching)
@@ -113,7 +109,7 @@ class Scheduler:
             self._limits.most_prompt_tokens,
             self._limits.max_total_tokens,
         )
-        self._requests = RequestTable(self._kv_cache, self.adapters)
+        self._requests = RequestTable(self._kv_cache, self._hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._steps_ahead = steps_in_flight - 1
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
@@ -183,14 +179,14 @@ class Scheduler:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
+        constraints = self._requests.num_constrained > 0
         sharpness = self._fixed_sharpness
         if self._draft_sharpness is not None and not draft.head_rests:
             sharpness = self._draft_sharpness.choose()
         extras: dict[str, Any] = {}
         for planned in self._hooks.planned:
             planned(extras)
-        step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, extras, constraints=constraints)
+        step = StepInFlight.of(number, draft, removed, registered, sharpness, extras, constraints=constraints)
         self._in_flight.append(step)
         return step.output
 
@@ -280,14 +276,13 @@ class Scheduler:
     def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
         """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
-        if self.adapters.takes_changes():
-            waiting.restore()
+        for reconsiders in self._hooks.reconsiders:
+            if reconsiders():
+                waiting.restore()
         while budget > 0 and len(draft.new) < room and (request := waiting.peek()) is not None:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
-            if request.adapter is not None and not (
-                waiting.may_overtake(request) and self.adapters.has_slot(request.adapter)
-            ):
+            if not all(may_start(request) for may_start in self._hooks.may_start):
                 waiting.set_aside()
                 continue
             # A block is reserved for each running request, so that the new one is not preempted at once.
@@ -299,9 +294,8 @@ class Scheduler:
             extras: dict[str, Any] = {}
             for admitted in self._hooks.admitted:
                 admitted(request, extras)
-            adapter_slot = -1 if request.adapter is None else self.adapters.slot_of(request.adapter)
             block_ids = self._kv_cache.block_ids(request)
-            draft.new.append(request.as_new(block_ids, extras, adapter_slot))
+            draft.new.append(request.as_new(block_ids, extras))
             self._schedule_tokens(draft, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
@@ -474,7 +468,6 @@ class Scheduler:
                 self._counts.aborted += 1
         self._requests.sweep()
         self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
-        self.adapters.forget_slots()
         for failed in self._hooks.failed:
             failed()
 
@@ -484,7 +477,7 @@ class Scheduler:
 
     def metrics(self) -> dict[str, Any]:
         """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
-        AdapterTable.metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
+        the features' metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
         request has begun to rest."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
@@ -493,7 +486,10 @@ class Scheduler:
             chosen |= self._draft_sharpness.metrics()
         chosen["resting"] = sum(request.rests for request in self._requests.running)
         chosen["rested"] = self._num_rested
-        return counts | self._drafts.metrics() | chosen | self.adapters.metrics()
+        found = counts | self._drafts.metrics() | chosen
+        for metrics in self._hooks.metrics:
+            found |= metrics()
+        return found
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

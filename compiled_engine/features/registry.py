@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.executor import Executor
 from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 
 
-def plan_features(config: EngineConfig) -> list[PlanFeature]:
+def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
     """Return the parts of the features in planning steps."""
     features: list[PlanFeature] = []
+    features.append(NoAdapters() if config.adapters is None else Adapters(config.adapters, executor.call))
     recurrences = config.model.recurrences
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))

@@ -55,7 +55,7 @@ def start_core(
         else:
             found = resolve_logits_processors(tuple(logits_processors))
             executor = InProcessExecutor(config, progress, timeline, clock, found)
-    return EngineCore(config, executor, clock, timeline.now() - start_s, plan_features(config))
+    return EngineCore(config, executor, clock, timeline.now() - start_s, plan_features(config, executor))
 
 
 def start_cores(

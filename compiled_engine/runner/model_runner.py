@@ -280,7 +280,7 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
-            for slot, digest in step.placed_adapters.items():
+            for slot, digest in step.extras.get("adapters", {}).items():
                 self._own_adapters.place(slot, digest)
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:

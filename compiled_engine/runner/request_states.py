@@ -119,8 +119,8 @@ class RequestStates:
         self.fields.start(row, num_computed=num_computed, num_known=num_known, known_row=known_row)
         if self._has_token_types and request.second_text is not None:
             self.fields.set(row, **{SECOND_TEXT: request.second_text})
-        if self._has_adapters and request.adapter_slot >= 0:
-            self.fields.set(row, **{ADAPTER_SLOT: request.adapter_slot})
+        if self._has_adapters and (slot := request.extras.get("adapters")) is not None:
+            self.fields.set(row, **{ADAPTER_SLOT: slot})
             self.adapted.add(row)
         if self.history_SL is not None:
             self.fields.write("history", row, self.known_ids(row)[:num_known])

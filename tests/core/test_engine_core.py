@@ -72,7 +72,7 @@ class ScriptedExecutor:
 
 def made(config: EngineConfig = BASE, start_s: float = 0.0) -> tuple[EngineCore, ScriptedExecutor]:
     executor = ScriptedExecutor()
-    return EngineCore(config, executor, StepClock(config.device), start_s, plan_features(config)), executor
+    return EngineCore(config, executor, StepClock(config.device), start_s, plan_features(config, executor)), executor
 
 
 def request(name: str, *, adapter: str | None = None, grammar: str | None = None, **params: Any) -> EngineRequest:
@@ -157,6 +157,10 @@ def test_an_abort_is_known_once() -> None:
     assert (metrics["aborted"], metrics["finished"]) == (1, 1)
 
 
+def called(core: EngineCore, name: str, **arguments: Any) -> Any:
+    return core.call(ControlCall(name, arguments))
+
+
 class TestAdapters:
     def test_it_is_loaded_once_and_another_one_takes_its_place(self) -> None:
         core, executor = made(WITH_ADAPTERS)
@@ -183,36 +187,36 @@ class TestAdapters:
     def test_one_that_is_in_use_is_not_dropped(self) -> None:
         core, executor = made(WITH_ADAPTERS)
         core.add(request("a", adapter="x"))
-        core.unload_adapter("x")
+        called(core, "unload_adapter", digest="x")
         core.abort("a")
-        core.unload_adapter("y")
+        called(core, "unload_adapter", digest="y")
         assert len(executor.calls) == 1
-        core.unload_adapter("x")
+        called(core, "unload_adapter", digest="x")
         assert executor.calls[1:] == [("drop_adapter", {"digest": "x"})]
 
     def test_it_is_read_beside_steps_unless_it_is_there(self) -> None:
         core, executor = made(WITH_ADAPTERS)
         executor.answers = [True, False]
-        core.begin_load_adapter("/x", "x")
-        assert not core.has_read_adapter("x")
+        called(core, "begin_load_adapter", path="/x", digest="x")
+        assert not called(core, "has_read_adapter", digest="x")
         executor.answers = [True, True]
-        assert core.has_read_adapter("x")
+        assert called(core, "has_read_adapter", digest="x")
         assert executor.calls == [
             ("begin_load_adapter", {"path": "/x", "digest": "x"}),
             *[("has_read_adapter", {"digest": "x"})] * 2,
         ]
-        core.load_adapter("/x", "x")
+        called(core, "load_adapter", path="/x", digest="x")
         executor.answers = [False]
-        core.begin_load_adapter("/x", "x")
-        assert core.has_read_adapter("x")
+        called(core, "begin_load_adapter", path="/x", digest="x")
+        assert called(core, "has_read_adapter", digest="x")
         assert executor.calls[3:] == [("load_adapter", {"path": "/x", "digest": "x"})]
 
     def test_without_slots_nothing_is_read(self) -> None:
         core, executor = made()
-        core.begin_load_adapter("/x", "x")
-        assert core.has_read_adapter("x")
+        called(core, "begin_load_adapter", path="/x", digest="x")
+        assert called(core, "has_read_adapter", digest="x")
         with pytest.raises(ControlError, match="enable_lora is False, so there are no adapters; allowed: True"):
-            core.load_adapter("/x", "x")
+            called(core, "load_adapter", path="/x", digest="x")
         assert executor.calls == []
 
 
@@ -334,7 +338,9 @@ def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) 
 def test_an_adapter_may_be_gone_when_a_grammar_is_ready(grammars: Grammars) -> None:
     core, executor = made(WITH_ADAPTERS)
     core.add(request("a", adapter="x", grammar="g"))
-    core.load_adapter("/y", "y")  # it takes the place of x, which no request of the scheduler uses
+    called(
+        core, "load_adapter", path="/y", digest="y"
+    )  # it takes the place of x, which no request of the scheduler uses
     grammars.ready, executor.refused = ["a"], {"x"}
     (output,) = core.step()
     assert (output.request_id, output.finish_reason) == ("a", "error")

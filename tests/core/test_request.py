@@ -70,7 +70,7 @@ def test_it_has_what_was_asked_for() -> None:
     )
     assert (request.request_id, request.order, request.sampling_params) == ("r", (3, 7), params)
     assert (request.token_ids, request.num_prompt_tokens, request.num_tokens) == ([1, 2, 3, 8, 9], 3, 5)
-    assert (request.prefix_root, request.pooling, request.second_text, request.adapter) == (
+    assert (request.prefix_root, request.pooling, request.second_text, request.asked.adapter) == (
         b"root",
         "token",
         2,
@@ -118,8 +118,8 @@ def test_the_runner_gets_all_that_it_needs() -> None:
     new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
     assert plain.as_new(blocks, {}) == new
     full = made(params, constraint=MASK, pooling="token", second_text=2)
-    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, True, 2, adapter_slot=6, extras={"f": 7})
-    assert full.as_new(blocks, {"f": 7}, 6) == new
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, True, 2, extras={"f": 7})
+    assert full.as_new(blocks, {"f": 7}) == new
     assert not made(params, pooling="sequence").as_new(blocks, {}).by_token
 
 

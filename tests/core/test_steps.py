@@ -44,7 +44,7 @@ def rows(*tokens: int) -> LogprobRows:
 
 
 def in_flight(draft: StepDraft, *, constraints: bool = True, number: int = 7) -> StepInFlight:
-    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], {1: "digest"}, 2.5, {"f": 3}, constraints=constraints)
+    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], 2.5, {"f": 3}, constraints=constraints)
 
 
 def test_a_mask_of_indices() -> None:
@@ -70,7 +70,7 @@ def test_a_step_has_its_decodes_first(constraints: bool) -> None:
     output = step.output
     assert (output.request_ids, output.starts) == (["o", "u", "m", "p", "c"], [5, 0, 8, 0, 4])
     assert (output.counts, output.samples) == ([2, 2, 2, 3, 5], [True, False, True, True, False])
-    assert (output.step, output.removed, output.new, output.placed_adapters) == (7, ("gone",), (), {1: "digest"})
+    assert (output.step, output.removed, output.new) == (7, ("gone",), ())
     assert (output.new_block_ids, output.extras) == ({"m": ((4,),)}, {"f": 3})
     assert (output.draft_sharpness, output.head_rests, output.awaits_masks) == (2.5, True, constraints)
     assert step.requests == [other, unsampled, masked, prompt, chunk]

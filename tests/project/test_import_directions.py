@@ -55,6 +55,7 @@ LAYERS = (
     "grammars",
     "runner",
     "core",
+    "features.adapters",
     "features.recurrence",
     "features",
     "graphs.inspection",
@@ -86,7 +87,12 @@ ON_PAPER = (
     "constraints",
 )
 # The same of features.
-PLANNING = ("features.recurrence.snapshots",)
+PLANNING = (
+    "features.adapters.overtaking",
+    "features.adapters.plan",
+    "features.adapters.table",
+    "features.recurrence.snapshots",
+)
 # Packages, and modules, that may not import some others below them.
 FORBIDDEN = {
     **{f"core.{name}": ("graphs", "passes", "models", "attention", "kernels", "runner") for name in ON_PAPER},

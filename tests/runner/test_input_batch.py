@@ -405,7 +405,7 @@ def _by_request(batch: InputBatch, buffers: InputBuffers) -> list[tuple[Any, ...
 
 def test_a_row_loses_its_adapter_with_its_request() -> None:
     states = RequestStates(1, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), has_adapters=True)
-    states.add(structs.replace(new_request("adapted", [1], [0]), adapter_slot=1), 0)
+    states.add(structs.replace(new_request("adapted", [1], [0]), extras={"adapters": 1}), 0)
     assert states.has_adapter(["adapted"])
     states.remove("adapted")
     states.add(new_request("plain", [1], [0]), 0)
