@@ -75,7 +75,6 @@ class EngineCore:
             executor.num_blocks,
             config.model.vocab_size,
             self._steps_in_flight,
-            config.parallel.num_stages,
             config.most_new_tokens,
             pools=config.model.pooling is not None,
             whole=not config.model.causal,

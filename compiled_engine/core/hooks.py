@@ -8,13 +8,14 @@ requests hold while they run, a feature counts as a CacheResource. What it tells
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from compiled_engine.core.block_pool import BlockGroup
     from compiled_engine.core.cache_resource import CacheResource
     from compiled_engine.core.request import Request
+    from compiled_engine.core.steps import StepInFlight
     from compiled_engine.messages import EngineRequest
 
 P = ParamSpec("P")
@@ -24,10 +25,11 @@ R = TypeVar("R")
 class PlanFeature:
     """The part of a feature in planning steps. No method does anything unless it is overridden.
 
-    calls: names of its methods that answer control calls.
+    calls: names of its methods that answer control calls. num_parts: of the running requests, see `divide`.
     """
 
     calls: tuple[str, ...] = ()
+    num_parts = 1
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
         """Return what each running request holds. They are taken in this order, before the blocks of the groups."""
@@ -49,14 +51,22 @@ class PlanFeature:
         """Return whether `may_start` may answer otherwise than before: then no request stays aside."""
         return False
 
+    def divide(
+        self, running: Sequence[Request], waiting: Sized, num_in_flight: int
+    ) -> Iterable[tuple[Sequence[Request], int]]:
+        """Yield parts of the running requests, in the order in which they are tried: the next step is of the first with
+        something to compute. With each comes how many waiting requests the step may admit. num_in_flight: steps. One
+        feature at most does so; without it a step may have every request."""
+        return ()
+
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         """Add to the extras of the NewRequest of a request, which holds its resources."""
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
         """Note that the step being planned computes the request's tokens up to one of its `step_ends`."""
 
-    def planned(self, extras: dict[str, Any]) -> None:
-        """Add to the extras of the SchedulerOutput of a step, which is complete."""
+    def planned(self, step: StepInFlight) -> None:
+        """Note a step that will be sent to the ranks, and add to the extras of its output."""
 
     def ended(self, request: Request) -> None:
         """Forget a request, which may wait, run or have ended with a token in flight."""
@@ -78,6 +88,7 @@ class PlanHooks:
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
+        self.divide = overriding(features, PlanFeature.divide)
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)

@@ -102,7 +102,7 @@ class Request:
     max_step_tokens: tokens of its prompt that one step may compute.
     step_ends: numbers of tokens, in order: a step that comes to one ends there, and features are told.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
-    lane: of the steps that sample its tokens, see steps.Lanes; None before the first of them.
+    has_sampled: whether a step has sampled one of its tokens since it was admitted.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
@@ -135,7 +135,7 @@ class Request:
     max_step_tokens: int = sys.maxsize
     step_ends: tuple[int, ...] = ()
     next_prompt_logprob: int = 1
-    lane: int | None = None
+    has_sampled: bool = False
     steady_until_computed: int = 0
     steady_until_known: int = 0
 
@@ -222,7 +222,7 @@ class Request:
         decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
         most = self.most_new_tokens
-        until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.lane is not None else 0
+        until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.has_sampled else 0
         return until_computed, last if generates else 0
 
     def take_in(self, bound: int, count: int) -> None:

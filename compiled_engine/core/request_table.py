@@ -134,7 +134,7 @@ class RequestTable:
     def _release(self, request: Request, status: RequestStatus) -> None:
         """Free a running request's resources at once; kv_cache_manager explains why that is safe."""
         self._kv_cache.free(request)
-        request.status, request.lane = status, None
+        request.status, request.has_sampled = status, False
         request.set_steady_limits()
         self.removed.append(request.request_id)
 

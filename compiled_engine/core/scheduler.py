@@ -10,14 +10,14 @@ their number: length limits are known in advance, and tokens sampled for a reque
 may yield several tokens for a request (`most_new_tokens`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
-stages of a pipeline work at steps side by side, steps.Lanes says which requests a step has.
+The masks of requests with a constraint are made while their step runs: only its sampling waits for them.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -34,7 +34,6 @@ from compiled_engine.core.request import Finish, Request, RequestStatus, check_s
 from compiled_engine.core.request_table import RequestTable
 from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
 from compiled_engine.core.steps import (
-    Lanes,
     StepDraft,
     StepInFlight,
     StepsInFlight,
@@ -64,8 +63,8 @@ class Scheduler:
     """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
     `masks`), call `update` with both; repeat while unfinished.
 
-    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
-    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step
+    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The
+    runner executes one after the other. Requests may be added and aborted at any time. If a step
     fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
@@ -84,7 +83,6 @@ class Scheduler:
         num_blocks: int,
         vocab_size: int,
         steps_in_flight: int = 1,
-        num_lanes: int = 1,
         most_new_tokens: int = 1,
         pools: bool = False,
         *,
@@ -98,7 +96,7 @@ class Scheduler:
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
         self._hooks = PlanHooks(features)
         groups = [] if whole else [BlockGroup(num_blocks, cache.block_size)]
-        others: list[CacheResource] = [RequestRows(most * num_lanes)]
+        others: list[CacheResource] = [RequestRows(most * math.prod(feature.num_parts for feature in features))]
         for feature in features:
             others += feature.resources(groups)
         self._kv_cache = KVCacheManager(groups, others, enable_prefix_caching=cache.enable_prefix_caching)
@@ -112,7 +110,6 @@ class Scheduler:
         self._requests = RequestTable(self._kv_cache, self._hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._steps_ahead = steps_in_flight - 1
-        self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
@@ -168,13 +165,16 @@ class Scheduler:
             self._requests.retire(self._last_share)
             self._last_share = []
         num_preemptions = self._counts.preemptions
-        for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
-            draft = self._draft(lane, num_preemptions)
+        running, waiting = self._requests.running, self._requests.waiting
+        parts: Iterable[tuple[Sequence[Request], int]] = ((running, len(waiting)),)
+        for divide in self._hooks.divide:
+            parts = divide(running, waiting, len(self._in_flight))
+        for of_step, room in parts:
+            draft = self._draft(of_step, room, num_preemptions)
             if draft.decodes or draft.longer.requests:
                 break
         else:
             return None
-        self._lanes.took(lane)
         for request in draft.completed:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
@@ -183,27 +183,23 @@ class Scheduler:
         sharpness = self._fixed_sharpness
         if self._draft_sharpness is not None and not draft.head_rests:
             sharpness = self._draft_sharpness.choose()
-        extras: dict[str, Any] = {}
+        step = StepInFlight.of(number, draft, removed, registered, sharpness, constraints=constraints)
         for planned in self._hooks.planned:
-            planned(extras)
-        step = StepInFlight.of(number, draft, removed, registered, sharpness, extras, constraints=constraints)
+            planned(step)
         self._in_flight.append(step)
         return step.output
 
-    def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
-        """Draft a step of the lane, perhaps an empty one.
+    def _draft(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepDraft:
+        """Draft a step of these running requests and at most `room` waiting ones, perhaps an empty one.
 
         If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
         would be preempted next.
         """
-        running, num_waiting = self._requests.running, len(self._requests.waiting)
-        most = self._config.max_prefill_tokens
-        of_step = self._lanes.of_step(running, lane)
+        num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         drafts = Drafts(self._most_new_tokens - 1)
         if self._draft_length is not None:
             drafts = self._choose_drafts(self._draft_length, of_step, num_waiting)
-        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
-        room = self._lanes.room(of_step, lane, len(running), num_waiting)
+        draft = StepDraft(most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
         budget = self._schedule_running(draft, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
             self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.has_decodes else budget, room)
@@ -235,7 +231,7 @@ class Scheduler:
         if all(step.output.head_rests for step in self._in_flight):  # so the numbers of tokens are exact
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
 
-    def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
+    def _schedule_running(self, draft: StepDraft, running: Sequence[Request]) -> int:
         """Returns the budget left for waiting requests."""
         budget, decode_tokens = self._config.max_num_batched_tokens, draft.decode_tokens
         add_request, add_start = draft.decodes.append, draft.decode_starts.append
@@ -319,7 +315,7 @@ class Scheduler:
             for reached_end in self._hooks.reached_end:
                 reached_end(request, end)
         if samples:
-            request.lane = draft.lane
+            request.has_sampled = True
             request.num_tokens += bound
             if bound < draft.decode_tokens:
                 draft.bounds[request] = bound

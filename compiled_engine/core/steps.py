@@ -1,66 +1,17 @@
-"""A step on paper, from its draft until its outputs: which requests it may have, who has which share, what comes of it.
-
-Lanes divide requests where the stages of a pipeline work at several steps side by side. A request's next token takes a
-whole round through the stages. So there are as many lanes as stages, and steps take the lanes in turn: while one lane's
-tokens are on their way, the other stages compute those of the other lanes. A request joins the lane of the step that
-samples its first token. A prompt before that belongs to no lane: each step may have the next chunk of it, so that a
-long one keeps all stages busy too. With one stage there is one lane, and every step may have every request.
-"""
+"""A step on paper, from its draft until its outputs: which request has which share, and what comes of it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.grammars.constraint import is_complete
 from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN, LogprobRows
-
-
-class Lanes:
-    """most_requests: of a step, and so of a lane. steps_in_flight: one more than there are lanes at most, for which a
-    lane's next step is scheduled before the tokens of its last one are known."""
-
-    def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
-        self._count, self._most_requests = count, most_requests
-        self._depth = 2 if steps_in_flight > count else 1
-        self._newest = count - 1
-
-    def in_turn(self, in_flight: Iterable[int]) -> Iterator[int]:
-        """The lanes available to a step, the next in turn first. in_flight: lanes of the steps in flight."""
-        busy = list(in_flight)
-        for number in range(1, self._count + 1):
-            lane = (self._newest + number) % self._count
-            if busy.count(lane) < self._depth:
-                yield lane
-
-    def took(self, lane: int) -> None:
-        """Note that the newest step is of this lane."""
-        self._newest = lane
-
-    def of_step(self, running: list[Request], lane: int) -> list[Request]:
-        """Return the running requests that a step of the lane may have, in their order."""
-        if self._count == 1:
-            return running
-        found = [request for request in running if request.lane is None or request.lane == lane]
-        surplus = len(found) - self._most_requests
-        if surplus > 0:  # prompts that come last wait for another lane's step
-            left_out = {id(r) for r in [r for r in found if r.lane is None][-surplus:]}
-            found = [request for request in found if id(request) not in left_out]
-        return found
-
-    def room(self, of_step: Sequence[Request], lane: int, num_running: int, num_waiting: int) -> int:
-        """The number of waiting requests that a step may admit: lanes should be equally full once all are admitted."""
-        if self._count == 1:
-            return num_waiting  # the runner's rows are the bound
-        room = self._most_requests - len(of_step)
-        share = -(-(num_running + num_waiting) // self._count)
-        return min(room, share - sum(request.lane == lane for request in of_step))
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
@@ -83,7 +34,7 @@ class Shares:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step of a lane under construction.
+    """A step under construction.
 
     decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
     indices in `unsampled`. longer: other shares. num_prompts: shares of prompts among both, which have
@@ -93,7 +44,6 @@ class StepDraft:
     head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than decode_tokens.
     """
 
-    lane: int = 0
     max_prefill_tokens: int | None = None
     decode_tokens: int = 1
     decodes: list[Request] = field(default_factory=list)
@@ -151,7 +101,7 @@ class StepInFlight:
     constrained: requests that sample and have a constraint.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
-    lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
+    bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
     half have as many; None for any other. rows: the number of drafts, whether the head rests, the requests and their
     tokens; the runner keeps the rows of the step before if these are equal. begun_s: when it was scheduled, in seconds
     of time.perf_counter.
@@ -163,7 +113,6 @@ class StepInFlight:
     sampling_ids: list[str]
     constrained: list[Request]
     registered: list[list[int]]
-    lane: int
     bounds: dict[Request, int]
     decode_tokens: int
     num_drafts: int | None
@@ -178,7 +127,6 @@ class StepInFlight:
         removed: tuple[str, ...],
         registered: list[list[int]],
         draft_sharpness: float,
-        extras: dict[str, Any],
         *,
         constraints: bool,
     ) -> StepInFlight:
@@ -200,14 +148,13 @@ class StepInFlight:
             samples=shares.samples,
             new_block_ids=draft.new_block_ids,
             awaits_masks=bool(constrained),
-            extras=extras,
             draft_sharpness=draft_sharpness,
             head_rests=draft.head_rests,
         )
-        requests, lane, bounds = shares.requests, draft.lane, draft.bounds
+        requests, bounds = shares.requests, draft.bounds
         of_decodes = not (draft.num_prefill_tokens or draft.new) and 2 * len(draft.decodes) >= len(requests)
         num_drafts = draft.decode_tokens - 1 if of_decodes else None
-        step = output, requests, sampling, sampling_ids, constrained, registered, lane, bounds
+        step = output, requests, sampling, sampling_ids, constrained, registered, bounds
         rows = num_drafts, draft.head_rests, request_ids, shares.counts
         return cls(*step, draft.decode_tokens, num_drafts, rows, time.perf_counter())
 

@@ -6,6 +6,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.core.executor import Executor
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
+from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 
 
@@ -13,6 +14,9 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     """Return the parts of the features in planning steps."""
     features: list[PlanFeature] = []
     features.append(NoAdapters() if config.adapters is None else Adapters(config.adapters, executor.call))
+    if config.parallel.num_stages > 1:
+        stages, most_requests = config.parallel.num_stages, config.scheduler.max_num_seqs
+        features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
     recurrences = config.model.recurrences
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))

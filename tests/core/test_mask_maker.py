@@ -75,7 +75,7 @@ def test_what_fails_leaves_the_others_their_masks(maker: MaskMaker) -> None:
     made = [constrained(name, (0,) * index) for index, name in enumerate("abcd")]
     requests = [request for request, _ in made]
     for request in requests:
-        request.num_tokens, request.num_computed_tokens, request.num_slots, request.lane = 6, 5, 20, 0
+        request.num_tokens, request.num_computed_tokens, request.num_slots, request.has_sampled = 6, 5, 20, True
         request.set_steady_limits()
     made[1][1].fails = made[3][1].fails = True
     maker.begin(requests)

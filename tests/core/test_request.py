@@ -80,7 +80,7 @@ def test_it_has_what_was_asked_for() -> None:
     assert request.eos_token_ids == {5}
     assert request.ending_ids == {4, 5} | NO_TOKENS
     assert (request.stop_rule.min_tokens, request.stop_rule.max_tokens, request.max_num_tokens) == (2, 20, 23)
-    assert (request.status, request.num_computed_tokens, request.lane) == (RequestStatus.WAITING, 0, None)
+    assert (request.status, request.num_computed_tokens, request.has_sampled) == (RequestStatus.WAITING, 0, False)
     assert request.num_cached_tokens is request.scheduled_time is None
     assert (request.steady_until_computed, request.steady_until_known) == (0, 22)  # its next token is not the first
 
@@ -131,7 +131,7 @@ def test_it_runs_from_its_first_admission_on() -> None:
     assert first is not None
     assert before <= first <= time.perf_counter()
     assert (request.status, request.rests) == (RequestStatus.RUNNING, False)
-    request.lane, request.num_slots, request.num_tokens, request.num_computed_tokens = 0, 8, 4, 3
+    request.has_sampled, request.num_slots, request.num_tokens, request.num_computed_tokens = True, 8, 4, 3
     request.rest()
     assert (request.most_new_tokens, request.rests) == (1, True)
     assert request.steady_until_computed == 8
@@ -204,7 +204,7 @@ def test_prompt_logprobs_are_delivered_once() -> None:
     num_slots=st.integers(0, 16),
     max_num_tokens=st.integers(3, 16),
     most=st.integers(1, 4),
-    lane=st.sampled_from([None, 0, 1]),
+    has_sampled=st.booleans(),
     failure=st.sampled_from([None, None, "why"]),
     status=st.sampled_from([RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.FINISHED]),
 )
@@ -215,7 +215,7 @@ def test_what_is_ordinary_of_a_request(
     num_slots: int,
     max_num_tokens: int,
     most: int,
-    lane: int | None,
+    has_sampled: bool,
     failure: str | None,
     status: RequestStatus,
 ) -> None:
@@ -224,11 +224,12 @@ def test_what_is_ordinary_of_a_request(
     request = made(most_new_tokens=most)
     request.token_ids += [0] * (num_known - 3)
     request.num_tokens, request.num_computed_tokens, request.num_slots = num_tokens, num_computed, num_slots
-    request.max_num_tokens, request.lane, request.failure, request.status = max_num_tokens, lane, failure, status
+    request.max_num_tokens, request.has_sampled = max_num_tokens, has_sampled
+    request.failure, request.status = failure, status
     until_computed, until_known = request.steady_limits()
     goes_on = failure is None and status is RequestStatus.RUNNING
     fits = num_computed + most <= num_slots and num_tokens + most < max_num_tokens
-    decodes = num_computed == num_tokens - 1 and lane is not None
+    decodes = num_computed == num_tokens - 1 and has_sampled
     assert (num_computed < until_computed) == (goes_on and decodes and fits)
     assert (num_known < until_known) == (goes_on and num_known > 3 and num_known + 1 < max_num_tokens)
 

@@ -44,7 +44,7 @@ def rows(*tokens: int) -> LogprobRows:
 
 
 def in_flight(draft: StepDraft, *, constraints: bool = True, number: int = 7) -> StepInFlight:
-    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], 2.5, {"f": 3}, constraints=constraints)
+    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], 2.5, constraints=constraints)
 
 
 def test_a_mask_of_indices() -> None:
@@ -57,7 +57,7 @@ def test_a_step_has_its_decodes_first(constraints: bool) -> None:
     """Whatever the order in which its shares come."""
     masked = request("m", constraint=MaskConstraint(ByLastToken(11), 11))
     other, prompt, chunk, unsampled = (request(name) for name in "opcu")
-    draft = StepDraft(lane=1, decode_tokens=2, head_rests=True)
+    draft = StepDraft(decode_tokens=2, head_rests=True)
     draft.new_block_ids["m"] = ((4,),)
     draft.bounds[masked] = 1
     draft.add(prompt, 0, 3, True)
@@ -71,12 +71,12 @@ def test_a_step_has_its_decodes_first(constraints: bool) -> None:
     assert (output.request_ids, output.starts) == (["o", "u", "m", "p", "c"], [5, 0, 8, 0, 4])
     assert (output.counts, output.samples) == ([2, 2, 2, 3, 5], [True, False, True, True, False])
     assert (output.step, output.removed, output.new) == (7, ("gone",), ())
-    assert (output.new_block_ids, output.extras) == ({"m": ((4,),)}, {"f": 3})
+    assert (output.new_block_ids, output.extras) == ({"m": ((4,),)}, {})
     assert (output.draft_sharpness, output.head_rests, output.awaits_masks) == (2.5, True, constraints)
     assert step.requests == [other, unsampled, masked, prompt, chunk]
     assert (step.sampling, step.sampling_ids) == ([other, masked, prompt], ["o", "m", "p"])
     assert step.constrained == ([masked] if constraints else [])
-    assert (step.registered, step.lane, step.bounds, step.decode_tokens) == ([[5], [6]], 1, {masked: 1}, 2)
+    assert (step.registered, step.bounds, step.decode_tokens) == ([[5], [6]], {masked: 1}, 2)
     assert before <= step.begun_s <= time.perf_counter()
 
 

@@ -56,6 +56,7 @@ LAYERS = (
     "runner",
     "core",
     "features.adapters",
+    "features.pipeline",
     "features.recurrence",
     "features",
     "graphs.inspection",
@@ -91,6 +92,7 @@ PLANNING = (
     "features.adapters.overtaking",
     "features.adapters.plan",
     "features.adapters.table",
+    "features.pipeline.micro_batches",
     "features.recurrence.snapshots",
 )
 # Packages, and modules, that may not import some others below them.

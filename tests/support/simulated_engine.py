@@ -12,7 +12,9 @@ from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.draft_length import DraftLength
+from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
@@ -73,9 +75,14 @@ class SimulatedEngine:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
         has_snapshots = num_snapshots > 0 and prefix_caching
+        features: list[PlanFeature] = []
+        if num_lanes > 1:
+            features.append(MicroBatches(num_lanes, min(max_num_seqs, budget // most_new_tokens), steps_in_flight))
+        if has_snapshots:
+            features.append(StateSnapshots(num_snapshots, block_size, least_gain=1))
         self.scheduler = Scheduler(
-            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens),
-            features=[StateSnapshots(num_snapshots, block_size, least_gain=1)] if has_snapshots else [],
+            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, most_new_tokens),
+            features=features,
             draft_length=draft_length,
         )
         self.most_new_tokens = most_new_tokens

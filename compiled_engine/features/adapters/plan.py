@@ -15,6 +15,7 @@ from compiled_engine.core.cache_resource import CacheResource
 from compiled_engine.core.control import ControlError
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.request import Request
+from compiled_engine.core.steps import StepInFlight
 from compiled_engine.features.adapters.overtaking import Overtaking
 from compiled_engine.features.adapters.table import AdapterTable
 from compiled_engine.messages import ControlCall, EngineRequest
@@ -98,9 +99,9 @@ class Adapters(PlanFeature):
         if request.asked.adapter is not None:
             extras[NAME] = self._table.slot_of(request.asked.adapter)
 
-    def planned(self, extras: dict[str, Any]) -> None:
+    def planned(self, step: StepInFlight) -> None:
         if placed := self._table.take_placed():
-            extras[NAME] = placed
+            step.output.extras[NAME] = placed
 
     def ended(self, request: Request) -> None:
         self._table.end(request.asked.adapter)

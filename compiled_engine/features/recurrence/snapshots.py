@@ -22,6 +22,7 @@ from compiled_engine.core.block_pool import BlockGroup, leading_hashes
 from compiled_engine.core.cache_resource import FindableResource
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.request import Request
+from compiled_engine.core.steps import StepInFlight
 
 NAME = "recurrence"
 # Tokens that a snapshot must save: a prompt that is computed in more steps is later by the time of one.
@@ -99,9 +100,9 @@ class StateSnapshots(PlanFeature):
             slot = self._slots.pop(oldest)
         self._slots[key] = self._unwritten[key] = self._saved[request.request_id] = slot
 
-    def planned(self, extras: dict[str, Any]) -> None:
+    def planned(self, step: StepInFlight) -> None:
         if self._saved:
-            extras[NAME], self._saved = self._saved, {}
+            step.output.extras[NAME], self._saved = self._saved, {}
 
     def failed(self) -> None:
         self._saved = {}

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
+from compiled_engine.core.steps import StepInFlight
 from compiled_engine.features.recurrence.snapshots import LEAST_GAIN, StateSnapshots
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
@@ -175,9 +177,9 @@ def saved(snapshots: StateSnapshots, request: Request) -> int | None:
     end, *rest = request.step_ends
     request.step_ends = tuple(rest)
     snapshots.reached_end(request, end)
-    extras: dict[str, Any] = {}
-    snapshots.planned(extras)
-    return extras.get("recurrence", {}).get(request.request_id)
+    step = SimpleNamespace(output=SimpleNamespace(extras={}))
+    snapshots.planned(cast(StepInFlight, step))
+    return step.output.extras.get("recurrence", {}).get(request.request_id)
 
 
 def begins_with(snapshots: StateSnapshots, request: Request) -> int | None:
