@@ -282,10 +282,9 @@ class ControlCall:
 class NewRequest(msgspec.Struct, frozen=True):
     """A request that takes a row of the runner: all that the runner will ever need to know of it.
 
-    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
-    with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens. `second_text`: see EngineRequest. `extras`: plain
-    data of features, by name.
+    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `block_ids`: its block
+    table in each KV group. `by_token`: it gets a result for each of its tokens. `second_text`: see EngineRequest.
+    `extras`: plain data of features, by name.
     """
 
     request_id: str
@@ -294,7 +293,6 @@ class NewRequest(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     block_ids: tuple[tuple[int, ...], ...]
-    masked: bool = False
     by_token: bool = False
     second_text: int | None = None
     extras: dict[str, Any] = {}  # msgspec gives each its own
@@ -313,7 +311,7 @@ class SchedulerOutput:
     samples: whether the step reaches a request's last token, so that a next one is sampled.
     new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
         NewRequest).
-    awaits_masks: nothing is sampled before the step's TokenMasks come.
+    samples_late: nothing is sampled before what the step awaits comes, its TokenMasks.
     draft_sharpness: see SpeculationConfig.sharpnesses.
     head_rests: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
     extras: plain data of features, by name.
@@ -327,7 +325,7 @@ class SchedulerOutput:
     counts: list[int]
     samples: list[bool]
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
-    awaits_masks: bool = False
+    samples_late: bool = False
     draft_sharpness: float = 1.0
     head_rests: bool = False
     extras: dict[str, Any] = field(default_factory=dict)

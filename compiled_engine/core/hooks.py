@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 if TYPE_CHECKING:
     from compiled_engine.core.block_pool import BlockGroup
     from compiled_engine.core.cache_resource import CacheResource
-    from compiled_engine.core.request import Request
+    from compiled_engine.core.request import Finish, Request
     from compiled_engine.core.steps import StepInFlight
-    from compiled_engine.messages import EngineRequest
+    from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +38,24 @@ class PlanFeature:
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if the engine cannot take a request; make ready what it needs. Called once or more before it
         is added."""
+
+    def holds(self, request: EngineRequest, given: Any) -> bool:
+        """Return whether a request is held back, so that it is not added before it is `released`. given: what came with
+        it that is no data, or None. Raises ValueError if the two do not go together."""
+        return False
+
+    def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
+        """Return requests that were held back and are to be added, and the ends of those that cannot be.
+
+        patience_s: how long to wait if there are none.
+        """
+        return [], []
+
+    def withdrawn(self, request_id: str) -> None:
+        """Forget a request that was held back and will not be added."""
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """Take what the tokens mean, before the first request that needs it."""
 
     def added(self, request: Request) -> None:
         """Note a request, which waits."""
@@ -68,6 +86,18 @@ class PlanFeature:
     def planned(self, step: StepInFlight) -> None:
         """Note a step that will be sent to the ranks, and add to the extras of its output."""
 
+    def begin_late(self, requests: Sequence[Request]) -> None:
+        """Begin to make what the sampling of a step awaits, for requests that sample late. All their tokens are known;
+        some may have ended."""
+
+    def take_late(self) -> TokenMasks:
+        """Return what was begun last, once it is made."""
+        raise NotImplementedError
+
+    def nothing_allowed(self, request: Request) -> Finish | None:
+        """Return how a request ends that no token may follow; None if that is an error."""
+        return None
+
     def ended(self, request: Request) -> None:
         """Forget a request, which may wait, run or have ended with a token in flight."""
 
@@ -78,6 +108,9 @@ class PlanFeature:
         """Return figures for the engine's metrics."""
         return {}
 
+    def close(self) -> None:
+        """End what works beside steps."""
+
 
 class PlanHooks:
     """The hooks of an engine's features, each in the order of the features."""
@@ -85,6 +118,10 @@ class PlanHooks:
     def __init__(self, features: Sequence[PlanFeature]) -> None:
         self.features = tuple(features)
         self.check = overriding(features, PlanFeature.check)
+        self.holds = overriding(features, PlanFeature.holds)
+        self.released = overriding(features, PlanFeature.released)
+        self.withdrawn = overriding(features, PlanFeature.withdrawn)
+        self.set_vocabulary = overriding(features, PlanFeature.set_vocabulary)
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
@@ -92,9 +129,13 @@ class PlanHooks:
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
+        self.begin_late = overriding(features, PlanFeature.begin_late)
+        self.take_late = overriding(features, PlanFeature.take_late)
+        self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)
         self.ended = overriding(features, PlanFeature.ended)
         self.failed = overriding(features, PlanFeature.failed)
         self.metrics = overriding(features, PlanFeature.metrics)
+        self.close = overriding(features, PlanFeature.close)
 
 
 def overriding(

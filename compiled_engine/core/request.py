@@ -14,7 +14,6 @@ import msgspec
 from compiled_engine.messages import ROOT, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
-from compiled_engine.sampling.token_mask import Constraint
 
 # Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
 MOST_PROMPT_LOGPROBS = 1 << 24
@@ -86,8 +85,8 @@ class Request:
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length at which it ends, prompt included.
     ending_ids: the tokens that may end it sooner, and the error codes.
-    constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
-    failure: error of its constraint; the request ends with the next processed step.
+    samples_late: whether its sampling awaits what a feature makes while its steps run.
+    failure: why it ends with the next processed step; None if it does not.
     prefix_root, pooling, second_text: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
@@ -116,9 +115,8 @@ class Request:
     stop_rule: StopRule
     max_num_tokens: int
     ending_ids: frozenset[int]
-    constraint: Constraint | None
     num_tokens: int
-    num_accepted: int = 0
+    samples_late: bool = False
     failure: str | None = None
     prefix_root: bytes = ROOT
     pooling: str = ""
@@ -146,16 +144,12 @@ class Request:
         order: tuple[int, int],
         max_total_tokens: int,
         vocab_size: int,
-        constraint: Constraint | None = None,
         most_new_tokens: int = 1,
     ) -> Request:
-        """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one with a
-        constraint, whose masks are made a token at a time, gets one, and so does one whose logits depend on the tokens
-        generated so far, or that asks for no drafts."""
+        """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one whose
+        logits depend on the tokens generated so far gets one, and so does one that asks for no drafts."""
         params = request.sampling_params
-        gets_one = most_new_tokens > 1 and (
-            constraint is not None or params.edits_by_output or params.disable_spec_decode
-        )
+        gets_one = most_new_tokens > 1 and (params.edits_by_output or params.disable_spec_decode)
         most = 1 if gets_one else most_new_tokens
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
@@ -171,7 +165,6 @@ class Request:
             stop_rule=rule,
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
-            constraint=constraint,
             num_tokens=num_prompt_tokens + len(request.output_token_ids),
             most_new_tokens=most,
             most_when_admitted=most,
@@ -283,7 +276,6 @@ class Request:
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
             block_ids=block_ids,
-            masked=self.constraint is not None,
             by_token=self.pooling == "token",
             second_text=self.second_text,
             extras=extras,

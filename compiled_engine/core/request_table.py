@@ -57,8 +57,8 @@ class WaitingQueue:
 
 
 class RequestTable:
-    """running: sorted by order. removed: requests whose rows the runner frees in the next step. num_constrained:
-    requests with a constraint.
+    """running: sorted by order. removed: requests whose rows the runner frees in the next step. num_late: requests
+    that sample late.
     """
 
     def __init__(self, kv_cache: KVCacheManager, hooks: PlanHooks) -> None:
@@ -67,7 +67,7 @@ class RequestTable:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.removed: list[str] = []
-        self.num_constrained = 0
+        self.num_late = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -81,10 +81,10 @@ class RequestTable:
     def add(self, request: Request) -> None:
         """Add a request, which waits."""
         self._requests[request.request_id] = request
-        self.num_constrained += request.constraint is not None
         self.waiting.push(request)
         for added in self._hooks.added:
             added(request)
+        self.num_late += request.samples_late
 
     def start(self, request: Request) -> None:
         """Run the next waiting request, which has its blocks."""
@@ -122,7 +122,7 @@ class RequestTable:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED
             request.set_steady_limits()
-        self.num_constrained -= request.constraint is not None
+        self.num_late -= request.samples_late
         del self._requests[request.request_id]
         for ended in self._hooks.ended:
             ended(request)

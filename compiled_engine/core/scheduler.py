@@ -10,7 +10,7 @@ their number: length limits are known in advance, and tokens sampled for a reque
 may yield several tokens for a request (`most_new_tokens`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-The masks of requests with a constraint are made while their step runs: only its sampling waits for them.
+What the sampling of a request awaits is made while its step runs: only that sampling waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from msgspec import structs
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource, RequestRows
-from compiled_engine.core.constraints import MaskMaker
 from compiled_engine.core.draft_length import DraftLength, Drafts
 from compiled_engine.core.draft_sharpness import DraftSharpness
 from compiled_engine.core.hooks import PlanFeature, PlanHooks
@@ -52,7 +51,6 @@ from compiled_engine.messages import (
     TokenMasks,
     accepted_drafts,
 )
-from compiled_engine.sampling.token_mask import Constraint
 
 # `max_prefill_tokens` is multiplied by the number of waiting requests divided by this, at least by 1: with a long queue
 # the queue delays prompts more than they delay others.
@@ -60,8 +58,8 @@ FEW_WAITING = 4
 
 
 class Scheduler:
-    """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
-    `masks`), call `update` with both; repeat while unfinished.
+    """Call `schedule`, have the runner execute its output (one that samples late gets what it awaits from
+    `begin_late` and `take_late`), call `update` with both; repeat while unfinished.
 
     Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The
     runner executes one after the other. Requests may be added and aborted at any time. If a step
@@ -111,7 +109,6 @@ class Scheduler:
         self._in_flight = StepsInFlight(steps_in_flight)
         self._steps_ahead = steps_in_flight - 1
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
-        self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
         self._drafts = DraftCounts([0] * (most_new_tokens - 1))
         self._draft_length = draft_length
@@ -122,14 +119,14 @@ class Scheduler:
         self._updated: StepInFlight | None = None  # the step taken in last
         self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
 
-    def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError as `check` does."""
         self.check(request)
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
         longest, vocab_size, most_new_tokens = self._max_total_tokens, self._limits.vocab_size, self._most_new_tokens
-        self._requests.add(Request.of(request, order, longest, vocab_size, constraint, most_new_tokens))
+        self._requests.add(Request.of(request, order, longest, vocab_size, most_new_tokens))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -179,11 +176,10 @@ class Scheduler:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        constraints = self._requests.num_constrained > 0
         sharpness = self._fixed_sharpness
         if self._draft_sharpness is not None and not draft.head_rests:
             sharpness = self._draft_sharpness.choose()
-        step = StepInFlight.of(number, draft, removed, registered, sharpness, constraints=constraints)
+        step = StepInFlight.of(number, draft, removed, registered, sharpness, any_late=self._requests.num_late > 0)
         for planned in self._hooks.planned:
             planned(step)
         self._in_flight.append(step)
@@ -324,20 +320,22 @@ class Scheduler:
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Return whether all tokens needed for the masks of a step in flight are known."""
-        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
+        """Return whether all tokens before those that a step samples late are known."""
+        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
-    def begin_masks(self, step: SchedulerOutput) -> None:
-        """Start making the masks of a step; another step may be scheduled in the meantime. Raises RuntimeError unless
-        `knows_tokens_before`.
+    def begin_late(self, step: SchedulerOutput) -> None:
+        """Begin to make what the sampling of a step awaits; another step may be scheduled in the meantime. Raises
+        RuntimeError unless `knows_tokens_before`.
         """
         if not self.knows_tokens_before(step):
-            raise RuntimeError(f"step {step.step} has masks that need the tokens of a step in flight")
-        self._masks.begin(self._in_flight.find(step).constrained)
+            raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
+        for begin_late in self._hooks.begin_late:
+            begin_late(self._in_flight.find(step).late)
 
-    def masks(self) -> TokenMasks:
-        """Return the masks begun last. A constraint that fails ends its request in `update`, which comes later."""
-        return self._masks.take()
+    def take_late(self) -> TokenMasks:
+        """Return what was begun last, once it is made. A request for which that fails ends in `update`."""
+        (take_late,) = self._hooks.take_late
+        return take_late()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result and return outputs of the requests that got tokens or ended.
@@ -432,7 +430,7 @@ class Scheduler:
         finish = None if request.failure is None else Finish("error", request.failure)
         while finish is None and end < tokens.stop:
             token_id = result.token_ids[end]
-            finish = no_token(request, token_id)
+            finish = no_token(request, token_id, self._hooks.nothing_allowed)
             if finish is None:
                 end += 1
                 request.token_ids.append(token_id)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
-from compiled_engine.grammars.constraint import is_complete
 from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN, LogprobRows
 
@@ -98,7 +97,7 @@ class StepInFlight:
     """The `output` sent to the runner, and the scheduler's data about it.
 
     requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: requests that sample.
-    constrained: requests that sample and have a constraint.
+    late: requests that sample late.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
     bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
@@ -111,7 +110,7 @@ class StepInFlight:
     requests: list[Request]
     sampling: list[Request]
     sampling_ids: list[str]
-    constrained: list[Request]
+    late: list[Request]
     registered: list[list[int]]
     bounds: dict[Request, int]
     decode_tokens: int
@@ -128,16 +127,16 @@ class StepInFlight:
         registered: list[list[int]],
         draft_sharpness: float,
         *,
-        constraints: bool,
+        any_late: bool,
     ) -> StepInFlight:
-        """constraints: whether any request has one."""
+        """any_late: whether any request samples late, in this step or another."""
         shares = draft.shares()
         request_ids = [request.request_id for request in shares.requests]
         sampling, sampling_ids = shares.requests, request_ids
         if not all(shares.samples):
             sampling = list(compress(sampling, shares.samples))
             sampling_ids = list(compress(sampling_ids, shares.samples))
-        constrained = [request for request in sampling if request.constraint is not None] if constraints else []
+        late = [request for request in sampling if request.samples_late] if any_late else []
         output = SchedulerOutput(
             step=number,
             removed=removed,
@@ -147,14 +146,14 @@ class StepInFlight:
             counts=shares.counts,
             samples=shares.samples,
             new_block_ids=draft.new_block_ids,
-            awaits_masks=bool(constrained),
+            samples_late=bool(late),
             draft_sharpness=draft_sharpness,
             head_rests=draft.head_rests,
         )
         requests, bounds = shares.requests, draft.bounds
         of_decodes = not (draft.num_prefill_tokens or draft.new) and 2 * len(draft.decodes) >= len(requests)
         num_drafts = draft.decode_tokens - 1 if of_decodes else None
-        step = output, requests, sampling, sampling_ids, constrained, registered, bounds
+        step = output, requests, sampling, sampling_ids, late, registered, bounds
         rows = num_drafts, draft.head_rests, request_ids, shares.counts
         return cls(*step, draft.decode_tokens, num_drafts, rows, time.perf_counter())
 
@@ -232,17 +231,21 @@ def tokens_output(request: Request, tokens: slice, finish: Finish | None, result
     return EngineOutput(request_id, token_ids, logprobs, prompt_logprobs, reason, stop_reason, cached, at, vectors)
 
 
-def no_token(request: Request, token_id: int) -> Finish | None:
+def no_token(
+    request: Request, token_id: int, nothing_allowed: Sequence[Callable[[Request], Finish | None]]
+) -> Finish | None:
     """The end of a request if `token_id` is none: its logits failed, or no token is allowed. None if it is a token.
 
-    That none is allowed is a "stop" where the text of a grammar is complete: only an end-of-sequence token could come,
-    and min_tokens or the like forbids it.
+    nothing_allowed: see PlanHooks.
     """
     why = WHY_NO_TOKEN.get(token_id)
     if why is None:
         return None
-    complete = token_id == NOTHING_ALLOWED and is_complete(request.constraint)
-    return Finish("stop", None) if complete else Finish("error", why)
+    finish = Finish("error", why)
+    if token_id == NOTHING_ALLOWED:
+        for ends in nothing_allowed:
+            finish = ends(request) or finish
+    return finish
 
 
 def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:

@@ -342,7 +342,7 @@ class Runner:
             batch = replace(batch, adapted=True)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks, drafting=drafting)
+        pending = self.run(batch, hidden_wanted, awaits_masks=step.samples_late, drafting=drafting)
         self._clock.device_ends()
         return pending
 

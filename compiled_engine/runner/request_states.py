@@ -187,7 +187,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
             request.token_ids,
             request.num_prompt_tokens,
             request.eos_token_ids,
-            masked=request.masked,
+            masked="structured" in request.extras,
         )
     except BaseException:
         states.remove(request.request_id)

@@ -270,7 +270,7 @@ def test_a_step_with_masks_is_sampled_when_they_are_made() -> None:
     while core.has_unfinished():
         core.step()
     assert executor.masked == [["masked"], ["masked"]]
-    assert [step.awaits_masks for step in executor.steps] == [True, True, False]
+    assert [step.samples_late for step in executor.steps] == [True, True, False]
 
 
 class Grammars:
@@ -303,7 +303,7 @@ class Grammars:
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Grammars:
     made = Grammars()
-    monkeypatch.setattr("compiled_engine.core.engine_core.GrammarQueue", lambda: made)
+    monkeypatch.setattr("compiled_engine.features.structured.plan.GrammarQueue", lambda: made)
     return made
 
 

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from token_masks import ByLastToken
 
 from compiled_engine.core.request import Request, RequestStatus, check_requests
 from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
-from compiled_engine.sampling.token_mask import MaskConstraint
-
-MASK = MaskConstraint(ByLastToken(11), 11)
 
 
 def made(
@@ -27,30 +23,28 @@ def made(
     order: tuple[int, int] = (0, 0),
     longest: int = 100,
     vocab_size: int = 11,
-    constraint: MaskConstraint | None = None,
     most_new_tokens: int = 1,
     **rest: Any,
 ) -> Request:
     request = EngineRequest("r", prompt, params or SamplingParams(), **rest)
-    return Request.of(request, order, longest, vocab_size, constraint, most_new_tokens)
+    return Request.of(request, order, longest, vocab_size, most_new_tokens)
 
 
 @pytest.mark.parametrize(
-    ("params", "constraint", "most"),
+    ("params", "most"),
     [
-        (SamplingParams(), None, 4),
-        (SamplingParams(temperature=0, logprobs=3), None, 4),
-        (SamplingParams(), MASK, 1),
-        (SamplingParams(presence_penalty=0.5), None, 1),
-        (SamplingParams(bad_words_token_ids=[[1]]), None, 1),
-        (SamplingParams(disable_spec_decode=True), None, 1),
+        (SamplingParams(), 4),
+        (SamplingParams(temperature=0, logprobs=3), 4),
+        (SamplingParams(presence_penalty=0.5), 1),
+        (SamplingParams(bad_words_token_ids=[[1]]), 1),
+        (SamplingParams(disable_spec_decode=True), 1),
     ],
-    ids=["sampled", "greedy", "constraint", "penalty", "bad words", "no drafts wanted"],
+    ids=["sampled", "greedy", "penalty", "bad words", "no drafts wanted"],
 )
-def test_the_tokens_that_a_step_may_yield(params: SamplingParams, constraint: MaskConstraint | None, most: int) -> None:
-    request = made(params, constraint=constraint, most_new_tokens=4)
+def test_the_tokens_that_a_step_may_yield(params: SamplingParams, most: int) -> None:
+    request = made(params, most_new_tokens=4)
     assert request.most_new_tokens == request.most_when_admitted == most
-    assert made(params, constraint=constraint).most_new_tokens == 1
+    assert made(params).most_new_tokens == 1
 
 
 def test_it_has_what_was_asked_for() -> None:
@@ -59,7 +53,6 @@ def test_it_has_what_was_asked_for() -> None:
     request = made(
         params,
         order=(3, 7),
-        constraint=MASK,
         eos_token_ids=frozenset({5}),
         prefix_root=b"root",
         pooling="token",
@@ -76,7 +69,7 @@ def test_it_has_what_was_asked_for() -> None:
         2,
         adapter,
     )
-    assert (request.constraint, request.num_accepted, request.next_prompt_logprob) == (MASK, 0, 3)
+    assert (request.samples_late, request.next_prompt_logprob) == (False, 3)
     assert request.eos_token_ids == {5}
     assert request.ending_ids == {4, 5} | NO_TOKENS
     assert (request.stop_rule.min_tokens, request.stop_rule.max_tokens, request.max_num_tokens) == (2, 20, 23)
@@ -117,8 +110,8 @@ def test_the_runner_gets_all_that_it_needs() -> None:
     blocks = ((3, 4), (5,))
     new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
     assert plain.as_new(blocks, {}) == new
-    full = made(params, constraint=MASK, pooling="token", second_text=2)
-    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, True, 2, extras={"f": 7})
+    full = made(params, pooling="token", second_text=2)
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, 2, extras={"f": 7})
     assert full.as_new(blocks, {"f": 7}) == new
     assert not made(params, pooling="sequence").as_new(blocks, {}).by_token
 

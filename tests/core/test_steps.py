@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from token_masks import ByLastToken
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.core.steps import (
@@ -21,7 +19,6 @@ from compiled_engine.core.steps import (
     step_outputs,
     tokens_output,
 )
-from compiled_engine.grammars.constraint import GrammarConstraint
 from compiled_engine.messages import EngineOutput, EngineRequest, NewRequest, RunnerOutput, Vectors
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import (
@@ -31,20 +28,21 @@ from compiled_engine.sampling.sampled_tokens import (
     LogprobRows,
     TokenLogprobs,
 )
-from compiled_engine.sampling.token_mask import MaskConstraint
 
 
-def request(name: str, *, constraint: Any = None, prompt: int = 3, pooling: str = "", **params: Any) -> Request:
+def request(name: str, *, samples_late: bool = False, prompt: int = 3, pooling: str = "", **params: Any) -> Request:
     asked = EngineRequest(name, tuple(range(prompt)), SamplingParams(**params), pooling=pooling)
-    return Request.of(asked, (0, ord(name)), 100, 11, constraint)
+    made = Request.of(asked, (0, ord(name)), 100, 11)
+    made.samples_late = samples_late
+    return made
 
 
 def rows(*tokens: int) -> LogprobRows:
     return LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in tokens])
 
 
-def in_flight(draft: StepDraft, *, constraints: bool = True, number: int = 7) -> StepInFlight:
-    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], 2.5, constraints=constraints)
+def in_flight(draft: StepDraft, *, any_late: bool = True, number: int = 7) -> StepInFlight:
+    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], 2.5, any_late=any_late)
 
 
 def test_a_mask_of_indices() -> None:
@@ -52,39 +50,39 @@ def test_a_mask_of_indices() -> None:
     assert all_but([], 2) == [True, True]
 
 
-@pytest.mark.parametrize("constraints", [True, False])
-def test_a_step_has_its_decodes_first(constraints: bool) -> None:
+@pytest.mark.parametrize("any_late", [True, False])
+def test_a_step_has_its_decodes_first(any_late: bool) -> None:
     """Whatever the order in which its shares come."""
-    masked = request("m", constraint=MaskConstraint(ByLastToken(11), 11))
+    late = request("m", samples_late=True)
     other, prompt, chunk, unsampled = (request(name) for name in "opcu")
     draft = StepDraft(decode_tokens=2, head_rests=True)
     draft.new_block_ids["m"] = ((4,),)
-    draft.bounds[masked] = 1
+    draft.bounds[late] = 1
     draft.add(prompt, 0, 3, True)
     draft.add(other, 5, 2, True)
     draft.add(unsampled, 0, 2, False)
     draft.add(chunk, 4, 5, False)
-    draft.add(masked, 8, 2, True)
+    draft.add(late, 8, 2, True)
     before = time.perf_counter()
-    step = in_flight(draft, constraints=constraints)
+    step = in_flight(draft, any_late=any_late)
     output = step.output
     assert (output.request_ids, output.starts) == (["o", "u", "m", "p", "c"], [5, 0, 8, 0, 4])
     assert (output.counts, output.samples) == ([2, 2, 2, 3, 5], [True, False, True, True, False])
     assert (output.step, output.removed, output.new) == (7, ("gone",), ())
     assert (output.new_block_ids, output.extras) == ({"m": ((4,),)}, {})
-    assert (output.draft_sharpness, output.head_rests, output.awaits_masks) == (2.5, True, constraints)
-    assert step.requests == [other, unsampled, masked, prompt, chunk]
-    assert (step.sampling, step.sampling_ids) == ([other, masked, prompt], ["o", "m", "p"])
-    assert step.constrained == ([masked] if constraints else [])
-    assert (step.registered, step.bounds, step.decode_tokens) == ([[5], [6]], {masked: 1}, 2)
+    assert (output.draft_sharpness, output.head_rests, output.samples_late) == (2.5, True, any_late)
+    assert step.requests == [other, unsampled, late, prompt, chunk]
+    assert (step.sampling, step.sampling_ids) == ([other, late, prompt], ["o", "m", "p"])
+    assert step.late == ([late] if any_late else [])
+    assert (step.registered, step.bounds, step.decode_tokens) == ([[5], [6]], {late: 1}, 2)
     assert before <= step.begun_s <= time.perf_counter()
 
 
-def test_a_step_that_samples_for_none_with_a_constraint_awaits_no_masks() -> None:
+def test_a_step_samples_late_only_what_it_samples() -> None:
     draft = StepDraft()
-    draft.add(request("m", constraint=MaskConstraint(ByLastToken(11), 11)), 0, 3, False)
+    draft.add(request("m", samples_late=True), 0, 3, False)
     step = in_flight(draft)
-    assert (step.constrained, step.output.awaits_masks) == ([], False)
+    assert (step.late, step.output.samples_late) == ([], False)
 
 
 @pytest.mark.parametrize(
@@ -211,25 +209,16 @@ class TestTokensOutput:
 
 @pytest.mark.parametrize("token_id", [0, 5, -1])
 def test_a_token_ends_nothing(token_id: int) -> None:
-    assert no_token(request("a"), token_id) is None
+    assert no_token(request("a"), token_id, ()) is None
 
 
 @pytest.mark.parametrize("why", [NOT_A_NUMBER, NOTHING_ALLOWED])
 def test_without_a_token_a_request_ends_with_the_reason(why: int) -> None:
-    for constraint in (None, MaskConstraint(ByLastToken(11), 11)):
-        assert no_token(request("a", constraint=constraint), why) == Finish("error", WHY_NO_TOKEN[why])
+    for nothing_allowed in ((), (lambda asked: None,)):
+        assert no_token(request("a"), why, nothing_allowed) == Finish("error", WHY_NO_TOKEN[why])
 
 
-@pytest.mark.parametrize(
-    ("why", "accepting", "finish"),
-    [
-        (NOTHING_ALLOWED, True, Finish("stop", None)),
-        (NOTHING_ALLOWED, False, Finish("error", WHY_NO_TOKEN[NOTHING_ALLOWED])),
-        (NOT_A_NUMBER, True, Finish("error", WHY_NO_TOKEN[NOT_A_NUMBER])),
-    ],
-)
-def test_a_text_that_is_complete_may_end_for_want_of_a_token(why: int, accepting: bool, finish: Finish) -> None:
-    """Only an end-of-sequence token could come, and something else forbids it."""
-    matcher: Any = SimpleNamespace(is_accepting=lambda: accepting)
-    executor: Any = None
-    assert no_token(request("a", constraint=GrammarConstraint(matcher, executor)), why) == finish
+def test_where_no_token_is_allowed_a_feature_may_know_of_a_better_end() -> None:
+    stop = Finish("stop", None)
+    assert no_token(request("a"), NOTHING_ALLOWED, (lambda asked: None, lambda asked: stop)) == stop
+    assert no_token(request("a"), NOT_A_NUMBER, (lambda asked: stop,)) == Finish("error", WHY_NO_TOKEN[NOT_A_NUMBER])

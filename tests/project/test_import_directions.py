@@ -58,6 +58,7 @@ LAYERS = (
     "features.adapters",
     "features.pipeline",
     "features.recurrence",
+    "features.structured",
     "features",
     "graphs.inspection",
     "resolve",
@@ -85,7 +86,6 @@ ON_PAPER = (
     "request_table",
     "steps",
     "scheduler",
-    "constraints",
 )
 # The same of features.
 PLANNING = (
@@ -94,6 +94,8 @@ PLANNING = (
     "features.adapters.table",
     "features.pipeline.micro_batches",
     "features.recurrence.snapshots",
+    "features.structured.constraints",
+    "features.structured.plan",
 )
 # Packages, and modules, that may not import some others below them.
 FORBIDDEN = {

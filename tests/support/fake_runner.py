@@ -193,7 +193,7 @@ class FakeRunner:
         token_mask = self.token_masks.get(share.request_id)
         mask = mask_of(token_mask, row.token_ids[row.num_prompt_tokens :])
         assert row.masked == (token_mask is not None)
-        assert step.awaits_masks or not row.masked
+        assert step.samples_late or not row.masked
         if mask is not None:
             self.wanted[step.step][share.request_id] = mask.tobytes()
         row.num_known = len(row.token_ids)
@@ -236,7 +236,7 @@ class FakeRunner:
                 new.num_prompt_tokens,
                 new.sampling_params,
                 list(*new.block_ids),
-                new.masked,
+                "structured" in new.extras,
                 step.starts[step.request_ids.index(new.request_id)],
             )
             start = self.rows[new.request_id].num_computed_tokens

@@ -63,7 +63,7 @@ class MessageDigests:
 @contextmanager
 def recorded_messages(digests: MessageDigests) -> Iterator[None]:
     """Take in what every scheduler of this process gives and gets meanwhile."""
-    schedule, masks, update = Scheduler.schedule, Scheduler.masks, Scheduler.update
+    schedule, take_late, update = Scheduler.schedule, Scheduler.take_late, Scheduler.update
 
     def recorded_schedule(scheduler: Scheduler) -> Any:
         step = schedule(scheduler)
@@ -72,8 +72,8 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
             digests.add("step", step)
         return step
 
-    def recorded_masks(scheduler: Scheduler) -> Any:
-        made = masks(scheduler)
+    def recorded_late(scheduler: Scheduler) -> Any:
+        made = take_late(scheduler)
         digests.add("masks", made)
         return made
 
@@ -83,7 +83,7 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
         digests.add("outputs", outputs)
         return outputs
 
-    given = {"schedule": recorded_schedule, "masks": recorded_masks, "update": recorded_update}
+    given = {"schedule": recorded_schedule, "take_late": recorded_late, "update": recorded_update}
     with patch.multiple(Scheduler, **given):
         yield
 

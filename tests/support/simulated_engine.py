@@ -16,10 +16,11 @@ from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
+from compiled_engine.features.structured.plan import Structured
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import TokenLogprobs
-from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask, ask
+from compiled_engine.sampling.token_mask import TokenMask, ask
 
 
 @dataclass
@@ -75,7 +76,8 @@ class SimulatedEngine:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
         has_snapshots = num_snapshots > 0 and prefix_caching
-        features: list[PlanFeature] = []
+        self.structured = Structured(max_num_seqs, VOCAB_SIZE)
+        features: list[PlanFeature] = [self.structured]
         if num_lanes > 1:
             features.append(MicroBatches(num_lanes, min(max_num_seqs, budget // most_new_tokens), steps_in_flight))
         if has_snapshots:
@@ -126,7 +128,9 @@ class SimulatedEngine:
         params = params or SamplingParams()
         token_mask, params = params.token_mask, replace(params, token_mask=None)
         request = EngineRequest(request_id, tuple(prompt), params, eos, priority)
-        self.scheduler.add(request, None if token_mask is None else MaskConstraint(token_mask, VOCAB_SIZE))
+        held = self.structured.holds(request, token_mask)
+        assert not held, "only grammars are awaited"
+        self.scheduler.add(request)
         self.runner.token_masks.pop(request_id, None)
         if token_mask is not None:
             self.runner.token_masks[request_id] = token_mask
@@ -177,7 +181,7 @@ class SimulatedEngine:
         self.in_flight.append((step, self.runner.execute(step), records))
         sampled = Counter(id(r) for step, _, records in self.in_flight for r in compress(records, step.samples))
         assert max(sampled.values(), default=0) <= self.most_unknown, "a request is in too many steps at a time"
-        self.unmasked = (step, records) if step.awaits_masks else None
+        self.unmasked = (step, records) if step.samples_late else None
         self._begin_masks()
         return step
 
@@ -196,7 +200,7 @@ class SimulatedEngine:
         step, records = self.unmasked
         if self.scheduler.knows_tokens_before(step):
             ended = {record.request.request_id for record in records if record.finish_reason is not None}
-            self.scheduler.begin_masks(step)
+            self.scheduler.begin_late(step)
             self.unmasked, self.masks_begun = None, (step, ended)
         else:
             assert step is not self.in_flight[0][0]
@@ -205,7 +209,7 @@ class SimulatedEngine:
         """Those that are begun, of the requests that had not ended then."""
         if self.masks_begun is not None:
             (step, ended), self.masks_begun = self.masks_begun, None
-            self.runner.check_masks(step, self.scheduler.masks(), ended)
+            self.runner.check_masks(step, self.scheduler.take_late(), ended)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
