@@ -283,8 +283,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     """A request that takes a row of the runner: all that the runner will ever need to know of it.
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `block_ids`: its block
-    table in each KV group. `by_token`: it gets a result for each of its tokens. `second_text`: see EngineRequest.
-    `extras`: plain data of features, by name.
+    table in each KV group. `extras`: plain data of features, by name.
     """
 
     request_id: str
@@ -293,8 +292,6 @@ class NewRequest(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     block_ids: tuple[tuple[int, ...], ...]
-    by_token: bool = False
-    second_text: int | None = None
     extras: dict[str, Any] = {}  # msgspec gives each its own
 
 
@@ -358,15 +355,14 @@ class RunnerOutput:
 
     Results that few requests need are in a dict each, by request id:
     many_logprobs: the rows of a request with more than FEW_TOKENS (see sampling/logprobs.py).
-    prompt_logprobs: (position of the first row, rows): the row for position p is the
-        log-probability of prompt token p given those before it, so positions start at 1.
-    vectors: of requests that pool. Each has a token in token_ids when it ends, which means nothing.
+    extras: of features, by name. Those of "prompt_logprobs" are (position of the first row, rows): the row for position
+        p is the log-probability of prompt token p given those before it, so positions start at 1. Those of "pooling"
+        are Vectors; each such request has a token in token_ids when it ends, which means nothing.
     """
 
     token_ids: Sequence[int] = ()
     logprobs: LogprobRows | None = None
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
-    prompt_logprobs: dict[str, tuple[int, LogprobRows]] = field(default_factory=dict)
     counts: Sequence[int] | None = None
-    vectors: dict[str, Vectors] = field(default_factory=dict)
     num_drafts: Sequence[int] | None = None
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -94,6 +94,11 @@ class PlanFeature:
         """Return what was begun last, once it is made."""
         raise NotImplementedError
 
+    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a request's EngineOutput that come of the extras of a RunnerOutput; none if that has
+        nothing new for it."""
+        return {}
+
     def nothing_allowed(self, request: Request) -> Finish | None:
         """Return how a request ends that no token may follow; None if that is an error."""
         return None
@@ -131,6 +136,7 @@ class PlanHooks:
         self.planned = overriding(features, PlanFeature.planned)
         self.begin_late = overriding(features, PlanFeature.begin_late)
         self.take_late = overriding(features, PlanFeature.take_late)
+        self.taken = overriding(features, PlanFeature.taken)
         self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)
         self.ended = overriding(features, PlanFeature.ended)
         self.failed = overriding(features, PlanFeature.failed)

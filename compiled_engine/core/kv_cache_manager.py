@@ -71,7 +71,7 @@ class KVCacheManager:
         would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one always does.
         """
         num_tokens = len(request.token_ids)
-        reads_prefix = self.enable_prefix_caching and not request.owes_every_token
+        reads_prefix = self.enable_prefix_caching and not request.computes_every_token
         num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
         for resource in self.resources:  # no comprehensions here: a step may admit many requests
             if not resource.has_room(request, num_tokens, num_cached, reserve):

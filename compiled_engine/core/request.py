@@ -13,10 +13,7 @@ import msgspec
 
 from compiled_engine.messages import ROOT, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
-
-# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
-MOST_PROMPT_LOGPROBS = 1 << 24
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 
 
 class Finish(NamedTuple):
@@ -87,7 +84,7 @@ class Request:
     ending_ids: the tokens that may end it sooner, and the error codes.
     samples_late: whether its sampling awaits what a feature makes while its steps run.
     failure: why it ends with the next processed step; None if it does not.
-    prefix_root, pooling, second_text: see EngineRequest.
+    prefix_root: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
@@ -100,7 +97,8 @@ class Request:
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     max_step_tokens: tokens of its prompt that one step may compute.
     step_ends: numbers of tokens, in order: a step that comes to one ends there, and features are told.
-    next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
+    computes_every_token: whether tokens of its prompt are computed though they are cached, for what they yield.
+    yields_tokens: whether the tokens that steps sample for it are its output.
     has_sampled: whether a step has sampled one of its tokens since it was admitted.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
@@ -119,8 +117,6 @@ class Request:
     samples_late: bool = False
     failure: str | None = None
     prefix_root: bytes = ROOT
-    pooling: str = ""
-    second_text: int | None = None
     most_new_tokens: int = 1
     most_when_admitted: int = 1
     status: RequestStatus = RequestStatus.WAITING
@@ -132,7 +128,8 @@ class Request:
     scheduled_time: float | None = None
     max_step_tokens: int = sys.maxsize
     step_ends: tuple[int, ...] = ()
-    next_prompt_logprob: int = 1
+    computes_every_token: bool = False
+    yields_tokens: bool = True
     has_sampled: bool = False
     steady_until_computed: int = 0
     steady_until_known: int = 0
@@ -143,7 +140,6 @@ class Request:
         request: EngineRequest,
         order: tuple[int, int],
         max_total_tokens: int,
-        vocab_size: int,
         most_new_tokens: int = 1,
     ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one whose
@@ -169,12 +165,7 @@ class Request:
             most_new_tokens=most,
             most_when_admitted=most,
             prefix_root=request.prefix_root,
-            pooling=request.pooling,
-            second_text=request.second_text,
-            next_prompt_logprob=request.next_prompt_logprob,
         )
-        if (wanted := params.prompt_logprobs) is not None:
-            made.max_step_tokens = max(MOST_PROMPT_LOGPROBS // (vocab_size if wanted == -1 else wanted + 1), 1)
         if request.output_token_ids:
             made.set_steady_limits()
         return made
@@ -241,32 +232,6 @@ class Request:
         """Return whether a step in flight samples one of its tokens."""
         return self.num_tokens > len(self.token_ids)
 
-    @property
-    def owes_every_token(self) -> bool:
-        """Return whether prompt tokens must be computed for what they yield themselves, even if cached."""
-        return self.pooling == "token" or self.owes_prompt_logprobs
-
-    @property
-    def owes_prompt_logprobs(self) -> bool:
-        """Return whether log-probabilities of prompt tokens are still to be delivered."""
-        wanted = self.sampling_params.prompt_logprobs is not None
-        return wanted and self.next_prompt_logprob < self.num_prompt_tokens
-
-    def take_prompt_logprobs(self, first: int, rows: LogprobRows) -> tuple[int, LogprobRows] | None:
-        """Return those rows for positions `first`, `first` + 1, ... that are not delivered yet, or None.
-
-        A preempted request computes its prompt again and so produces rows a second time.
-        Raises RuntimeError if positions before `first` are missing.
-        """
-        position = self.next_prompt_logprob
-        if first > position:
-            raise RuntimeError(f"prompt_logprobs of {self.request_id!r} start at {first}, but {position} is next")
-        fresh = rows.num_rows - (position - first)
-        if fresh <= 0:
-            return None
-        self.next_prompt_logprob += fresh
-        return position, rows.select(slice(position - first, None))
-
     def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
         """The request as the runner gets it. block_ids: its block table in each KV group. extras: see NewRequest."""
         return NewRequest(
@@ -276,8 +241,6 @@ class Request:
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
             block_ids=block_ids,
-            by_token=self.pooling == "token",
-            second_text=self.second_text,
             extras=extras,
         )
 

@@ -36,8 +36,9 @@ from compiled_engine.core.steps import (
     StepDraft,
     StepInFlight,
     StepsInFlight,
+    extra_fields,
+    extra_outputs,
     no_token,
-    prompt_outputs,
     step_outputs,
     tokens_output,
 )
@@ -125,8 +126,7 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        longest, vocab_size, most_new_tokens = self._max_total_tokens, self._limits.vocab_size, self._most_new_tokens
-        self._requests.add(Request.of(request, order, longest, vocab_size, most_new_tokens))
+        self._requests.add(Request.of(request, order, self._max_total_tokens, self._most_new_tokens))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -344,7 +344,7 @@ class Scheduler:
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
-        others = prompt_outputs(in_flight, result) if result.prompt_logprobs or result.vectors else []
+        others = extra_outputs(in_flight, result, self._hooks.taken) if result.extras else []
         single = self._most_new_tokens == 1 or step.head_rests
         take = self._take_single_tokens if single else self._take_several
         outputs = take(in_flight, result, others)
@@ -376,7 +376,7 @@ class Scheduler:
         """Take in a step that yields one token a request: nearly always that and its logprobs are all that it gets."""
         if result.counts is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
-        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        in_columns = not (result.many_logprobs or result.extras)
         not_steady: list[int] = []
         indices = range(len(in_flight.sampling))
         for request, token_id, index in zip(in_flight.sampling, result.token_ids, indices, strict=True):
@@ -394,7 +394,7 @@ class Scheduler:
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
         """Take in 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
-        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        in_columns = not (result.many_logprobs or result.extras)
         columns: list[int] = []
         first = 0
         for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
@@ -437,14 +437,15 @@ class Scheduler:
                 finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        output = tokens_output(request, slice(tokens.start, end), finish, result)
+        extras = extra_fields(request, result, self._hooks.taken)
+        output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
             request.set_steady_limits()
         else:
             self._requests.end(request)
             self._counts.finished += finish.reason != "error"
             self._counts.aborted += finish.reason == "error"
-        return output if output.new_token_ids or output.prompt_logprobs is not None or finish is not None else None
+        return output if output.new_token_ids or extras or finish is not None else None
 
     def fail_step(self) -> None:
         """Drop the steps in flight after a failure: running requests end, removals are sent again."""

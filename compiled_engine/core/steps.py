@@ -7,10 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
-from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN, LogprobRows
+from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
+
+Taken = Callable[[Request, dict[str, Any]], dict[str, Any]]
+"""See PlanFeature.taken."""
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
@@ -197,38 +201,50 @@ def step_outputs(
     return StepOutputs(request_ids, token_ids, others, logprobs)
 
 
-def prompt_outputs(step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
-    """Prompt log-probabilities and vectors of requests that have not come to the end of their prompt."""
+def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
+    """What features get of a step for requests that have not come to the end of their prompt."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
-        if not samples and request.status is not RequestStatus.FINISHED:
-            entries, vectors = _prompt_logprobs(request, result), result.vectors.get(request.request_id)
-            if entries is not None or vectors is not None:
-                cached = request.num_cached_tokens or 0
-                outputs.append(
-                    EngineOutput(
-                        request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached, vectors=vectors
-                    )
-                )
+        if samples or request.status is RequestStatus.FINISHED:
+            continue
+        if extras := extra_fields(request, result, taken):
+            cached = request.num_cached_tokens or 0
+            outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, **extras))
     return outputs
 
 
-def tokens_output(request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput) -> EngineOutput:
+def extra_fields(request: Request, result: RunnerOutput, taken: Sequence[Taken]) -> dict[str, Any]:
+    """Return the fields of a request's output that features get of a step. taken: see PlanHooks."""
+    fields: dict[str, Any] = {}
+    if result.extras:
+        for take in taken:
+            fields |= take(request, result.extras)
+    return fields
+
+
+def tokens_output(
+    request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
+) -> EngineOutput:
     """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
-    want of another one."""
+    want of another one. extras: see extra_fields."""
     request_id = request.request_id
-    prompt_logprobs = _prompt_logprobs(request, result) if result.prompt_logprobs else None
-    token_ids = () if request.pooling else tuple(result.token_ids[tokens])
+    token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
     logprobs = None
     if token_ids and (many := result.many_logprobs.get(request_id)) is not None:
         logprobs = many.select(slice(len(token_ids)))
     elif token_ids and result.logprobs is not None and request.sampling_params.logprobs is not None:
         logprobs = result.logprobs.select(tokens)
     reason, stop_reason = finish or (None, None)
-    cached = request.num_cached_tokens or 0
-    at = request.scheduled_time
-    vectors = result.vectors.get(request_id)
-    return EngineOutput(request_id, token_ids, logprobs, prompt_logprobs, reason, stop_reason, cached, at, vectors)
+    return EngineOutput(
+        request_id,
+        token_ids,
+        logprobs,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        scheduled_time=request.scheduled_time,
+        **extras,
+    )
 
 
 def no_token(
@@ -246,9 +262,3 @@ def no_token(
         for ends in nothing_allowed:
             finish = ends(request) or finish
     return finish
-
-
-def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:
-    """Return the request's new prompt log-probabilities, if any."""
-    found = result.prompt_logprobs.get(request.request_id)
-    return None if found is None else request.take_prompt_logprobs(*found)

@@ -7,6 +7,8 @@ from compiled_engine.core.executor import Executor
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
+from compiled_engine.features.pooling.plan import PoolingPlan
+from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.structured.plan import Structured
 
@@ -14,8 +16,11 @@ from compiled_engine.features.structured.plan import Structured
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
     """Return the parts of the features in planning steps."""
     features: list[PlanFeature] = []
+    vocab_size = config.model.vocab_size
     if config.model.pooling is None:
-        features.append(Structured(config.scheduler.max_num_seqs, config.model.vocab_size))
+        features += [Structured(config.scheduler.max_num_seqs, vocab_size), PromptLogprobs(vocab_size)]
+    else:
+        features.append(PoolingPlan())
     features.append(NoAdapters() if config.adapters is None else Adapters(config.adapters, executor.call))
     if config.parallel.num_stages > 1:
         stages, most_requests = config.parallel.num_stages, config.scheduler.max_num_seqs

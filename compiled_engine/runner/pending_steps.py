@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,15 +199,15 @@ class PendingStep:
         if not samples_R.all():
             token_ids = list(compress(token_ids, samples_R.tolist()))
         if self._pooled is not None:
-            return RunnerOutput(token_ids, vectors=self._pooled.vectors())
+            return RunnerOutput(token_ids, extras={"pooling": self._pooled.vectors()})
         if self._logprobs is None:
-            return RunnerOutput(token_ids, prompt_logprobs=self._prompt_logprobs())
+            return RunnerOutput(token_ids, extras=self._extras())
         few = None
         if self._logprobs.few_SW is not None:
             sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
         many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
-        return RunnerOutput(token_ids, few, many, self._prompt_logprobs())
+        return RunnerOutput(token_ids, few, many, extras=self._extras())
 
     def _result_of_drafts(self, drafted: DraftedRows, tokens_R: np.ndarray) -> RunnerOutput:
         """tokens_R: of each row; NOT_TAKEN where there is none, as behind a draft that was wrong, or NO_DRAFT."""
@@ -225,13 +226,15 @@ class PendingStep:
             tokens_R[taken_R].tolist(),
             few,
             {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
-            self._prompt_logprobs(),
             counts,
-            num_drafts=(num_real - 1)[drafted.samples].tolist(),
+            (num_real - 1)[drafted.samples].tolist(),
+            self._extras(),
         )
 
-    def _prompt_logprobs(self) -> dict[str, tuple[int, LogprobRows]]:
-        return {request_id: (found.first, found.rows()) for request_id, found in self._prompt.items()}
+    def _extras(self) -> dict[str, dict[str, Any]]:
+        if not self._prompt:
+            return {}
+        return {"prompt_logprobs": {name: (found.first, found.rows()) for name, found in self._prompt.items()}}
 
 
 @dataclass

@@ -114,11 +114,11 @@ class RequestStates:
         self.num_known[row] = num_known
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
             self.prompt_logprobs[row] = wanted
-        if request.by_token:
+        if request.extras.get("pooling"):
             self.by_token.add(row)
         self.fields.start(row, num_computed=num_computed, num_known=num_known, known_row=known_row)
-        if self._has_token_types and request.second_text is not None:
-            self.fields.set(row, **{SECOND_TEXT: request.second_text})
+        if self._has_token_types and (before := request.extras.get("token_types")) is not None:
+            self.fields.set(row, **{SECOND_TEXT: before})
         if self._has_adapters and (slot := request.extras.get("adapters")) is not None:
             self.fields.set(row, **{ADAPTER_SLOT: slot})
             self.adapted.add(row)

@@ -19,7 +19,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 def request(name: str, adapter: str = "x") -> Request:
     asked = EngineRequest(name, (1, 2, 3), SamplingParams(), adapter=AdapterRef(adapter, f"/{adapter}"))
-    return Request.of(asked, (0, 0), 100, 11)
+    return Request.of(asked, (0, 0), 100)
 
 
 def adapters() -> AdapterTable:

@@ -15,7 +15,6 @@ from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
 from compiled_engine.messages import NO_CACHE, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 BLOCK_SIZE = 4
 
@@ -29,9 +28,8 @@ def blocks_of(cache: KVCacheManager, request: Request) -> list[int]:
     return list(block_ids)
 
 
-def make_request(tokens: Sequence[int], *, prompt_logprobs: int | None = None) -> Request:
-    params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return Request.of(EngineRequest("r", tuple(tokens), params), order=(0, 0), max_total_tokens=1000, vocab_size=11)
+def make_request(tokens: Sequence[int]) -> Request:
+    return Request.of(EngineRequest("r", tuple(tokens), SamplingParams()), order=(0, 0), max_total_tokens=1000)
 
 
 def compute(cache: KVCacheManager, request: Request) -> None:
@@ -193,13 +191,12 @@ def test_the_reserve_stays_free() -> None:
     assert cache.num_free_blocks == 1
 
 
-def test_a_prompt_is_computed_as_long_as_its_logprobs_are_owed() -> None:
+def test_a_prompt_is_computed_as_long_as_its_tokens_yield_something_themselves() -> None:
     cache = make_cache()
     run_once(cache, range(12))
-    request = make_request(range(12), prompt_logprobs=0)
-    entry = TokenLogprobs((0,), (0.0,), 1)
-    for delivered, num_cached in [(0, 0), (5, 0), (6, 8)]:
-        request.take_prompt_logprobs(request.next_prompt_logprob, LogprobRows.of([entry] * delivered))
+    request = make_request(range(12))
+    for computes_every_token, num_cached in [(True, 0), (True, 0), (False, 8)]:
+        request.computes_every_token = computes_every_token
         assert cache.admit(request, reserve=0)
         assert request.num_computed_tokens == num_cached
         cache.free(request)
@@ -215,7 +212,9 @@ def test_only_first_admissions_that_look_count_for_the_hit_rate() -> None:
         cache.free(request)
     assert (cache.prefix_queries, cache.prefix_hits) == (20, 8)
     assert not cache.admit(make_request(range(200)), reserve=0)
-    assert cache.admit(make_request(range(10), prompt_logprobs=0), reserve=0)
+    owing = make_request(range(10))
+    owing.computes_every_token = True
+    assert cache.admit(owing, reserve=0)
     assert (cache.prefix_queries, cache.prefix_hits) == (20, 8)
 
 
@@ -224,7 +223,7 @@ def test_of_a_request_that_goes_on_its_prompt_alone_counts() -> None:
     cache = make_cache()
     run_once(cache, range(16))
     begun = EngineRequest("r", tuple(range(6)), SamplingParams(), output_token_ids=tuple(range(6, 15)))
-    request = Request.of(begun, order=(0, 0), max_total_tokens=1000, vocab_size=11)
+    request = Request.of(begun, order=(0, 0), max_total_tokens=1000)
     assert cache.admit(request, reserve=0)
     assert (request.num_computed_tokens, request.num_cached_tokens) == (12, 6)
     assert (cache.prefix_queries, cache.prefix_hits) == (16 + 6, 6)

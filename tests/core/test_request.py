@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compiled_engine.core.request import Request, RequestStatus, check_requests
 from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 
 
 def made(
@@ -22,12 +22,11 @@ def made(
     *,
     order: tuple[int, int] = (0, 0),
     longest: int = 100,
-    vocab_size: int = 11,
     most_new_tokens: int = 1,
     **rest: Any,
 ) -> Request:
     request = EngineRequest("r", prompt, params or SamplingParams(), **rest)
-    return Request.of(request, order, longest, vocab_size, most_new_tokens)
+    return Request.of(request, order, longest, most_new_tokens)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +62,8 @@ def test_it_has_what_was_asked_for() -> None:
     )
     assert (request.request_id, request.order, request.sampling_params) == ("r", (3, 7), params)
     assert (request.token_ids, request.num_prompt_tokens, request.num_tokens) == ([1, 2, 3, 8, 9], 3, 5)
-    assert (request.prefix_root, request.pooling, request.second_text, request.asked.adapter) == (
-        b"root",
-        "token",
-        2,
-        adapter,
-    )
-    assert (request.samples_late, request.next_prompt_logprob) == (False, 3)
+    assert (request.prefix_root, request.asked.adapter) == (b"root", adapter)
+    assert (request.samples_late, request.yields_tokens, request.computes_every_token) == (False, True, False)
     assert request.eos_token_ids == {5}
     assert request.ending_ids == {4, 5} | NO_TOKENS
     assert (request.stop_rule.min_tokens, request.stop_rule.max_tokens, request.max_num_tokens) == (2, 20, 23)
@@ -87,21 +81,16 @@ def test_end_of_sequence_tokens_that_are_ignored_end_nothing() -> None:
     assert made(SamplingParams(ignore_eos=True), eos_token_ids=frozenset({5})).ending_ids == NO_TOKENS
 
 
-@pytest.mark.parametrize(
-    ("prompt_logprobs", "vocab_size", "most"),
-    [(None, 11, None), (-1, 1 << 16, 1 << 8), (0, 1 << 16, 1 << 24), (3, 1 << 16, 1 << 22), (-1, 1 << 25, 1)],
-)
-def test_a_step_computes_as_much_of_a_prompt_as_host_memory_holds(
-    prompt_logprobs: int | None, vocab_size: int, most: int | None
-) -> None:
-    """16 Mi log-probabilities; and up to where the states are to be kept."""
-    request = made(SamplingParams(prompt_logprobs=prompt_logprobs), vocab_size=vocab_size)
-    if most is None:
-        assert request.step_limit > 1 << 40
-    else:
+@pytest.mark.parametrize(("most", "limit"), [(None, 5), (9, 5), (4, 4)])
+def test_a_step_computes_a_part_of_a_prompt(most: int | None, limit: int) -> None:
+    """As much as is allowed, and up to where a step has to end."""
+    request = made()
+    assert request.step_limit > 1 << 40
+    if most is not None:
+        request.max_step_tokens = most
         assert request.step_limit == most
     request.step_ends, request.num_computed_tokens = (8, 16), 3
-    assert request.step_limit == min(5, request.step_limit if most is None else most)
+    assert request.step_limit == limit
 
 
 def test_the_runner_gets_all_that_it_needs() -> None:
@@ -110,10 +99,8 @@ def test_the_runner_gets_all_that_it_needs() -> None:
     blocks = ((3, 4), (5,))
     new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
     assert plain.as_new(blocks, {}) == new
-    full = made(params, pooling="token", second_text=2)
-    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, 2, extras={"f": 7})
-    assert full.as_new(blocks, {"f": 7}) == new
-    assert not made(params, pooling="sequence").as_new(blocks, {}).by_token
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, {"f": 7})
+    assert made(params).as_new(blocks, {"f": 7}) == new
 
 
 def test_it_runs_from_its_first_admission_on() -> None:
@@ -150,44 +137,6 @@ def test_a_step_may_yield_fewer_tokens_than_was_assumed(status: RequestStatus, c
     request.status, request.num_tokens, request.num_computed_tokens = status, 11, 10
     request.take_in(4, 2)
     assert (request.num_tokens, request.num_computed_tokens) == (9, computed)
-
-
-@pytest.mark.parametrize(
-    ("params", "rest", "owes_logprobs", "owes_all"),
-    [
-        (SamplingParams(), {}, False, False),
-        (SamplingParams(prompt_logprobs=0), {}, True, True),
-        (SamplingParams(prompt_logprobs=0), {"next_prompt_logprob": 2}, True, True),
-        (SamplingParams(prompt_logprobs=0), {"next_prompt_logprob": 3}, False, False),
-        (SamplingParams(), {"pooling": "sequence"}, False, False),
-        (SamplingParams(), {"pooling": "token"}, False, True),
-    ],
-)
-def test_what_its_prompt_is_computed_for(
-    params: SamplingParams, rest: dict[str, Any], owes_logprobs: bool, owes_all: bool
-) -> None:
-    request = made(params, **rest)
-    assert (request.owes_prompt_logprobs, request.owes_every_token) == (owes_logprobs, owes_all)
-
-
-def test_prompt_logprobs_are_delivered_once() -> None:
-    """A prompt may be computed again, in other chunks."""
-    request = made(SamplingParams(prompt_logprobs=0), prompt=tuple(range(9)))
-    rows = LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in range(8)])
-
-    def computed(first: int, end: int) -> tuple[int, list[int]] | None:
-        found = request.take_prompt_logprobs(first, rows.select(slice(first - 1, end - 1)))
-        return None if found is None else (found[0], [row.token_ids[0] + 1 for row in found[1]])
-
-    assert computed(1, 4) == (1, [1, 2, 3])
-    assert computed(1, 3) is None
-    assert computed(1, 4) is None
-    assert computed(2, 5) == (4, [4])
-    assert computed(5, 6) == (5, [5])
-    with pytest.raises(RuntimeError, match="prompt_logprobs of 'r' start at 7, but 6 is next"):
-        computed(7, 9)
-    assert computed(6, 9) == (6, [6, 7, 8])
-    assert not request.owes_prompt_logprobs
 
 
 @given(

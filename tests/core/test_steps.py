@@ -14,8 +14,9 @@ from compiled_engine.core.steps import (
     StepInFlight,
     StepsInFlight,
     all_but,
+    extra_fields,
+    extra_outputs,
     no_token,
-    prompt_outputs,
     step_outputs,
     tokens_output,
 )
@@ -30,9 +31,9 @@ from compiled_engine.sampling.sampled_tokens import (
 )
 
 
-def request(name: str, *, samples_late: bool = False, prompt: int = 3, pooling: str = "", **params: Any) -> Request:
-    asked = EngineRequest(name, tuple(range(prompt)), SamplingParams(**params), pooling=pooling)
-    made = Request.of(asked, (0, ord(name)), 100, 11)
+def request(name: str, *, samples_late: bool = False, prompt: int = 3, **params: Any) -> Request:
+    asked = EngineRequest(name, tuple(range(prompt)), SamplingParams(**params))
+    made = Request.of(asked, (0, ord(name)), 100)
     made.samples_late = samples_late
     return made
 
@@ -148,63 +149,68 @@ def test_outputs_that_are_as_all_others_stay_in_columns() -> None:
     assert step_outputs(step, RunnerOutput([5, 6, 7]), [1], []).logprobs is None
 
 
+def vectors_of(asked: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    """A feature that has a vector for some."""
+    found = extras.get("f", {}).get(asked.request_id)
+    return {} if found is None else {"vectors": found}
+
+
+def rows_of(asked: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    """Another feature, that has rows for some."""
+    found = extras.get("g", {}).get(asked.request_id)
+    return {} if found is None else {"prompt_logprobs": found}
+
+
+TAKEN = (vectors_of, rows_of)
+
+
 def test_what_a_chunk_of_a_prompt_yields() -> None:
     """For those that have not come to the end of it, and have not ended."""
-    asked, pooled, nothing, ended, sampling = (
-        request("a", prompt_logprobs=0, prompt=9),
-        request("b", pooling="token", prompt=9),
-        request("c", prompt=9),
-        request("d", prompt_logprobs=0, prompt=9),
-        request("e", prompt_logprobs=0, prompt=9),
-    )
-    asked.num_cached_tokens = 4
+    one, other, nothing, ended, sampling = (request(name, prompt=9) for name in "abcde")
+    one.num_cached_tokens = 4
     ended.status = RequestStatus.FINISHED
     draft = StepDraft()
-    for each in (asked, pooled, nothing, ended):
+    for each in (one, other, nothing, ended):
         draft.add(each, 0, 4, False)
     draft.add(sampling, 0, 9, True)
-    vectors = Vectors(0, 1, bytes(16))
-    found = (1, rows(1, 2, 3))
-    result = RunnerOutput([7], prompt_logprobs=dict.fromkeys("ade", found), vectors={"b": vectors})
-    assert prompt_outputs(in_flight(draft), result) == [
+    vectors, found = Vectors(0, 1, bytes(16)), (1, rows(1, 2, 3))
+    result = RunnerOutput([7], extras={"f": {"b": vectors}, "g": dict.fromkeys("abde", found)})
+    assert extra_outputs(in_flight(draft), result, TAKEN) == [
         EngineOutput("a", (), prompt_logprobs=found, num_cached_tokens=4),
-        EngineOutput("b", (), num_cached_tokens=0, vectors=vectors),
+        EngineOutput("b", (), prompt_logprobs=found, num_cached_tokens=0, vectors=vectors),
     ]
-    assert (asked.next_prompt_logprob, ended.next_prompt_logprob) == (4, 1)
+    assert extra_fields(one, RunnerOutput([7]), TAKEN) == {}
 
 
 class TestTokensOutput:
-    RESULT = RunnerOutput(
-        [4, 5, 6],
-        rows(4, 5, 6),
-        many_logprobs={"m": rows(7, 8)},
-        prompt_logprobs={"a": (1, rows(1, 2))},
-        vectors={"v": Vectors(0, 1, bytes(4))},
-    )
+    RESULT = RunnerOutput([4, 5, 6], rows(4, 5, 6), many_logprobs={"m": rows(7, 8)})
 
     def test_it_has_what_the_request_asked_for(self) -> None:
-        asked = request("a", logprobs=0, prompt_logprobs=0)
+        asked = request("a", logprobs=0)
         asked.num_cached_tokens, asked.scheduled_time = 2, 1.5
-        output = tokens_output(asked, slice(1, 3), Finish("stop", 6), self.RESULT)
+        extras = {"prompt_logprobs": (1, rows(1, 2))}
+        output = tokens_output(asked, slice(1, 3), Finish("stop", 6), self.RESULT, extras)
         assert output == EngineOutput("a", (5, 6), rows(5, 6), (1, rows(1, 2)), "stop", 6, 2, 1.5)
 
     def test_it_has_nothing_else(self) -> None:
-        output = tokens_output(request("b"), slice(0, 1), None, self.RESULT)
+        output = tokens_output(request("b"), slice(0, 1), None, self.RESULT, {})
         assert output == EngineOutput("b", (4,), num_cached_tokens=0)
 
     def test_rows_of_many_tokens_are_as_many_as_it_got(self) -> None:
         asked = request("m", logprobs=5)
-        assert tokens_output(asked, slice(0, 1), None, self.RESULT).logprobs == rows(7)
-        assert tokens_output(asked, slice(0, 2), None, self.RESULT).logprobs == rows(7, 8)
+        assert tokens_output(asked, slice(0, 1), None, self.RESULT, {}).logprobs == rows(7)
+        assert tokens_output(asked, slice(0, 2), None, self.RESULT, {}).logprobs == rows(7, 8)
 
     def test_without_a_token_there_are_no_log_probabilities(self) -> None:
         for name in "am":
-            output = tokens_output(request(name, logprobs=0), slice(1, 1), Finish("error", "why"), self.RESULT)
+            output = tokens_output(request(name, logprobs=0), slice(1, 1), Finish("error", "why"), self.RESULT, {})
             assert (output.new_token_ids, output.logprobs, output.stop_reason) == ((), None, "why")
 
-    def test_a_vector_comes_without_tokens(self) -> None:
-        output = tokens_output(request("v", pooling="sequence"), slice(0, 1), Finish("length", None), self.RESULT)
-        assert (output.new_token_ids, output.vectors) == ((), self.RESULT.vectors["v"])
+    def test_a_token_may_be_no_output(self) -> None:
+        asked, vectors = request("v", logprobs=0), Vectors(0, 1, bytes(4))
+        asked.yields_tokens = False
+        output = tokens_output(asked, slice(0, 1), Finish("length", None), self.RESULT, {"vectors": vectors})
+        assert (output.new_token_ids, output.logprobs, output.vectors) == ((), None, vectors)
 
 
 @pytest.mark.parametrize("token_id", [0, 5, -1])

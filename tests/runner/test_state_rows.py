@@ -83,7 +83,7 @@ def test_a_row_has_what_its_request_asks_for_and_loses_it() -> None:
     assert states.history_SL.shape[-1] == 33
     params = SamplingParams(seed=0)
     asks = NewRequest(
-        "asks", (5, 6), 2, params, frozenset(), ((0,),), by_token=True, second_text=1, extras={"adapters": 1}
+        "asks", (5, 6), 2, params, frozenset(), ((0,),), extras={"pooling": True, "token_types": 1, "adapters": 1}
     )
     generations = [states.generation]
     row = states.add(asks, 0)

@@ -172,8 +172,9 @@ class FakeRunner:
                     LogprobRows.of(logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions),
                 )
         self._save(step)
+        extras = {"prompt_logprobs": prompt_logprobs} if prompt_logprobs else {}
         several = None if self.most_new_tokens == 1 or step.head_rests else counts
-        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs, several)
+        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, several, extras=extras)
 
     def _save(self, step: SchedulerOutput) -> None:
         """Take snapshots of the states after the step."""

@@ -15,6 +15,7 @@ from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
+from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
@@ -77,7 +78,7 @@ class SimulatedEngine:
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
         has_snapshots = num_snapshots > 0 and prefix_caching
         self.structured = Structured(max_num_seqs, VOCAB_SIZE)
-        features: list[PlanFeature] = [self.structured]
+        features: list[PlanFeature] = [self.structured, PromptLogprobs(VOCAB_SIZE)]
         if num_lanes > 1:
             features.append(MicroBatches(num_lanes, min(max_num_seqs, budget // most_new_tokens), steps_in_flight))
         if has_snapshots:

@@ -67,7 +67,7 @@ class StateSnapshots(PlanFeature):
         if num_cached:
             self._slots.move_to_end(self._hash(request, num_cached))
         num_shared = 0
-        if not request.owes_every_token:
+        if not request.computes_every_token:
             num_shared = min(group.longest_prefix(request, num_tokens - 1) for group in self._groups)
         last = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
         ends, before = [], num_cached

@@ -59,7 +59,7 @@ class Plan:
         self, numbers: Sequence[int | None], count: int = 2, most_requests: int = 4, in_flight: int = 2
     ) -> None:
         self._batches = MicroBatches(count, most_requests, in_flight)
-        self.requests = [Request.of(EngineRequest("r", (1,), SamplingParams()), (0, 0), 9, 9) for _ in numbers]
+        self.requests = [Request.of(EngineRequest("r", (1,), SamplingParams()), (0, 0), 9) for _ in numbers]
         for turn in range(count):
             sampling = [each for each, number in zip(self.requests, numbers, strict=True) if number == turn]
             self.parts()

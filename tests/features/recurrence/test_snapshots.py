@@ -191,7 +191,7 @@ def begins_with(snapshots: StateSnapshots, request: Request) -> int | None:
 
 def admitted(cache: KVCacheManager, tokens: Sequence[int]) -> Request:
     given = EngineRequest("r", tuple(tokens), SamplingParams())
-    request = Request.of(given, order=(0, 0), max_total_tokens=1000, vocab_size=VOCABULARY)
+    request = Request.of(given, order=(0, 0), max_total_tokens=1000)
     assert cache.admit(request, reserve=0)
     return request
 
@@ -241,7 +241,7 @@ def test_a_request_that_goes_on_takes_snapshots_of_its_prompt_alone() -> None:
     computed(cache, snapshots, range(21))
     snapshots.unregister_all()
     given = EngineRequest("r", tuple(range(10)), SamplingParams(), output_token_ids=tuple(range(10, 21)))
-    request = Request.of(given, order=(0, 0), max_total_tokens=1000, vocab_size=VOCABULARY)
+    request = Request.of(given, order=(0, 0), max_total_tokens=1000)
     assert cache.admit(request, reserve=0)
     assert request.step_ends == (8,)
     cache.free(request)

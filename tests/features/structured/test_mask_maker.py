@@ -35,7 +35,7 @@ class Told:
 def constrained(name: str, output: tuple[int, ...] = ()) -> tuple[Request, Told, Constrained]:
     told = Told()
     asked = EngineRequest(name, (1, 2), SamplingParams(), output_token_ids=output)
-    request = Request.of(asked, (0, 0), 100, VOCAB_SIZE)
+    request = Request.of(asked, (0, 0), 100)
     request.start()
     return request, told, Constrained(told)
 

@@ -21,7 +21,7 @@ def added(structured: Structured, name: str, mask: Any = None) -> Request:
     """A request that is added at once, in an engine whose steps may yield four tokens."""
     asked = EngineRequest(name, (1, 2), SamplingParams())
     assert not structured.holds(asked, mask)
-    request = Request.of(asked, (0, 0), 100, VOCABULARY, 4)
+    request = Request.of(asked, (0, 0), 100, 4)
     structured.added(request)
     return request
 
