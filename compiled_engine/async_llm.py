@@ -54,7 +54,7 @@ from compiled_engine.frontend.request_stream import (
 )
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT, QUICK_TEXT
+from compiled_engine.frontend.tokenizer_backend import LONG_TEXT, QUICK_TEXT
 from compiled_engine.messages import AdapterRef, RequestLimits
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.forks import Owner, unless_forked

@@ -310,7 +310,7 @@ class SchedulerOutput:
         NewRequest).
     samples_late: nothing is sampled before what the step awaits comes, its TokenMasks.
     draft_sharpness: see SpeculationConfig.sharpnesses.
-    head_rests: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
+    skips_head: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
     extras: plain data of features, by name.
     """
 
@@ -324,7 +324,7 @@ class SchedulerOutput:
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     samples_late: bool = False
     draft_sharpness: float = 1.0
-    head_rests: bool = False
+    skips_head: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
 
     @property

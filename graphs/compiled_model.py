@@ -47,7 +47,7 @@ class Forwards:
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
     logits [T, V] of every token, or hidden states where the model pools or drafts (`pools`). Behind these they return
-    the inputs of tapped layers, if there are any. `logits`: from hidden states [R, D] to logits [R, V];
+    the inputs of the layers that a head reads, if any. `logits`: from hidden states [R, D] to logits [R, V];
     `adapted_logits`: the same with the adapters in the slots of these rows, [R]; `pooler`: from pooled ones to results;
     `combine`: from hidden states of another model to a head's features. A stage that is not the last returns the values
     for the next stage, and has no logits.

@@ -34,11 +34,11 @@ AT_REST = -1
 
 
 class Drafts(NamedTuple):
-    """The drafts that each request of a step may have. head_rests: no head reads the step, so that its requests have
+    """The drafts that each request of a step may have. skips_head: no head reads the step, so that its requests have
     none any more; with 0 only."""
 
     number: int
-    head_rests: bool = False
+    skips_head: bool = False
 
 
 @dataclass
@@ -102,15 +102,15 @@ class DraftLength:
     much better, it has a few steps in a row instead of as many probes, and if these are faster their time counts: one
     that was wrong, or is out of date, does not last.
 
-    head_rests: drafts are those of a head, which need not read steps without drafts. A request of such a step has no
+    skips_head: drafts are those of a head, which need not read steps without drafts. A request of such a step has no
     drafts from then on, so 0 is not chosen for a step alone: where it is best, requests rest one after the other, and
     those that come later make the probes. Where it is not, the head reads each step, even one whose few requests with
     drafts do not outweigh those at rest: there will be more of them.
     """
 
-    def __init__(self, most: int, *, head_rests: bool = False) -> None:
-        self._lengths, self.head_rests = draft_lengths(most), head_rests
-        self._probes = PROBES_OF_HEAD if head_rests else 1
+    def __init__(self, most: int, *, skips_head: bool = False) -> None:
+        self._lengths, self.skips_head = draft_lengths(most), skips_head
+        self._probes = PROBES_OF_HEAD if skips_head else 1
         self._shares, self._verified = [FIRST_GUESS] * most, [GUESSED_DRAFTS] * most
         self._times: dict[int, _Times] = {}
         self._chosen = dict.fromkeys(self._lengths, 0)
@@ -149,7 +149,7 @@ class DraftLength:
                 times.steps = times.probes = 0
             return Drafts(self._lengths[-1])  # the longest tells of all positions
         if judged.current == 0:
-            return Drafts(0, self.head_rests and not self._is_time_to_probe(times, judged))
+            return Drafts(0, self.skips_head and not self._is_time_to_probe(times, judged))
         if not num_drafting:  # none is used, and the head need not read for them
             return Drafts(0)
         if num_drafting == num_requests:
@@ -166,9 +166,9 @@ class DraftLength:
 
     def _promising(self, times: _Times) -> list[int]:
         """Return the numbers that are worth being measured again, the longest first. A head at rest has probes."""
-        if self.head_rests and times.current == 0:
+        if self.skips_head and times.current == 0:
             return []
-        lengths = self._lengths[1:] if self.head_rests else self._lengths  # 0 would let requests rest
+        lengths = self._lengths[1:] if self.skips_head else self._lengths  # 0 would let requests rest
         least = dict.fromkeys(lengths, min(times.seconds[length] for length in self._lengths))
         needed = PROMISING * self._rate(times.seconds, times.current)
         found = [length for length in lengths if length != times.current and self._rate(least, length) > needed]
@@ -183,7 +183,7 @@ class DraftLength:
 
     def _seconds_without(self, times: _Times) -> float:
         """Seconds of a step without drafts, at rest where a head may rest."""
-        if not self.head_rests:
+        if not self.skips_head:
             return times.seconds[0]
         return times.seconds.get(AT_REST, FIRST_GUESS_AT_REST * times.seconds[0])
 

@@ -66,14 +66,14 @@ class EngineCore:
         self._steps_in_flight = config.steps_in_flight
         draft_length = None
         if (speculation := config.speculation).adapts:
-            draft_length = DraftLength(speculation.num_tokens, head_rests=speculation.head_rests)
+            draft_length = DraftLength(speculation.num_tokens, skips_head=speculation.skips_head)
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
             executor.num_blocks,
             config.model.vocab_size,
             self._steps_in_flight,
-            config.most_new_tokens,
+            config.max_new_tokens_per_step,
             pools=config.model.pooling is not None,
             whole=not config.model.causal,
             draft_length=draft_length,

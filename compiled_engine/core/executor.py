@@ -15,8 +15,8 @@ from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput,
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.passes.registry import check_registered, load_plugins
-from compiled_engine.process.begin_gpu import cuda_context
 from compiled_engine.process.forks import begin_to_compute
+from compiled_engine.process.init_cuda import cuda_context
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline

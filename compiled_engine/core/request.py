@@ -86,10 +86,11 @@ class Request:
     failure: why it ends with the next processed step; None if it does not.
     prefix_root: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
-    step may yield fewer than most_new_tokens; exact when all are taken in.
+    step may yield fewer than max_new_tokens_per_step; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
     num_tokens.
-    most_new_tokens: how many tokens a step may yield for it. most_when_admitted: the same, until it rests.
+    max_new_tokens_per_step: how many tokens a step may yield for it. most_when_admitted: the same, until it
+    stops drafting.
     num_slots: tokens that its blocks hold. The KVCacheManager alone changes this and the two fields below.
     next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
     block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
@@ -117,7 +118,7 @@ class Request:
     samples_late: bool = False
     failure: str | None = None
     prefix_root: bytes = ROOT
-    most_new_tokens: int = 1
+    max_new_tokens_per_step: int = 1
     most_when_admitted: int = 1
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -140,13 +141,13 @@ class Request:
         request: EngineRequest,
         order: tuple[int, int],
         max_total_tokens: int,
-        most_new_tokens: int = 1,
+        max_new_tokens_per_step: int = 1,
     ) -> Request:
-        """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one whose
-        logits depend on the tokens generated so far gets one, and so does one that asks for no drafts."""
+        """`max_total_tokens`: most tokens of prompt and output together. max_new_tokens_per_step: of any request; one
+        whose logits depend on the tokens generated so far gets one, and so does one that asks for no drafts."""
         params = request.sampling_params
-        gets_one = most_new_tokens > 1 and (params.edits_by_output or params.disable_spec_decode)
-        most = 1 if gets_one else most_new_tokens
+        gets_one = max_new_tokens_per_step > 1 and (params.edits_by_output or params.disable_spec_decode)
+        most = 1 if gets_one else max_new_tokens_per_step
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
         rule = StopRule.of(params, request.eos_token_ids, room)
@@ -162,7 +163,7 @@ class Request:
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             num_tokens=num_prompt_tokens + len(request.output_token_ids),
-            most_new_tokens=most,
+            max_new_tokens_per_step=most,
             most_when_admitted=most,
             prefix_root=request.prefix_root,
         )
@@ -173,28 +174,28 @@ class Request:
     def start(self) -> None:
         """Run: the request is admitted to a step, for the first time or again."""
         self.status = RequestStatus.RUNNING
-        self.most_new_tokens = self.most_when_admitted
+        self.max_new_tokens_per_step = self.most_when_admitted
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
-    def rest(self) -> None:
+    def stop_drafting(self) -> None:
         """Have no drafts until the request is admitted again, if ever: a head has not read all of its tokens."""
-        self.most_new_tokens = 1
+        self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
     @property
-    def rests(self) -> bool:
-        """Return whether it would have drafts if it did not rest."""
-        return self.most_new_tokens < self.most_when_admitted
+    def has_stopped_drafting(self) -> bool:
+        """Return whether the request would have drafts if it had not stopped drafting."""
+        return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:
         """Set the limits again after anything but a steady share or a steady token, which nearly all are: for those,
         the scheduler makes one comparison.
 
         While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
-        samples any number of tokens up to most_new_tokens, in blocks that it has, is not the first such share, and
-        cannot reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it
-        is not the first, and only the last if it is one of ending_ids.
+        samples any number of tokens up to max_new_tokens_per_step, in blocks that it has, is not the first such share,
+        and cannot reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary:
+        it is not the first, and only the last if it is one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
@@ -205,7 +206,7 @@ class Request:
         last = self.max_num_tokens - 1
         decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
-        most = self.most_new_tokens
+        most = self.max_new_tokens_per_step
         until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.has_sampled else 0
         return until_computed, last if generates else 0
 

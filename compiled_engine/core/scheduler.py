@@ -7,7 +7,7 @@ run out, the last request in order is preempted, and computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
-may yield several tokens for a request (`most_new_tokens`), only the device knows their number until the step is
+may yield several tokens for a request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
 What the sampling of a request awaits is made while its step runs: only that sampling waits for it.
@@ -33,7 +33,7 @@ from compiled_engine.core.request import Finish, Request, RequestStatus, check_s
 from compiled_engine.core.request_table import RequestTable
 from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
 from compiled_engine.core.steps import (
-    StepDraft,
+    StepBuilder,
     StepInFlight,
     StepsInFlight,
     extra_fields,
@@ -68,11 +68,11 @@ class Scheduler:
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
-    most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
-    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
-    prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of drafts of
-    each step, up to most_new_tokens - 1; None for always as many. draft_sharpnesses: see SpeculationConfig. features:
-    see hooks.py.
+    max_new_tokens_per_step: with 1, a step yields one token for each request that samples; with more, 0 to as many.
+    pools: the token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
+    whole: a prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of
+    drafts of each step, up to max_new_tokens_per_step - 1; None for always as many. draft_sharpnesses: see
+    SpeculationConfig. features: see hooks.py.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         num_blocks: int,
         vocab_size: int,
         steps_in_flight: int = 1,
-        most_new_tokens: int = 1,
+        max_new_tokens_per_step: int = 1,
         pools: bool = False,
         *,
         whole: bool = False,
@@ -91,8 +91,8 @@ class Scheduler:
         features: Sequence[PlanFeature] = (),
     ) -> None:
         self._config, self._whole = scheduler, whole
-        self._most_new_tokens = most_new_tokens
-        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
+        self._max_new_tokens_per_step = max_new_tokens_per_step
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // max_new_tokens_per_step)
         self._hooks = PlanHooks(features)
         groups = [] if whole else [BlockGroup(num_blocks, cache.block_size)]
         others: list[CacheResource] = [RequestRows(most * math.prod(feature.num_parts for feature in features))]
@@ -111,9 +111,9 @@ class Scheduler:
         self._steps_ahead = steps_in_flight - 1
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
         self._counts = SchedulerCounts(least_free=num_blocks)
-        self._drafts = DraftCounts([0] * (most_new_tokens - 1))
+        self._drafts = DraftCounts([0] * (max_new_tokens_per_step - 1))
         self._draft_length = draft_length
-        self._head_rests = draft_length is not None and draft_length.head_rests
+        self._skips_head = draft_length is not None and draft_length.skips_head
         self._num_rested = 0
         self._draft_sharpness = DraftSharpness(draft_sharpnesses) if len(draft_sharpnesses) > 1 else None
         self._fixed_sharpness = draft_sharpnesses[0]
@@ -126,7 +126,7 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        self._requests.add(Request.of(request, order, self._max_total_tokens, self._most_new_tokens))
+        self._requests.add(Request.of(request, order, self._max_total_tokens, self._max_new_tokens_per_step))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -167,41 +167,41 @@ class Scheduler:
         for divide in self._hooks.divide:
             parts = divide(running, waiting, len(self._in_flight))
         for of_step, room in parts:
-            draft = self._draft(of_step, room, num_preemptions)
-            if draft.decodes or draft.longer.requests:
+            builder = self._build_step(of_step, room, num_preemptions)
+            if builder.decodes or builder.longer.requests:
                 break
         else:
             return None
-        for request in draft.completed:
+        for request in builder.completed:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         sharpness = self._fixed_sharpness
-        if self._draft_sharpness is not None and not draft.head_rests:
+        if self._draft_sharpness is not None and not builder.skips_head:
             sharpness = self._draft_sharpness.choose()
-        step = StepInFlight.of(number, draft, removed, registered, sharpness, any_late=self._requests.num_late > 0)
+        step = StepInFlight.of(number, builder, removed, registered, sharpness, any_late=self._requests.num_late > 0)
         for planned in self._hooks.planned:
             planned(step)
         self._in_flight.append(step)
         return step.output
 
-    def _draft(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepDraft:
+    def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
         """Draft a step of these running requests and at most `room` waiting ones, perhaps an empty one.
 
         If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
         would be preempted next.
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
-        drafts = Drafts(self._most_new_tokens - 1)
+        drafts = Drafts(self._max_new_tokens_per_step - 1)
         if self._draft_length is not None:
             drafts = self._choose_drafts(self._draft_length, of_step, num_waiting)
-        draft = StepDraft(most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
-        budget = self._schedule_running(draft, of_step)
+        builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
+        budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
-            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.has_decodes else budget, room)
-        if self._head_rests:
-            self._let_rest(draft, drafts)
-        return draft
+            self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
+        if self._skips_head:
+            self._skip_head(builder, drafts)
+        return builder
 
     def _choose_drafts(self, draft_length: DraftLength, of_step: Sequence[Request], num_waiting: int) -> Drafts:
         """Decide from the waiting requests whether the head reads their prompts, if no request runs yet."""
@@ -209,31 +209,31 @@ class Scheduler:
         drafting = [
             request
             for request in of_step
-            if request.most_new_tokens > 1 and request.num_computed_tokens + 1 == request.num_tokens
+            if request.max_new_tokens_per_step > 1 and request.num_computed_tokens + 1 == request.num_tokens
         ]
         return draft_length.choose(num_requests, len(drafting))
 
-    def _let_rest(self, draft: StepDraft, drafts: Drafts) -> None:
-        """Let the requests of a step rest that the head does not read; nor does it read a step without drafts whose
-        requests rest anyway."""
-        requests = (*draft.decodes, *draft.longer.requests)
-        reading = [request for request in requests if request.most_new_tokens > 1]
-        draft.head_rests = drafts.head_rests or not (reading or drafts.number)
-        if not draft.head_rests:
+    def _skip_head(self, builder: StepBuilder, drafts: Drafts) -> None:
+        """Decide whether the head skips the step; if so, its requests stop drafting. A step without drafts is also
+        skipped if all its requests have stopped before."""
+        requests = (*builder.decodes, *builder.longer.requests)
+        reading = [request for request in requests if request.max_new_tokens_per_step > 1]
+        builder.skips_head = drafts.skips_head or not (reading or drafts.number)
+        if not builder.skips_head:
             return
         self._num_rested += len(reading)
         for request in reading:
-            request.rest()
-        if all(step.output.head_rests for step in self._in_flight):  # so the numbers of tokens are exact
+            request.stop_drafting()
+        if all(step.output.skips_head for step in self._in_flight):  # so the numbers of tokens are exact
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
 
-    def _schedule_running(self, draft: StepDraft, running: Sequence[Request]) -> int:
+    def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
         """Returns the budget left for waiting requests."""
-        budget, decode_tokens = self._config.max_num_batched_tokens, draft.decode_tokens
-        add_request, add_start = draft.decodes.append, draft.decode_starts.append
+        budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
+        add_request, add_start = builder.decodes.append, builder.decode_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
-            if start < request.steady_until_computed and decode_tokens <= request.most_new_tokens:
+            if start < request.steady_until_computed and decode_tokens <= request.max_new_tokens_per_step:
                 add_request(request)
                 add_start(start)
                 request.num_computed_tokens = start + decode_tokens
@@ -249,29 +249,29 @@ class Scheduler:
                 # Tokens for a decode of each request behind are reserved, so that no long prompt delays a decode.
                 kept = (len(running) - index) * decode_tokens
                 num_tokens = min(num_tokens, budget - kept, request.step_limit)
-                if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
+                if len(running) > 1 and (num_tokens := min(num_tokens, builder.room_for_prompts(budget))) < 1:
                     continue
                 bound = 1
             else:
-                bound = min(request.most_new_tokens, decode_tokens, request.max_num_tokens - request.num_tokens)
+                bound = min(request.max_new_tokens_per_step, decode_tokens, request.max_num_tokens - request.num_tokens)
                 num_tokens = bound
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 self._counts.preemptions += 1
                 if self._requests.preempt_last() is request:
                     return 0
             if new_block_ids:
-                draft.new_block_ids[request.request_id] = new_block_ids
+                builder.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
-            self._schedule_tokens(draft, request, num_tokens, bound)
+            self._schedule_tokens(builder, request, num_tokens, bound)
         return budget
 
-    def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
+    def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
         """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
         for reconsiders in self._hooks.reconsiders:
             if reconsiders():
                 waiting.restore()
-        while budget > 0 and len(draft.new) < room and (request := waiting.peek()) is not None:
+        while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
             if not all(may_start(request) for may_start in self._hooks.may_start):
@@ -287,23 +287,23 @@ class Scheduler:
             for admitted in self._hooks.admitted:
                 admitted(request, extras)
             block_ids = self._kv_cache.block_ids(request)
-            draft.new.append(request.as_new(block_ids, extras))
-            self._schedule_tokens(draft, request, num_tokens, bound=1)
+            builder.new.append(request.as_new(block_ids, extras))
+            self._schedule_tokens(builder, request, num_tokens, bound=1)
 
-    def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
+    def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
         """bound: most tokens sampled if the share reaches the last known token; all but one of them are draft
         tokens.
         """
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
         samples = end >= request.num_tokens
-        draft.add(request, start, num_tokens, samples)
+        builder.add(request, start, num_tokens, samples)
         if num_tokens > 1 and start + 1 < request.num_tokens:
-            draft.num_prompts += 1
-            draft.num_prefill_tokens += num_tokens
+            builder.num_prompts += 1
+            builder.num_prefill_tokens += num_tokens
         if end >= request.next_block_end:
-            if num_tokens <= self._most_new_tokens:
-                draft.completed.append(request)
+            if num_tokens <= self._max_new_tokens_per_step:
+                builder.completed.append(request)
             else:
                 self._kv_cache.register(request)
         if end in request.step_ends:
@@ -313,9 +313,9 @@ class Scheduler:
         if samples:
             request.has_sampled = True
             request.num_tokens += bound
-            if bound < draft.decode_tokens:
-                draft.bounds[request] = bound
-            if request.num_tokens == request.max_num_tokens and self._most_new_tokens == 1:
+            if bound < builder.decode_tokens:
+                builder.bounds[request] = bound
+            if request.num_tokens == request.max_num_tokens and self._max_new_tokens_per_step == 1:
                 self._last_share.append(request)
         request.set_steady_limits()
 
@@ -345,7 +345,7 @@ class Scheduler:
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
         others = extra_outputs(in_flight, result, self._hooks.taken) if result.extras else []
-        single = self._most_new_tokens == 1 or step.head_rests
+        single = self._max_new_tokens_per_step == 1 or step.skips_head
         take = self._take_single_tokens if single else self._take_several
         outputs = take(in_flight, result, others)
         self._in_flight.popleft()
@@ -367,7 +367,7 @@ class Scheduler:
             if beside.decode_tokens != step.decode_tokens:
                 return
             in_a_row &= beside.rows == step.rows
-        seconds, rested = self._updated_s - begun_s, step.output.head_rests
+        seconds, rested = self._updated_s - begun_s, step.output.skips_head
         draft_length.took(len(step.requests), step.num_drafts, seconds, head_rested=rested, in_a_row=in_a_row)
 
     def _take_single_tokens(
@@ -392,7 +392,7 @@ class Scheduler:
         return step_outputs(in_flight, result, not_steady, others)
 
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
-        """Take in 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
+        """Take in 0 to `max_new_tokens_per_step` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.extras)
         columns: list[int] = []
@@ -473,13 +473,13 @@ class Scheduler:
     def metrics(self) -> dict[str, Any]:
         """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
         the features' metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
-        request has begun to rest."""
+        request has stopped drafting."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
         chosen = {} if self._draft_length is None else self._draft_length.metrics()
         if self._draft_sharpness is not None:
             chosen |= self._draft_sharpness.metrics()
-        chosen["resting"] = sum(request.rests for request in self._requests.running)
+        chosen["resting"] = sum(request.has_stopped_drafting for request in self._requests.running)
         chosen["rested"] = self._num_rested
         found = counts | self._drafts.metrics() | chosen
         for metrics in self._hooks.metrics:

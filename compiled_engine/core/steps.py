@@ -1,4 +1,4 @@
-"""A step on paper, from its draft until its outputs: which request has which share, and what comes of it."""
+"""A step on paper, from its first share until its outputs: which request has which share, and what comes of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shares:
 
 
 @dataclass(slots=True)
-class StepDraft:
+class StepBuilder:
     """A step under construction.
 
     decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
@@ -44,7 +44,7 @@ class StepDraft:
     `num_prefill_tokens` together, at most `max_prefill_tokens` where others run. completed: requests whose share of at
     most as many tokens as a decode completes a block, which no request of this step may read: a kernel may write it
     while another row attends.
-    head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than decode_tokens.
+    skips_head: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than decode_tokens.
     """
 
     max_prefill_tokens: int | None = None
@@ -59,7 +59,7 @@ class StepDraft:
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    head_rests: bool = False
+    skips_head: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == self.decode_tokens:
@@ -104,7 +104,7 @@ class StepInFlight:
     late: requests that sample late.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
-    bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
+    bounds, decode_tokens: see StepBuilder. num_drafts: in a step of decodes alone of which at least
     half have as many; None for any other. rows: the number of drafts, whether the head rests, the requests and their
     tokens; the runner keeps the rows of the step before if these are equal. begun_s: when it was scheduled, in seconds
     of time.perf_counter.
@@ -126,7 +126,7 @@ class StepInFlight:
     def of(
         cls,
         number: int,
-        draft: StepDraft,
+        builder: StepBuilder,
         removed: tuple[str, ...],
         registered: list[list[int]],
         draft_sharpness: float,
@@ -134,7 +134,7 @@ class StepInFlight:
         any_late: bool,
     ) -> StepInFlight:
         """any_late: whether any request samples late, in this step or another."""
-        shares = draft.shares()
+        shares = builder.shares()
         request_ids = [request.request_id for request in shares.requests]
         sampling, sampling_ids = shares.requests, request_ids
         if not all(shares.samples):
@@ -144,22 +144,22 @@ class StepInFlight:
         output = SchedulerOutput(
             step=number,
             removed=removed,
-            new=tuple(draft.new),
+            new=tuple(builder.new),
             request_ids=request_ids,
             starts=shares.starts,
             counts=shares.counts,
             samples=shares.samples,
-            new_block_ids=draft.new_block_ids,
+            new_block_ids=builder.new_block_ids,
             samples_late=bool(late),
             draft_sharpness=draft_sharpness,
-            head_rests=draft.head_rests,
+            skips_head=builder.skips_head,
         )
-        requests, bounds = shares.requests, draft.bounds
-        of_decodes = not (draft.num_prefill_tokens or draft.new) and 2 * len(draft.decodes) >= len(requests)
-        num_drafts = draft.decode_tokens - 1 if of_decodes else None
+        requests, bounds = shares.requests, builder.bounds
+        of_decodes = not (builder.num_prefill_tokens or builder.new) and 2 * len(builder.decodes) >= len(requests)
+        num_drafts = builder.decode_tokens - 1 if of_decodes else None
         step = output, requests, sampling, sampling_ids, late, registered, bounds
-        rows = num_drafts, draft.head_rests, request_ids, shares.counts
-        return cls(*step, draft.decode_tokens, num_drafts, rows, time.perf_counter())
+        rows = num_drafts, builder.skips_head, request_ids, shares.counts
+        return cls(*step, builder.decode_tokens, num_drafts, rows, time.perf_counter())
 
 
 class StepsInFlight(deque[StepInFlight]):

@@ -20,7 +20,7 @@ from compiled_engine.frontend.pooling import PoolingParams, PoolingTask, Scoring
 from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num_characters, parse_prompts
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT, Pair
+from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pair
 from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory

@@ -158,18 +158,18 @@ def prepare_inputs(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    plain: bool = False,
+    no_head: bool = False,
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
 
     num_rows: rows in it, padding included; row -1 reads nothing and gives an empty context. decodes_only: each row has
     one token, and query_start_loc is not read. num_tokens: to fill; tokens that no row has get token 0 and slot -1.
-    plain: draft_numbers_R is not read.
+    no_head: draft_numbers_R is not read.
     """
     if buffers.rows_R.device.type == "cpu":
-        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, plain=plain)
+        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, no_head=no_head)
     else:
-        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, plain=plain)
+        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, no_head=no_head)
 
 
 def launch_prepare(
@@ -178,20 +178,20 @@ def launch_prepare(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    plain: bool = False,
+    no_head: bool = False,
 ) -> None:
     """Launch the kernel of prepare_inputs."""
     from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
-    drafts_SK, history_SL = (None, None) if plain else (states.drafts_SK, states.history_SL)
+    drafts_SK, history_SL = (None, None) if no_head else (states.drafts_SK, states.history_SL)
     prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
         buffers.rows_R,
         buffers.query_start_loc_R1,
         states.num_computed_S,
-        states.num_known_S,
+        states.prefill_len_S,
         states.last_token_S,
-        states.known_row_S,
-        states.known_ids_KL,
+        states.token_row_S,
+        states.all_token_ids_KL,
         states.block_table_SB,
         buffers.input_ids_T,
         buffers.positions_T,
@@ -200,12 +200,12 @@ def launch_prepare(
         buffers.logits_index_R,
         buffers.block_table_RB,
         buffers.sample_positions_R,
-        None if plain else buffers.draft_numbers_R,
+        None if no_head else buffers.draft_numbers_R,
         drafts_SK,
         history_SL,
         num_rows,
         num_tokens,
-        states.known_ids_KL.stride(0),
+        states.all_token_ids_KL.stride(0),
         0 if history_SL is None else history_SL.stride(0),
         NUM_DRAFTS=0 if drafts_SK is None else drafts_SK.shape[1],
         MAX_BLOCKS=states.block_table_SB.shape[1],
@@ -223,7 +223,7 @@ def prepare_reference(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    plain: bool = False,
+    no_head: bool = False,
 ) -> None:
     """Do what the kernel does, for tensors on the CPU."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
@@ -231,14 +231,14 @@ def prepare_reference(
     lens_R = np.diff(starts_R1)
     real_R = rows_R >= 0
     computed_R = np.where(real_R, states.num_computed_S.numpy()[rows_R], 0)
-    known_R = states.num_known_S.numpy()[rows_R]
+    known_R = states.prefill_len_S.numpy()[rows_R]
     newest_R = states.last_token_S.numpy()[rows_R]
-    if buffers.draft_numbers_R is not None and not plain:
+    if buffers.draft_numbers_R is not None and not no_head:
         assert states.drafts_SK is not None
         number_R = np.where(real_R, buffers.draft_numbers_R.numpy()[:num_rows], 0)
         draft_R = states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)]
         real_R &= (number_R <= 0) | (draft_R >= 0)
-        if states.history_SL is None:  # known_ids_KL has the tokens before the newest one
+        if states.history_SL is None:  # all_token_ids_KL has the tokens before the newest one
             known_R = np.where(number_R < 0, np.maximum(known_R, computed_R + 1), known_R)
         computed_R = np.where(real_R, computed_R + number_R, 0)
         newest_R = np.where(number_R > 0, draft_R, newest_R)
@@ -250,9 +250,11 @@ def prepare_reference(
     request_T = request_T[:covered]
     positions_T = np.arange(covered) - starts_R1[request_T] + computed_R[request_T]
     row_T = rows_R[request_T]
-    known_ids_KL = states.known_ids_KL.numpy()
-    known_ids_T = known_ids_KL[states.known_row_S.numpy()[row_T], np.minimum(positions_T, known_ids_KL.shape[1] - 1)]
-    ids_T = np.where(positions_T < known_R[request_T], known_ids_T, newest_R[request_T])
+    all_token_ids_KL = states.all_token_ids_KL.numpy()
+    all_token_ids_T = all_token_ids_KL[
+        states.token_row_S.numpy()[row_T], np.minimum(positions_T, all_token_ids_KL.shape[1] - 1)
+    ]
+    ids_T = np.where(positions_T < known_R[request_T], all_token_ids_T, newest_R[request_T])
     table_SB = states.block_table_SB.numpy()
     block_T, offset_T = np.divmod(positions_T, states.block_size)
     blocks_T = table_SB[row_T, np.minimum(block_T, table_SB.shape[1] - 1)].astype(np.int64)
@@ -294,8 +296,8 @@ class InputBatch:
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
     request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
-    `step_starts` and `samples` too are in batch order. `adapted`: a request has an adapter. `plain`: see
-    SchedulerOutput.head_rests; always False without a head.
+    `step_starts` and `samples` too are in batch order. `adapted`: a request has an adapter. `no_head`: see
+    SchedulerOutput.skips_head; always False without a head.
     """
 
     request_ids: list[str]
@@ -312,7 +314,7 @@ class InputBatch:
     order: np.ndarray | None = None
     drafted: DraftedRows | None = None
     adapted: bool = False
-    plain: bool = False
+    no_head: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -377,7 +379,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         padded_tokens,
         host,
         order,
-        plain=step.head_rests,
+        no_head=step.skips_head,
     )
 
 
@@ -446,8 +448,8 @@ def empty_batch(
     batch = InputBatch(
         [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
-    is_plain = key is not None and key.plain
-    return replace(batch, adapted=has_adapters, plain=is_plain) if has_adapters or is_plain else batch
+    no_head = key is not None and key.no_head
+    return replace(batch, adapted=has_adapters, no_head=no_head) if has_adapters or no_head else batch
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
@@ -465,7 +467,7 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Make the batch's inputs on the device from what was staged and applied."""
-    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, plain=batch.plain)
+    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, no_head=batch.no_head)
     if asked := buffers.asked if batch.adapted else buffers.unadapted_asked:
         _fill(batch, states, buffers, asked)
 

@@ -26,7 +26,7 @@ from compiled_engine.models.checkpoint.parameters import materialize, parameters
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.passes.framework.parameter import KEPT
-from compiled_engine.passes.layout.taps import layer_stack
+from compiled_engine.passes.layout.aux_hidden_states import layer_stack
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -50,10 +50,10 @@ def compile_in_turn(
     """
     finds = group.rank > 0 and config.compile.cache_dir is not None
     if finds:
-        group.least(1)
+        group.all_reduce_min(1)
     compiled = compile_model(config, model_to_trace, progress, timeline)
     if not finds:
-        group.least(1)
+        group.all_reduce_min(1)
     return compiled
 
 
@@ -108,13 +108,13 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. taps: the inputs of the
-    tapped layers, [T, D] each, valid until the next call. slots_T: int32 [T], the slot of each token's adapter, -1
-    without one; None for a step without adapters."""
+    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. aux_hidden_states: the
+    inputs of the layers that a head reads, [T, D] each, valid until the next call. slots_T: int32 [T], the slot of each
+    token's adapter, -1 without one; None for a step without adapters."""
 
     tensor: torch.Tensor
     is_logits: bool
-    taps: tuple[torch.Tensor, ...] = ()
+    aux_hidden_states: tuple[torch.Tensor, ...] = ()
     slots_T: torch.Tensor | None = None
 
     @classmethod
@@ -126,11 +126,11 @@ class ForwardOutput:
         slots_T: torch.Tensor | None = None,
     ) -> ForwardOutput:
         """Wrap what a forward returns."""
-        tensor, *taps = result if isinstance(result, tuple) else (result,)
-        return cls(tensor, is_logits, tuple(taps), slots_T)
+        tensor, *aux_hidden_states = result if isinstance(result, tuple) else (result,)
+        return cls(tensor, is_logits, tuple(aux_hidden_states), slots_T)
 
     def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
-        """Return the part of some tokens, without taps. tokens: a slice, or numbers, int64."""
+        """Return the part of some tokens, without aux_hidden_states. tokens: a slice, or numbers, int64."""
         slots_T = None if self.slots_T is None or self.is_logits else self.slots_T[tokens]
         return ForwardOutput(self.tensor[tokens], self.is_logits, slots_T=slots_T)
 
@@ -161,9 +161,9 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if never called.
-    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. taps: the layers whose
-    inputs are returned too; compiled forwards return them already. A stage with others behind it returns what it sends
-    on for hidden states and logits alike.
+    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. aux_layers: the layers
+    whose inputs are returned too; compiled forwards return them already. A stage with others behind it returns what it
+    sends on for hidden states and logits alike.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ModelForward:
         on_attention: OnAttention | None,
         most_tokens: int = 0,
         records: bool = False,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ):
         self._received: torch.Tensor | None = None
         if compiled:
@@ -189,7 +189,7 @@ class ModelForward:
             ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
             if (combine := getattr(model, "combine", None)) is not None:
                 ends["combine"] = combine
-            called = _EagerTaps(model, taps) if taps else model
+            called = _EagerAuxHiddenStates(model, aux_layers) if aux_layers else model
             whole = Forwards(called, **ends)
             parts = whole if on_attention is None else Forwards(_EagerParts(called, on_attention))
             self._variant, self._adapted = _Variant(whole, parts, whole, parts), None
@@ -265,7 +265,7 @@ class ModelForward:
         self.logits = self.pooler = self.combine = self._adapted_logits = nn.Identity()
 
 
-class _EagerTaps:
+class _EagerAuxHiddenStates:
     """The eager model, which returns the inputs of these layers behind its hidden states."""
 
     def __init__(self, model: nn.Module, layers: Sequence[int]):

@@ -22,7 +22,7 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for
+from compiled_engine.parallel.group import FakeGroup, Group, fake_group_for, in_group
 from compiled_engine.parallel.stages import Stage, StageLink
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
@@ -31,14 +31,12 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.adapter_slots import AdapterSlots
-from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.drafts import DraftedSteps
 from compiled_engine.runner.eagle import EagleProposer
-from compiled_engine.runner.eagle_graphs import EagleGraphs
-from compiled_engine.runner.head import embedding_of
+from compiled_engine.runner.eagle_drafter import EagleDrafter
+from compiled_engine.runner.eagle_head import embedding_of
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
-from compiled_engine.runner.known_start import leave_mark, mark_of_start
 from compiled_engine.runner.model_forward import (
     BatchForward,
     ModelForward,
@@ -51,8 +49,10 @@ from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, Prom
 from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.state_rows import StateRows
+from compiled_engine.runner.step_graphs import GraphedStep, StepGraphs, affordable
 from compiled_engine.runner.step_pooling import StepPooling
 from compiled_engine.runner.step_sampling import StepSampling, owes_prompt_logprobs
+from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
 from compiled_engine.runner.warm_up import (
     compile_kernels,
     compile_kernels_ahead,
@@ -88,12 +88,12 @@ class Runner:
         Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
-        self._group: Group = group or StandIn()
+        self._group: Group = group or FakeGroup()
         self._link = link
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._samples = self._stage.is_last and config.model.pooling is None
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
-        self._taps: tuple[torch.Tensor, ...] = ()  # of the last step
+        self._aux_hidden_states: tuple[torch.Tensor, ...] = ()  # of the last step
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -104,15 +104,15 @@ class Runner:
                 workers.start()
             with kernels_in(kernels):
                 self._load(progress, logits_processors, workers)
-                mark = self._mark(kernels) if is_first and kernels is not None else None
+                stamp = self._stamp(kernels) if is_first and kernels is not None else None
                 # The first rank compiles the kernels that are new to any of them; the others find them then.
-                if not self._group.least(not self._is_new) and is_first:
+                if not self._group.all_reduce_min(not self._is_new) and is_first:
                     workers.start()
-                if mark is not None and not mark.exists():
+                if stamp is not None and not stamp.exists():
                     workers.start()
                 self._start(progress, workers)
-            if mark is not None:
-                leave_mark(mark)
+            if stamp is not None:
+                write_stamp(stamp)
 
     def _load(
         self,
@@ -145,9 +145,12 @@ class Runner:
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
-        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
-        taps = config.speculation.taps
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, taps)
+        most_tokens, most_rows = (
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
+        )
+        aux_layers = config.speculation.aux_layers
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
@@ -188,10 +191,10 @@ class Runner:
             tensors_beside_steps(config),
             has_drafts=speculation.num_tokens > 0,
         )
-        self._drafted = DraftedSteps(self.states, self.buffers, speculation.queries, known=self.knows_drafts)
+        self._drafted = DraftedSteps(self.states, self.buffers, speculation.query_lens, known=self.knows_drafts)
         # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
         self._head: EagleProposer | None = None
-        self._draft: DraftModelProposer | EagleGraphs | None = None
+        self._draft: DraftModelProposer | EagleDrafter | None = None
         if (draft := config.draft) is not None:
             sampler, of_start = self.sampler, (progress, timeline)
             with timeline.span("draft model"):
@@ -203,7 +206,7 @@ class Runner:
                     self._head = EagleProposer(draft, self.states, sampler, self._group, *of_start, embedding)
                 else:
                     of_steps = config, self.states, self.buffers, sampler, self._group, model_to_trace, on_attention
-                    self._draft = EagleGraphs(draft, *of_steps, *of_start, embedding_of(model, draft))
+                    self._draft = EagleDrafter(draft, *of_steps, *of_start, embedding_of(model, draft))
         self._drafter = self._draft or self._head
         from_history = speculation.num_tokens and self._drafter is None
         ngrams = NgramProposer(speculation, self.states) if from_history else None
@@ -218,31 +221,31 @@ class Runner:
             self._pooling = StepPooling(pooling, size, self.states, self.buffers, self.model.pooler, whole=whole)
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
-        self.step = PaddedStep(
+        self.step = GraphedStep(
             forward,
             self._sampling,
             self.states,
             length,
             self._samples,
             None if self.knows_drafts else ngrams,
-            self._draft if isinstance(self._draft, EagleGraphs) else None,
+            self._draft if isinstance(self._draft, EagleDrafter) else None,
         )
 
-    def _mark(self, kernels: Path) -> Path | None:
-        """See `mark_of_start`; None for a model that is not compiled, or not kept."""
+    def _stamp(self, kernels: Path) -> Path | None:
+        """See `stamp_of_start`; None for a model that is not compiled, or not kept."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
-        return mark_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
+        return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
-            with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
+            with self._timeline.span("compile kernels"), in_group(fake_group_for(self._group)):
                 if self._ahead is not None:
                     self._ahead.result()
                 compile_kernels(self._config, self.step, workers, progress, self._draft)
         workers.close()
-        self._group.least(1)  # all wait for the kernels
+        self._group.all_reduce_min(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
             if self._draft is not None:
@@ -251,16 +254,20 @@ class Runner:
                 self._head.warm_up()
         # Memory that the first request with penalties allocates is reserved.
         set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._samples
-        graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
-        self.captured = CapturedSteps(self._config, graph, self.step, self._capture, self._draft)
+        graph = affordable(
+            self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.all_reduce_min
+        )
+        self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._draft)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
-                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least, self._stage.index)
+                graph_bytes = predicted_bytes(
+                    self._config, lookup, graphs, self._group.all_reduce_min, self._stage.index
+                )
         layers = self._stage.layers
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
-        self.num_blocks = self._group.least(self._cache_size.num_blocks)
+        self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
         if self._drafter is not None:
             self._drafter.allocate(self.num_blocks)
@@ -285,7 +292,7 @@ class Runner:
             update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
-            if self._proposer is not None and self.knows_drafts and not step.head_rests:
+            if self._proposer is not None and self.knows_drafts and not step.skips_head:
                 self.runs_begun += 1
                 self._proposer.propose(step)
                 self.runs_ended += 1
@@ -307,8 +314,8 @@ class Runner:
         assert unsampled is not None
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
-                unsampled.sampled = self._sampling.finish(unsampled, masks)
-            self._follow(unsampled.batch)
+                unsampled.sampled = self._sampling.complete(unsampled, masks)
+            self._prefill_head(unsampled.batch)
         except BaseException:
             self._fail()
             raise
@@ -325,9 +332,9 @@ class Runner:
         adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         drafting: Drafting | None = None
-        if step.head_rests or not self._config.speculation.num_tokens:
-            plain, count = step.head_rests, step.num_tokens
-            key = graph_for(count, num_requests, longest, hidden_wanted, adapted=adapted, plain=plain)
+        if step.skips_head or not self._config.speculation.num_tokens:
+            no_head, count = step.skips_head, step.num_tokens
+            key = graph_for(count, num_requests, longest, hidden_wanted, adapted=adapted, no_head=no_head)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
             if self._draft is not None and not self.knows_drafts:
@@ -335,7 +342,7 @@ class Runner:
             rows = self._drafted.rows(step)
             longest = max(map(add, step.starts, step.counts), default=0)
             key = graph_for(
-                rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, queries=rows.queries
+                rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, query_len=rows.query_len
             )
             batch = self._drafted.make_batch(step, rows, key)
         if adapted:
@@ -372,33 +379,33 @@ class Runner:
             logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
         else:
             output = self.captured.forward(batch, hidden_wanted)
-            self._taps = output.taps
+            self._aux_hidden_states = output.aux_hidden_states
             if hidden_wanted:
                 prompt = self._sampling.prompt_logprobs(batch, output)
-            logits_RV = self._sampling.first(output, batch)
+            logits_RV = self._sampling.sample(output, batch)
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:
-            self._follow(batch)
+            self._prefill_head(batch)
             return self.pending.step(batch, None, prompt)
         unsampled = UnsampledStep(batch, logits_RV, prompt)
         if awaits_masks:
             self._unsampled = unsampled
             return unsampled
-        pending = self._sampling.finish(unsampled)
-        self._follow(batch)
+        pending = self._sampling.complete(unsampled)
+        self._prefill_head(batch)
         return pending
 
-    def _follow(self, batch: InputBatch) -> None:
-        """Let the head compute a step whose tokens the states have, unless it rests."""
-        if batch.plain:
+    def _prefill_head(self, batch: InputBatch) -> None:
+        """Let the head compute a step whose tokens the states have, unless the step skips the head."""
+        if batch.no_head:
             return
         if self._head is not None:
             self.runs_begun += 1
-            self._head.follow(batch, self.buffers, self._taps)
+            self._head.prefill_head(batch, self.buffers, self._aux_hidden_states)
             self.runs_ended += 1
         elif self._draft is not None:
-            self.captured.follow(batch)
+            self.captured.prefill_head(batch)
 
     def _run_without_sampling(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """Run a non-final pipeline stage, or a model that pools; the result's tokens are unused."""

@@ -64,7 +64,7 @@ def launch_advance(
         buffers.query_start_loc_R1,
         token_ids_R,
         states.num_computed_S,
-        states.num_known_S,
+        states.prefill_len_S,
         states.last_token_S,
         buffers.num_steps_1,
         buffers.tokens_KR1,
@@ -99,7 +99,7 @@ def advance_reference(
     if not again:
         computed_S[rows] += lens_R[real_R]
     samples_R = np.zeros(num_rows, bool)
-    samples_R[real_R] = computed_S[rows] >= states.num_known_S.numpy()[rows]
+    samples_R[real_R] = computed_S[rows] >= states.prefill_len_S.numpy()[rows]
     tokens_R = np.full(num_rows, -1, np.int32)
     tokens_R[samples_R] = token_ids_R.numpy()[np.flatnonzero(samples_R)]
     # An error code ends its request, but a step with it may be under way.

@@ -116,7 +116,7 @@ class StepPooling:
         length_R = tokens_R
         if not self._whole:
             rows_R = buffers.rows_R[:count].long()
-            length_R = self._states.num_known_S[rows_R]
+            length_R = self._states.prefill_len_S[rows_R]
         length_T = length_R.float()[request_T]
         hidden_TD = hidden_TD[:num_tokens].float()
         pooled = []

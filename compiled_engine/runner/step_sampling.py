@@ -2,10 +2,11 @@
 
 1. The log-probabilities of prompts, from hidden states (`prompt_logprobs`).
 2. The logits of the rows that sample, and a token for each by temperature and seed; the states advance, and the tokens
-   go to the host (`first`). The graph of a batch of decodes ends with this, see PaddedStep (`every_row`). A step that
-   samples nothing (a chunk of a prompt, or a stage of a pipeline before the last) only advances (`without_tokens`).
+   go to the host (`sample`). The graph of a batch of decodes ends with this, see GraphedStep (`sample_all`). A step
+   that samples nothing (a chunk of a prompt, or a stage of a pipeline before the last) only advances
+   (`without_tokens`).
 3. After the masks arrive, if the step has any: new tokens for rows with more than temperature and seed, in the order of
-   sampler.py. They replace the first tokens in the states and on the host (`finish`).
+   sampler.py. They replace the first tokens in the states and on the host (`complete`).
 4. In a pipeline, the transfer of tokens to the first stage.
 5. The log-probabilities of the tokens, if requested.
 
@@ -73,7 +74,7 @@ class StepSampling:
             count = min(in_step, in_prompt - 1 - first)
             if wanted is None or count <= 0:
                 continue
-            targets_T = upload(states.known_ids(row)[first + 1 : first + 1 + count], hidden.tensor.device)
+            targets_T = upload(states.all_token_ids(row)[first + 1 : first + 1 + count], hidden.tensor.device)
             chunks = []
             for begin in range(0, count, CHUNK):
                 end = min(count, begin + CHUNK)
@@ -83,7 +84,7 @@ class StepSampling:
             found[request_id] = PromptLogprobs(first + 1, chunks)
         return found
 
-    def first(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
+    def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
         """Launch 2 for a batch that had no graph of decodes; returns its logits [R, V], None if nothing is sampled."""
         count = batch.num_requests  # padding rows need no logits here
         if not batch.samples.any():
@@ -92,9 +93,9 @@ class StepSampling:
         if len(output.tensor) != count:  # else each token is a row's: nothing has to be picked out, and copied
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.every_row(output, batch, count)
+        return self.sample_all(output, batch, count)
 
-    def every_row(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def sample_all(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Choose a token for each of num_rows rows by temperature and seed, and advance; may be captured.
 
         output: of these rows alone. Returns their logits.
@@ -112,18 +113,18 @@ class StepSampling:
         """Advance the states of a step that samples nothing here; may be captured."""
         self._advance(batch, self._buffers.sample_positions_R, num_rows)  # no row is to get a token: any will do
 
-    def again(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int) -> None:
+    def resample(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int) -> None:
         """Replace the tokens that the states have advanced with."""
         self._advance(batch, token_ids_R, num_rows, again=True)
 
     def _advance(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
-        if self._speculates and not batch.plain:
+        if self._speculates and not batch.no_head:
             verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
             return
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
-    def finish(self, step: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
+    def complete(self, step: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
         """Launch 3 to 5 for a step after 2. masks: the step's masks, if any."""
         batch, logits_RV = step.batch, step.logits_RV
         rows_R = np.where(batch.samples, batch.rows, -1)
@@ -147,7 +148,7 @@ class StepSampling:
             words_MW, index_R = masks_of_batch(masks, batch.request_ids)
             step_masks = StepMasks.of(self.sampler.vocabulary.own_words(words_MW), index_R, device)
         token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, step_masks)
-        self.again(batch, token_ids_R, batch.num_rows)
+        self.resample(batch, token_ids_R, batch.num_rows)
         self._pending.launched()
 
     def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
@@ -156,7 +157,7 @@ class StepSampling:
         if num_logprobs_R is None:
             return None
         count = batch.num_requests
-        if batch.plain or not self._speculates:
+        if batch.no_head or not self._speculates:
             token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
         else:
             token_ids_R = self._buffers.taken_R[:count]

@@ -11,7 +11,7 @@ from typing import Any
 from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_chat
 from compiled_engine.frontend.prompts import rendering_size
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT
+from compiled_engine.frontend.tokenizer_backend import LONG_TEXT
 from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
 from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork

@@ -119,10 +119,10 @@ def test_drafts_of_few_requests_do_not_hold_up_the_others() -> None:
     assert [length.choose(8, num_drafting).number for num_drafting in (8, 6, 1)] == [4, 4, 0]
 
 
-@pytest.mark.parametrize("head_rests", [False, True])
-def test_a_step_whose_requests_have_no_drafts_makes_none(head_rests: bool) -> None:
+@pytest.mark.parametrize("skips_head", [False, True])
+def test_a_step_whose_requests_have_no_drafts_makes_none(skips_head: bool) -> None:
     """Not even if those without drafts were held up, so that steps with drafts seem to be faster."""
-    length = DraftLength(4, head_rests=head_rests)
+    length = DraftLength(4, skips_head=skips_head)
     for number in (0, 1, 2, 4):
         for _ in range(LEAST_STEPS):
             length.took(8, number, 1.0 if number else 3.0)
@@ -137,7 +137,7 @@ def test_a_draft_that_does_not_exist_counts_as_wrong() -> None:
         CacheConfig(16, None, 0.9, True),
         num_blocks=64,
         vocab_size=11,
-        most_new_tokens=4,
+        max_new_tokens_per_step=4,
         draft_length=DraftLength(3),
     )
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(max_tokens=800, ignore_eos=True)))

@@ -19,11 +19,11 @@ def measured(
     right: Iterable[int] = (),
     *,
     num_requests: int = 4,
-    head_rests: bool = False,
+    skips_head: bool = False,
     into: DraftLength | None = None,
 ) -> DraftLength:
     """Every number of drafts has taken its seconds three times; of each six drafts so many were right."""
-    length = into or DraftLength(6, head_rests=head_rests)
+    length = into or DraftLength(6, skips_head=skips_head)
     for number in LENGTHS:
         for _ in range(3):
             length.took(num_requests, number, seconds[number])
@@ -56,7 +56,7 @@ def step_ms(length: DraftLength, num_requests: int = 4) -> dict[str, float]:
     ids=str,
 )
 def test_the_time_of_a_step(seconds: list[float], mean: float) -> None:
-    length, at_rest = DraftLength(6), DraftLength(6, head_rests=True)
+    length, at_rest = DraftLength(6), DraftLength(6, skips_head=True)
     at_rest.took(4, 0, 9.0)
     for each in seconds:
         length.took(4, 3, each)
@@ -92,7 +92,7 @@ def test_steps_of_about_as_many_requests_have_times_in_common() -> None:
 
 
 def test_the_time_without_drafts_is_that_at_rest_once_it_is_known() -> None:
-    length = DraftLength(6, head_rests=True)
+    length = DraftLength(6, skips_head=True)
     for number in (6, 0, 3):
         length.took(4, number, 1.0 + number)
     assert step_ms(length) == {"0": 1e3, "3": 4e3, "6": 7e3}
@@ -152,17 +152,17 @@ SECONDS = st.fixed_dictionaries({number: st.floats(0.5, 8.0) for number in LENGT
     at_rest=st.none() | st.floats(0.3, 4.0),
     right=st.lists(st.integers(0, 6), max_size=40),
     num_drafting=st.integers(1, 4),
-    head_rests=st.booleans(),
+    skips_head=st.booleans(),
 )
 def test_the_number_that_yields_most_tokens_in_a_second(
-    seconds: dict[int, float], at_rest: float | None, right: list[int], num_drafting: int, head_rests: bool
+    seconds: dict[int, float], at_rest: float | None, right: list[int], num_drafting: int, skips_head: bool
 ) -> None:
     """Another one than none must be better by 3 % if all requests had drafts; then those that have them count."""
-    length = measured(seconds, right, head_rests=head_rests)
-    if head_rests and at_rest is not None:
+    length = measured(seconds, right, skips_head=skips_head)
+    if skips_head and at_rest is not None:
         length.took(4, 0, at_rest, head_rested=True)
     shares = length.metrics()["draft_shares"]
-    without = (0.75 * seconds[0] if at_rest is None else at_rest) if head_rests else seconds[0]
+    without = (0.75 * seconds[0] if at_rest is None else at_rest) if skips_head else seconds[0]
 
     def rates(seconds: dict[int, float], drafting: float) -> dict[int, float]:
         tokens, product = [1.0], drafting
@@ -184,7 +184,7 @@ def test_the_number_that_yields_most_tokens_in_a_second(
     chosen = length.choose(4, num_drafting)
     assert length.metrics()["draft_length_chosen"] == {"4": expected}
     if expected == 0:
-        assert chosen == (0, head_rests)
+        assert chosen == (0, skips_head)
     else:
         if num_drafting < 4:
             expected = best(rates(seconds, num_drafting / 4))
@@ -209,18 +209,18 @@ def test_probes_come_as_often_as_they_may_cost(longest: float, every: int) -> No
 
 
 def test_probes_of_a_head_come_in_fours() -> None:
-    length = measured({0: 1.0, 1: 1.1, 3: 1.15, 6: 1.2}, WORTHLESS, head_rests=True)
+    length = measured({0: 1.0, 1: 1.1, 3: 1.15, 6: 1.2}, WORTHLESS, skips_head=True)
     length.took(4, 0, 1.0, head_rested=True)
     assert probes(length, 600) == [start + number for start in (256, 515) for number in range(4)]
 
 
 def test_a_head_reads_the_prompts_of_those_that_are_to_probe() -> None:
     """Once it is time, a step in which nobody may have drafts is read too."""
-    length = measured({0: 1.0, 1: 1.1, 3: 1.15, 6: 1.2}, WORTHLESS, head_rests=True)
+    length = measured({0: 1.0, 1: 1.1, 3: 1.15, 6: 1.2}, WORTHLESS, skips_head=True)
     length.took(4, 0, 1.0, head_rested=True)
-    assert {length.choose(4, 0) for _ in range(255)} == {Drafts(0, head_rests=True)}
+    assert {length.choose(4, 0) for _ in range(255)} == {Drafts(0, skips_head=True)}
     assert {length.choose(4, 0) for _ in range(5)} == {Drafts(0)}
-    assert [length.choose(4, 1) for _ in range(5)] == [Drafts(6)] * 4 + [Drafts(0, head_rests=True)]
+    assert [length.choose(4, 1) for _ in range(5)] == [Drafts(6)] * 4 + [Drafts(0, skips_head=True)]
 
 
 def test_where_the_longest_is_best_nothing_is_probed() -> None:

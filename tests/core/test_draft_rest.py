@@ -21,7 +21,7 @@ class Serving:
     places: int
     output_len: int
     share: float = 0.0
-    length: DraftLength = field(default_factory=lambda: DraftLength(MOST, head_rests=True))
+    length: DraftLength = field(default_factory=lambda: DraftLength(MOST, skips_head=True))
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
@@ -34,17 +34,17 @@ class Serving:
         seconds, tokens = 0.0, 0
         for _ in range(num_steps):
             drafting = [place for place in range(self.places) if not self.rests[place]]
-            number, head_rests = self.length.choose(self.places, len(drafting))
-            assert not (head_rests and number)
+            number, skips_head = self.length.choose(self.places, len(drafting))
+            assert not (skips_head and number)
             self.numbers.append(number)
-            head_rests |= not drafting
-            if head_rests:
+            skips_head |= not drafting
+            if skips_head:
                 took = AT_REST
                 self.rests = [True] * self.places
             else:
                 took = DRAFTED + DRAFT * number if number else READ
             if number == 0 or 2 * len(drafting) >= self.places:
-                self.length.took(self.places, number, took * self.draw.uniform(0.98, 1.05), head_rested=head_rests)
+                self.length.took(self.places, number, took * self.draw.uniform(0.98, 1.05), head_rested=skips_head)
             for place in range(self.places):
                 right = 0
                 if number and place in drafting:
@@ -104,7 +104,7 @@ def test_what_rests_in_few_requests_rests_in_more() -> None:
     serving = Serving(8, output_len=64)
     serving.run(600)
     assert serving.length.choose(50, 1) == (0, True)
-    fresh = DraftLength(MOST, head_rests=True)
+    fresh = DraftLength(MOST, skips_head=True)
     assert fresh.choose(50, 1) == (0, False)
     assert fresh.choose(50, 25) == (MOST, False)
 
@@ -120,8 +120,8 @@ def test_a_head_rests_only_if_drafts_may_be_worth_less_than_a_step_at_rest_saves
 def test_drafts_of_other_sources_never_rest() -> None:
     length = DraftLength(MOST)
     for _ in range(500):
-        number, head_rests = length.choose(4)
-        assert not head_rests
+        number, skips_head = length.choose(4)
+        assert not skips_head
         length.took(4, number, 1.0 + number)
         if number:
             length.verified(number, 0)

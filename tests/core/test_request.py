@@ -22,11 +22,11 @@ def made(
     *,
     order: tuple[int, int] = (0, 0),
     longest: int = 100,
-    most_new_tokens: int = 1,
+    max_new_tokens_per_step: int = 1,
     **rest: Any,
 ) -> Request:
     request = EngineRequest("r", prompt, params or SamplingParams(), **rest)
-    return Request.of(request, order, longest, most_new_tokens)
+    return Request.of(request, order, longest, max_new_tokens_per_step)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def made(
     ids=["sampled", "greedy", "penalty", "bad words", "no drafts wanted"],
 )
 def test_the_tokens_that_a_step_may_yield(params: SamplingParams, most: int) -> None:
-    request = made(params, most_new_tokens=4)
-    assert request.most_new_tokens == request.most_when_admitted == most
-    assert made(params).most_new_tokens == 1
+    request = made(params, max_new_tokens_per_step=4)
+    assert request.max_new_tokens_per_step == request.most_when_admitted == most
+    assert made(params).max_new_tokens_per_step == 1
 
 
 def test_it_has_what_was_asked_for() -> None:
@@ -104,19 +104,19 @@ def test_the_runner_gets_all_that_it_needs() -> None:
 
 
 def test_it_runs_from_its_first_admission_on() -> None:
-    request = made(most_new_tokens=4)
+    request = made(max_new_tokens_per_step=4)
     before = time.perf_counter()
     request.start()
     first = request.scheduled_time
     assert first is not None
     assert before <= first <= time.perf_counter()
-    assert (request.status, request.rests) == (RequestStatus.RUNNING, False)
+    assert (request.status, request.has_stopped_drafting) == (RequestStatus.RUNNING, False)
     request.has_sampled, request.num_slots, request.num_tokens, request.num_computed_tokens = True, 8, 4, 3
-    request.rest()
-    assert (request.most_new_tokens, request.rests) == (1, True)
+    request.stop_drafting()
+    assert (request.max_new_tokens_per_step, request.has_stopped_drafting) == (1, True)
     assert request.steady_until_computed == 8
     request.start()
-    assert (request.most_new_tokens, request.rests, request.scheduled_time) == (4, False, first)
+    assert (request.max_new_tokens_per_step, request.has_stopped_drafting, request.scheduled_time) == (4, False, first)
 
 
 def test_tokens_in_flight() -> None:
@@ -133,7 +133,7 @@ def test_tokens_in_flight() -> None:
 @pytest.mark.parametrize(("status", "computed"), [(RequestStatus.RUNNING, 8), (RequestStatus.PREEMPTED, 10)])
 def test_a_step_may_yield_fewer_tokens_than_was_assumed(status: RequestStatus, computed: int) -> None:
     """The blocks of a request that was preempted are gone: nothing of it counts as computed."""
-    request = made(most_new_tokens=4)
+    request = made(max_new_tokens_per_step=4)
     request.status, request.num_tokens, request.num_computed_tokens = status, 11, 10
     request.take_in(4, 2)
     assert (request.num_tokens, request.num_computed_tokens) == (9, computed)
@@ -163,7 +163,7 @@ def test_what_is_ordinary_of_a_request(
 ) -> None:
     """A share: it decodes, not for the first time, in slots that it has, and stays below the length whatever comes. A
     token: it is not the first, and with it the request is below the length."""
-    request = made(most_new_tokens=most)
+    request = made(max_new_tokens_per_step=most)
     request.token_ids += [0] * (num_known - 3)
     request.num_tokens, request.num_computed_tokens, request.num_slots = num_tokens, num_computed, num_slots
     request.max_num_tokens, request.has_sampled = max_num_tokens, has_sampled

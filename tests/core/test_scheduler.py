@@ -72,7 +72,7 @@ class TestBudget:
     @pytest.mark.parametrize("max_tokens", [8, 3, 2])
     def test_a_decode_with_few_drafts_bounds_prompts_too(self, max_tokens: int) -> None:
         """The last steps of a request verify fewer drafts than others."""
-        engine = SimulatedEngine(budget=20, max_prefill_tokens=5, most_new_tokens=4, num_blocks=64)
+        engine = SimulatedEngine(budget=20, max_prefill_tokens=5, max_new_tokens_per_step=4, num_blocks=64)
         engine.add("a", [1, 2], params=outputs_of(max_tokens))
         engine.step()
         engine.add("b", list(range(100, 130)))
@@ -94,10 +94,12 @@ class TestBudget:
         assert sizes == [8, 6, 6, 4, 4, 4]
         engine.run()
 
-    @pytest.mark.parametrize(("most_new_tokens", "budget", "left"), [(1, 8, 5), (2, 9, 3)])
-    def test_an_urgent_long_prompt_does_not_hold_up_decodes(self, most_new_tokens: int, budget: int, left: int) -> None:
+    @pytest.mark.parametrize(("max_new_tokens_per_step", "budget", "left"), [(1, 8, 5), (2, 9, 3)])
+    def test_an_urgent_long_prompt_does_not_hold_up_decodes(
+        self, max_new_tokens_per_step: int, budget: int, left: int
+    ) -> None:
         """Nor their drafts."""
-        engine = SimulatedEngine(budget=budget, policy="priority", most_new_tokens=most_new_tokens)
+        engine = SimulatedEngine(budget=budget, policy="priority", max_new_tokens_per_step=max_new_tokens_per_step)
         for request_id in "abc":
             engine.add(request_id, [1], priority=5)
         engine.step()

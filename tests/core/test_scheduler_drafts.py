@@ -20,8 +20,8 @@ MOST = 3
 class Told(DraftLength):
     """Chooses what it is set to, and keeps what it is asked and told."""
 
-    def __init__(self, number: int = MOST, *, head_rests: bool = False) -> None:
-        super().__init__(MOST, head_rests=head_rests)
+    def __init__(self, number: int = MOST, *, skips_head: bool = False) -> None:
+        super().__init__(MOST, skips_head=skips_head)
         self.drafts = Drafts(number)
         self.asked: list[tuple[int, int | None]] = []
         self.times: list[tuple[int, int, float, bool]] = []
@@ -174,14 +174,14 @@ def test_a_step_beside_one_of_other_requests_is_not_in_a_row() -> None:
 
 @pytest.mark.parametrize("rests", [False, True])
 def test_it_is_told_whether_the_head_rested(rests: bool) -> None:
-    length = Told(0, head_rests=True)
+    length = Told(0, skips_head=True)
     length.drafts = Drafts(0, rests)
     scheduler = made(length)
     add(scheduler, "a")
     for _ in range(3):
         step = next_step(scheduler)
         scheduler.update(step, RunnerOutput([3]))
-        assert step.head_rests == rests
+        assert step.skips_head == rests
     assert [(count, number, rested) for count, number, _, rested in length.times] == [(1, 0, rests)] * 2
     metrics = scheduler.metrics()
     assert (metrics["resting"], metrics["rested"]) == (rests, rests)
@@ -189,21 +189,21 @@ def test_it_is_told_whether_the_head_rested(rests: bool) -> None:
 
 def test_a_head_that_has_nobody_to_draft_for_rests() -> None:
     """All its requests rest, or get a token a step: then it does not read, though it was not told to rest."""
-    length = Told(0, head_rests=True)
+    length = Told(0, skips_head=True)
     scheduler = made(length)
     add(scheduler, "a", frequency_penalty=1.0)
-    assert next_step(scheduler).head_rests
-    scheduler = made(Told(MOST, head_rests=True))
+    assert next_step(scheduler).skips_head
+    scheduler = made(Told(MOST, skips_head=True))
     add(scheduler, "a", frequency_penalty=1.0)
-    assert not next_step(scheduler).head_rests  # drafts pay: there will be others
-    length = Told(0, head_rests=True)
-    length.drafts = Drafts(0, head_rests=True)
+    assert not next_step(scheduler).skips_head  # drafts pay: there will be others
+    length = Told(0, skips_head=True)
+    length.drafts = Drafts(0, skips_head=True)
     scheduler = made(length)
     add(scheduler, "a")
     run_at_rest = next_step(scheduler)
     scheduler.update(run_at_rest, RunnerOutput([3]))
     length.drafts = Drafts(0)
-    assert next_step(scheduler).head_rests
+    assert next_step(scheduler).skips_head
 
 
 def test_the_only_sharpness_is_that_of_every_step() -> None:

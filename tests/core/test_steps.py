@@ -10,7 +10,7 @@ import pytest
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.core.steps import (
-    StepDraft,
+    StepBuilder,
     StepInFlight,
     StepsInFlight,
     all_but,
@@ -42,8 +42,8 @@ def rows(*tokens: int) -> LogprobRows:
     return LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in tokens])
 
 
-def in_flight(draft: StepDraft, *, any_late: bool = True, number: int = 7) -> StepInFlight:
-    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], 2.5, any_late=any_late)
+def in_flight(builder: StepBuilder, *, any_late: bool = True, number: int = 7) -> StepInFlight:
+    return StepInFlight.of(number, builder, ("gone",), [[5], [6]], 2.5, any_late=any_late)
 
 
 def test_a_mask_of_indices() -> None:
@@ -56,22 +56,22 @@ def test_a_step_has_its_decodes_first(any_late: bool) -> None:
     """Whatever the order in which its shares come."""
     late = request("m", samples_late=True)
     other, prompt, chunk, unsampled = (request(name) for name in "opcu")
-    draft = StepDraft(decode_tokens=2, head_rests=True)
-    draft.new_block_ids["m"] = ((4,),)
-    draft.bounds[late] = 1
-    draft.add(prompt, 0, 3, True)
-    draft.add(other, 5, 2, True)
-    draft.add(unsampled, 0, 2, False)
-    draft.add(chunk, 4, 5, False)
-    draft.add(late, 8, 2, True)
+    builder = StepBuilder(decode_tokens=2, skips_head=True)
+    builder.new_block_ids["m"] = ((4,),)
+    builder.bounds[late] = 1
+    builder.add(prompt, 0, 3, True)
+    builder.add(other, 5, 2, True)
+    builder.add(unsampled, 0, 2, False)
+    builder.add(chunk, 4, 5, False)
+    builder.add(late, 8, 2, True)
     before = time.perf_counter()
-    step = in_flight(draft, any_late=any_late)
+    step = in_flight(builder, any_late=any_late)
     output = step.output
     assert (output.request_ids, output.starts) == (["o", "u", "m", "p", "c"], [5, 0, 8, 0, 4])
     assert (output.counts, output.samples) == ([2, 2, 2, 3, 5], [True, False, True, True, False])
     assert (output.step, output.removed, output.new) == (7, ("gone",), ())
     assert (output.new_block_ids, output.extras) == ({"m": ((4,),)}, {})
-    assert (output.draft_sharpness, output.head_rests, output.samples_late) == (2.5, True, any_late)
+    assert (output.draft_sharpness, output.skips_head, output.samples_late) == (2.5, True, any_late)
     assert step.requests == [other, unsampled, late, prompt, chunk]
     assert (step.sampling, step.sampling_ids) == ([other, late, prompt], ["o", "m", "p"])
     assert step.late == ([late] if any_late else [])
@@ -80,9 +80,9 @@ def test_a_step_has_its_decodes_first(any_late: bool) -> None:
 
 
 def test_a_step_samples_late_only_what_it_samples() -> None:
-    draft = StepDraft()
-    draft.add(request("m", samples_late=True), 0, 3, False)
-    step = in_flight(draft)
+    builder = StepBuilder()
+    builder.add(request("m", samples_late=True), 0, 3, False)
+    step = in_flight(builder)
     assert (step.late, step.output.samples_late) == ([], False)
 
 
@@ -99,22 +99,22 @@ def test_a_step_samples_late_only_what_it_samples() -> None:
 def test_the_time_of_a_step_tells_of_drafts_if_half_of_its_requests_have_them(
     shares: tuple[int, ...], num_prefill_tokens: int, is_new: bool, num_drafts: int | None
 ) -> None:
-    draft = StepDraft(decode_tokens=3, num_prefill_tokens=num_prefill_tokens)
+    builder = StepBuilder(decode_tokens=3, num_prefill_tokens=num_prefill_tokens)
     for name, count in zip("abc", shares, strict=False):
-        draft.add(request(name), 4, count, True)
+        builder.add(request(name), 4, count, True)
     if is_new:
-        draft.new.append(NewRequest("a", (1,), 1, SamplingParams(), frozenset(), ()))
-    assert in_flight(draft).num_drafts == num_drafts
+        builder.new.append(NewRequest("a", (1,), 1, SamplingParams(), frozenset(), ()))
+    assert in_flight(builder).num_drafts == num_drafts
 
 
 @pytest.mark.parametrize(("most", "taken", "room"), [(None, 5, 9), (20, 5, 9), (8, 5, 3), (8, 8, 0)])
 def test_the_room_for_prompts(most: int | None, taken: int, room: int) -> None:
-    assert StepDraft(max_prefill_tokens=most, num_prefill_tokens=taken).room_for_prompts(9) == room
+    assert StepBuilder(max_prefill_tokens=most, num_prefill_tokens=taken).room_for_prompts(9) == room
 
 
 def test_steps_are_taken_in_in_order() -> None:
     steps = StepsInFlight(2)
-    first, second, third = (in_flight(StepDraft(), number=number) for number in range(3))
+    first, second, third = (in_flight(StepBuilder(), number=number) for number in range(3))
     with pytest.raises(RuntimeError, match="step 0 is not the oldest one in flight"):
         steps.oldest(first.output)
     for step in (first, second):
@@ -132,10 +132,10 @@ def test_steps_are_taken_in_in_order() -> None:
 
 
 def two_sampling() -> StepInFlight:
-    draft = StepDraft()
+    builder = StepBuilder()
     for name in "abc":
-        draft.add(request(name), 4, 1, True)
-    return in_flight(draft)
+        builder.add(request(name), 4, 1, True)
+    return in_flight(builder)
 
 
 def test_outputs_that_are_as_all_others_stay_in_columns() -> None:
@@ -169,13 +169,13 @@ def test_what_a_chunk_of_a_prompt_yields() -> None:
     one, other, nothing, ended, sampling = (request(name, prompt=9) for name in "abcde")
     one.num_cached_tokens = 4
     ended.status = RequestStatus.FINISHED
-    draft = StepDraft()
+    builder = StepBuilder()
     for each in (one, other, nothing, ended):
-        draft.add(each, 0, 4, False)
-    draft.add(sampling, 0, 9, True)
+        builder.add(each, 0, 4, False)
+    builder.add(sampling, 0, 9, True)
     vectors, found = Vectors(0, 1, bytes(16)), (1, rows(1, 2, 3))
     result = RunnerOutput([7], extras={"f": {"b": vectors}, "g": dict.fromkeys("abde", found)})
-    assert extra_outputs(in_flight(draft), result, TAKEN) == [
+    assert extra_outputs(in_flight(builder), result, TAKEN) == [
         EngineOutput("a", (), prompt_logprobs=found, num_cached_tokens=4),
         EngineOutput("b", (), prompt_logprobs=found, num_cached_tokens=0, vectors=vectors),
     ]

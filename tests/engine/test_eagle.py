@@ -85,8 +85,8 @@ def test_drafts_are_those_of_the_whole_sequence(
 ) -> None:
     """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
     config = head_config(target, **changes)
-    num_taps, before_fc = len(config["eagle_aux_hidden_state_layer_ids"]), config.get("norm_before_fc", False)
-    tensors = random_tensors(config, num_taps=num_taps, norm_before_fc=before_fc)
+    num_aux_layers, before_fc = len(config["eagle_aux_hidden_state_layer_ids"]), config.get("norm_before_fc", False)
+    tensors = random_tensors(config, num_aux_layers=num_aux_layers, norm_before_fc=before_fc)
     seen: dict[tuple[int, ...], list[int]] = {}
     propose = EagleProposer.propose
 
@@ -95,8 +95,8 @@ def test_drafts_are_those_of_the_whole_sequence(
         states = self._states
         assert states.drafts_SK is not None
         for row, start, count in zip(states.rows(step.request_ids), step.starts, step.counts, strict=True):
-            if start >= states.num_known[row] and count > 1:
-                known = tuple(states.known_ids(row)[: int(states.num_computed_S[row]) + 1].tolist())
+            if start >= states.prefill_len[row] and count > 1:
+                known = tuple(states.all_token_ids(row)[: int(states.num_computed_S[row]) + 1].tolist())
                 drafts = states.drafts_SK[row, : count - 1].tolist()
                 assert seen.setdefault(known, drafts)[: count - 1] == drafts[: len(seen[known])]
 

@@ -207,7 +207,7 @@ def test_drafts_are_those_of_the_whole_sequence(
         known = {}
         for row in drafting.rows.tolist():
             computed = int(states.num_computed_S[row])
-            known[row] = tuple(states.known_ids(row)[: computed + 1].tolist())
+            known[row] = tuple(states.all_token_ids(row)[: computed + 1].tolist())
         pending = run_step(self, batch, hidden_wanted, **more)
         assert states.drafts_SK is not None
         for place, row in enumerate(drafting.rows.tolist()):

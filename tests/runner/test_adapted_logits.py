@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key, mixed_key
-from compiled_engine.runner.captured_steps import ADAPTERS, PaddedStep
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.step_graphs import ADAPTERS, GraphedStep
 
 HIDDEN_TD = torch.arange(10.0).view(5, 2)
 SLOTS_T = torch.tensor([3, -1, 2, 0, 1], dtype=torch.int32)
@@ -37,13 +37,13 @@ def test_rows_keep_their_own_slots(tokens: Any) -> None:
     assert torch.equal(model().logits_of(logits.of_tokens(tokens)), HIDDEN_TD[tokens])
 
 
-def step() -> PaddedStep:
+def step() -> GraphedStep:
     """One whose buffers have slots of more tokens than a graph has."""
     buffers = SimpleNamespace(adapter_slots_T=torch.cat((SLOTS_T, torch.full((9,), 7, dtype=torch.int32))))
     of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, adapted: num_tokens <= SMALL)
     forward: Any = SimpleNamespace(model=of_model, buffers=buffers, kv_caches=[])
     nothing: Any = None
-    return PaddedStep(forward, nothing, nothing, 64)
+    return GraphedStep(forward, nothing, nothing, 64)
 
 
 @pytest.mark.parametrize(

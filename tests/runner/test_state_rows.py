@@ -95,7 +95,7 @@ def test_a_row_has_what_its_request_asks_for_and_loses_it() -> None:
     assert states.has_adapter(["other", "asks"])
     assert not states.has_adapter(["other"])
     assert states.history_SL[row, :2].tolist() == [5, 6]
-    assert states.known_ids(row)[:2].tolist() == [5, 6]
+    assert states.all_token_ids(row)[:2].tolist() == [5, 6]
     assert other != row
     generations.append(states.generation)
     states.remove("asks")

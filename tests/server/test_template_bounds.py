@@ -10,7 +10,7 @@ import pytest
 from running_server import RunningServer, ScriptedEngine, running
 
 from compiled_engine.frontend.prompts import has_long_text, rendering_size
-from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT
+from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT
 from compiled_engine.server.json_size import MOST_CONTAINERS, MOST_KEYS
 from compiled_engine.server.options import Limits, ServerOptions
 

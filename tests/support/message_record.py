@@ -187,7 +187,7 @@ def recorded_loads(load: Any, seeds: Sequence[int]) -> dict[str, str]:
     with recorded_messages(digests):
         for seed in seeds:
             for policy in ("fcfs", "priority"):
-                for steps_in_flight, num_lanes in ((1, 1), (2, 1), (3, 2)):
-                    for most_new_tokens in (1, 4):
-                        run(policy, steps_in_flight, num_lanes, most_new_tokens, 0, seed)
+                for steps_in_flight, num_micro_batches in ((1, 1), (2, 1), (3, 2)):
+                    for max_new_tokens_per_step in (1, 4):
+                        run(policy, steps_in_flight, num_micro_batches, max_new_tokens_per_step, 0, seed)
     return digests.found()

@@ -53,7 +53,7 @@ class SimulatedEngine:
     """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
-    step is finished. most_new_tokens, yields, num_snapshots: see FakeRunner. draft_length: see Scheduler.
+    step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see Scheduler.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class SimulatedEngine:
         policy: str = "fcfs",
         prefix_caching: bool = True,
         steps_in_flight: int = 1,
-        num_lanes: int = 1,
-        most_new_tokens: int = 1,
+        num_micro_batches: int = 1,
+        max_new_tokens_per_step: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
         draft_length: DraftLength | None = None,
@@ -79,27 +79,29 @@ class SimulatedEngine:
         has_snapshots = num_snapshots > 0 and prefix_caching
         self.structured = Structured(max_num_seqs, VOCAB_SIZE)
         features: list[PlanFeature] = [self.structured, PromptLogprobs(VOCAB_SIZE)]
-        if num_lanes > 1:
-            features.append(MicroBatches(num_lanes, min(max_num_seqs, budget // most_new_tokens), steps_in_flight))
+        if num_micro_batches > 1:
+            features.append(
+                MicroBatches(num_micro_batches, min(max_num_seqs, budget // max_new_tokens_per_step), steps_in_flight)
+            )
         if has_snapshots:
             features.append(StateSnapshots(num_snapshots, block_size, least_gain=1))
         self.scheduler = Scheduler(
-            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, most_new_tokens),
+            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, max_new_tokens_per_step),
             features=features,
             draft_length=draft_length,
         )
-        self.most_new_tokens = most_new_tokens
+        self.max_new_tokens_per_step = max_new_tokens_per_step
         self.steps_in_flight = steps_in_flight
-        self.most_unknown = 2 if steps_in_flight > num_lanes else 1
+        self.most_unknown = 2 if steps_in_flight > num_micro_batches else 1
         # A prompt that is cut for a snapshot leaves tokens to another one, and both may not fit into the next step.
-        serves_all = num_lanes == most_new_tokens == 1 and not num_snapshots
+        serves_all = num_micro_batches == max_new_tokens_per_step == 1 and not num_snapshots
         self.runner = FakeRunner(
             num_blocks,
             block_size,
             max_num_seqs,
             budget,
             serves_all,
-            most_new_tokens,
+            max_new_tokens_per_step,
             yields=yields,
             num_snapshots=num_snapshots if has_snapshots else 0,
             adapts=draft_length is not None,
@@ -239,7 +241,7 @@ class SimulatedEngine:
                 assert starts[request_id] == 0, "prompt tokens are skipped whose logprobs are asked for"
 
     def _is_ending(self, request_id: str) -> bool:
-        if self.most_new_tokens > 1 and not all(step.head_rests for step, _, _ in self.in_flight):
+        if self.max_new_tokens_per_step > 1 and not all(step.skips_head for step, _, _ in self.in_flight):
             return False  # a length cannot be foreseen
         record = self.live[request_id]
         params, num_prompt_tokens = record.request.sampling_params, len(record.request.prompt_token_ids)
@@ -296,7 +298,7 @@ class SimulatedEngine:
     def run(self) -> None:
         """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
-        if self.most_new_tokens > 1:
+        if self.max_new_tokens_per_step > 1:
             steps_left *= 8  # many yield nothing
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"

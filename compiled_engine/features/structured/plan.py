@@ -64,7 +64,7 @@ class Structured(PlanFeature):
         if (constraint := self._given.pop(request.request_id, None)) is not None:
             self._of[request] = Constrained(constraint)
             request.samples_late = True
-            request.most_new_tokens = request.most_when_admitted = 1
+            request.max_new_tokens_per_step = request.most_when_admitted = 1
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         if request in self._of:

@@ -35,8 +35,8 @@ def extras(structured: Structured, request: Request) -> dict[str, Any]:
 def test_a_request_with_a_mask_samples_late_and_a_token_at_a_time() -> None:
     structured = Structured(2, VOCABULARY)
     masked, plain = added(structured, "masked", ByLastToken(VOCABULARY)), added(structured, "plain")
-    assert (masked.samples_late, masked.most_new_tokens, masked.most_when_admitted) == (True, 1, 1)
-    assert (plain.samples_late, plain.most_new_tokens, plain.most_when_admitted) == (False, 4, 4)
+    assert (masked.samples_late, masked.max_new_tokens_per_step, masked.most_when_admitted) == (True, 1, 1)
+    assert (plain.samples_late, plain.max_new_tokens_per_step, plain.most_when_admitted) == (False, 4, 4)
     assert (extras(structured, masked), extras(structured, plain)) == ({"structured": True}, {})
 
 

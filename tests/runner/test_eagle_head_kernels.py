@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_kernel_cases import ROWS, HeadCase, check
+from eagle_head_kernel_cases import ROWS, HeadCase, check
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
 from compiled_engine.runner.drafts import launch_keep_drafts
-from compiled_engine.runner.eagle_graphs import launch_begin_drafts, launch_following_tokens, launch_keep_hidden
+from compiled_engine.runner.eagle_drafter import launch_begin_drafts, launch_following_tokens, launch_keep_hidden
 from compiled_engine.sampling import gumbel, gumbel_triton
 
 
 @loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    run = interpret(__file__, "-m", "head_kernel_cases")
+    run = interpret(__file__, "-m", "eagle_head_kernel_cases")
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 
 

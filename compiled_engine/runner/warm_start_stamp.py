@@ -1,7 +1,7 @@
-"""Marks of starts whose kernels are all compiled: empty files in the folder of kernels, so that they go with these.
+"""Stamps of starts whose kernels are all compiled: empty files in the folder of kernels, so that they go with these.
 
 A start with other options may need further kernels of a compiled model that is in the cache: with drafts, for one, or
-with new tiles. Which they are only its warm-up shows, one at a time, so a start without a mark starts workers to
+with new tiles. Which they are only its warm-up shows, one at a time, so a start without a stamp starts workers to
 compile them.
 """
 
@@ -21,7 +21,7 @@ from compiled_engine.passes.framework.profile import PROFILES
 FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
 
 
-def mark_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
+def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
     """Return the file that exists if a start with such kernels has ended well.
 
     entry_key: of the compiled model. stage: of a pipeline.
@@ -36,7 +36,7 @@ def mark_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: in
     return kernels / f"start_{factors_key(factors)}"
 
 
-def leave_mark(mark: Path) -> None:
+def write_stamp(stamp: Path) -> None:
     """Note that the start has ended well; where nothing can be written, the next one starts workers again."""
     with suppress(OSError):
-        mark.touch(mode=0o600)
+        stamp.touch(mode=0o600)

@@ -10,7 +10,7 @@ import torch
 from draft_kernel_cases import ROWS, WORDS, DraftCase
 
 from compiled_engine.runner.drafts import HeadInputs, keep_drafts, launch_keep_drafts
-from compiled_engine.runner.eagle_graphs import (
+from compiled_engine.runner.eagle_drafter import (
     begin_drafts,
     following_tokens,
     keep_hidden,

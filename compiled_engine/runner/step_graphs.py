@@ -22,7 +22,7 @@ from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
-from compiled_engine.runner.eagle_graphs import EagleGraphs
+from compiled_engine.runner.eagle_drafter import EagleDrafter
 from compiled_engine.runner.input_batch import InputBatch, empty_batch, prepare
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.runner.ngram import NgramProposer
@@ -38,7 +38,7 @@ POOL_SHARE = 0.125
 ADAPTERS = KeyField("adapters", (1,))
 
 
-class PaddedStep:
+class GraphedStep:
     """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. samples: whether
     the result is logits, not the input of the next pipeline stage. proposer: launches drafts in the step; None where
     there are none, or where they are there before. head: takes what it reads of the forward.
@@ -52,7 +52,7 @@ class PaddedStep:
         max_model_len: int,
         samples: bool = True,
         proposer: NgramProposer | None = None,
-        head: EagleGraphs | None = None,
+        head: EagleDrafter | None = None,
     ):
         self.forward, self.sampling, self.states = forward, sampling, states
         self.model, self.buffers, self.kv_caches = forward.model, forward.buffers, forward.kv_caches
@@ -83,14 +83,14 @@ class PaddedStep:
         if key.kind is GraphKind.FULL:
             self.prepare(batch)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
-        if self.head is not None and not batch.plain:
-            self.head.take(output.taps)
+        if self.head is not None and not batch.no_head:
+            self.head.take(output.aux_hidden_states)
         if not key.is_decode:
             return output.tensor
         if not self.samples:
             self.sampling.without_tokens(batch, batch.num_rows)
             return output.tensor
-        return self.sampling.every_row(output, batch, batch.num_rows)
+        return self.sampling.sample_all(output, batch, batch.num_rows)
 
     def prepare(self, batch: InputBatch) -> None:
         """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
@@ -125,19 +125,20 @@ class PaddedStep:
 
 
 def affordable(
-    config: EngineConfig, activation_bytes: int, left_bytes: int | None, least: Callable[[int], int]
+    config: EngineConfig, activation_bytes: int, left_bytes: int | None, all_reduce_min: Callable[[int], int]
 ) -> GraphConfig:
     """The graphs to capture: of mixed batches those alone that the memory allows, on every rank.
 
     activation_bytes: peak of a step of max_num_batched_tokens, which a pool follows in proportion to the tokens.
-    left_bytes: for that and the KV cache, without graphs; None where memory does not matter. least: of all ranks.
+    left_bytes: for that and the KV cache, without graphs; None where memory does not matter. all_reduce_min: over
+    all ranks.
     """
     if left_bytes is None:
         return config.graph
     most_bytes = POOL_SHARE * (left_bytes - activation_bytes)
     per_token = activation_bytes / config.scheduler.max_num_batched_tokens
     sizes = config.graph.token_sizes
-    kept = sizes[: least(sum(size * per_token <= most_bytes for size in sizes))]  # they ascend
+    kept = sizes[: all_reduce_min(sum(size * per_token <= most_bytes for size in sizes))]  # they ascend
     if len(kept) < len(sizes):
         log.warning(
             "no CUDA graphs of more than %d tokens: their pool would take more than %.0f %% of the KV cache's memory",
@@ -151,11 +152,11 @@ def affordable(
 class _EitherStep:
     """Implements `GraphStep` for the keys of the engine's model and of its draft model or head."""
 
-    own: PaddedStep
-    draft: DraftModelProposer | EagleGraphs
+    own: GraphedStep
+    draft: DraftModelProposer | EagleDrafter
 
     def _of(self, key: GraphKey) -> GraphStep:
-        return self.draft if key.drafts or key.follows else self.own
+        return self.draft if key.drafts or key.prefills_head else self.own
 
     def fill(self, key: GraphKey) -> None:
         self._of(key).fill(key)
@@ -170,16 +171,16 @@ class _EitherStep:
         return self.own.tensor_ids() + self.draft.tensor_ids()
 
 
-class CapturedSteps:
+class StepGraphs:
     """`graphs` is None where nothing is captured. draft: its passes are captured beside the steps."""
 
     def __init__(
         self,
         config: EngineConfig,
         graph: GraphConfig,
-        step: PaddedStep,
+        step: GraphedStep,
         capture: Capture | None,
-        draft: DraftModelProposer | EagleGraphs | None = None,
+        draft: DraftModelProposer | EagleDrafter | None = None,
     ):
         self._step, self._draft = step, draft
         fields = () if config.adapters is None else (ADAPTERS,)
@@ -207,24 +208,24 @@ class CapturedSteps:
         hidden_wanted: bool,
         *,
         adapted: bool = False,
-        queries: int | None = None,
-        plain: bool = False,
+        query_len: int | None = None,
+        no_head: bool = False,
     ) -> GraphKey | None:
         """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. adapted: a
-        request has an adapter. queries: a token and drafts of each request, if all have as many. plain: see
+        request has an adapter. query_len: a token and drafts of each request, if all have as many. no_head: see
         InputBatch."""
-        if queries is None and num_tokens == num_requests:
-            queries = 1
-        decodes_only = queries is not None
+        if query_len is None and num_tokens == num_requests:
+            query_len = 1
+        decodes_only = query_len is not None
         self.counters.batch(num_tokens, decodes_only)
         values = {ADAPTERS.name: 1} if adapted else None
-        key = self.dispatcher.dispatch(num_tokens, num_requests, queries, longest, values)
+        key = self.dispatcher.dispatch(num_tokens, num_requests, query_len, longest, values)
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, adapted=adapted)):
             self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
         else:
-            return (self._keys.plain if plain else self._keys.read)[key]
+            return (self._keys.no_head if no_head else self._keys.read)[key]
         return None
 
     def draft(self, drafting: Drafting) -> None:
@@ -238,15 +239,15 @@ class CapturedSteps:
             self.counters.replay(key, drafting.num_tokens)
         self._draft.read_prompts(drafting)
 
-    def follow(self, batch: InputBatch) -> None:
-        """Let the head, if there is one and it does not rest, compute a step whose tokens the states have: by one
-        launch after decodes."""
+    def prefill_head(self, batch: InputBatch) -> None:
+        """Let the head, if there is one and the step does not skip it, compute the step's tokens, which the states
+        have: by one launch after decodes."""
         head = self._step.head
-        if head is None or batch.plain:
+        if head is None or batch.no_head:
             return
-        key = None if batch.key is None else head.key_to_follow(batch.key)
+        key = None if batch.key is None else head.key_to_prefill_head(batch.key)
         if key is None:
-            head.follow(batch)
+            head.prefill_head(batch)
         else:
             assert self.graphs is not None
             self.graphs.replay(key, None)
@@ -258,8 +259,8 @@ class CapturedSteps:
             return self.replay(batch)
         self._step.prepare(batch)
         output = self._step.forward(batch, hidden_wanted=hidden_wanted)
-        if (head := self._step.head) is not None and not batch.plain:
-            head.take(output.taps)
+        if (head := self._step.head) is not None and not batch.no_head:
+            head.take(output.aux_hidden_states)
         return output
 
     def replay(self, batch: InputBatch) -> ForwardOutput:

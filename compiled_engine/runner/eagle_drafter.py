@@ -1,9 +1,9 @@
 """Drafts of an EAGLE-3 head where the host does not know the tokens: what depends on them is read on the device.
 
-As in eagle.py, `follow` computes the tokens of a step behind it, with the model's hidden states, and `draft` makes the
-drafts of the next one. Both depend on the device alone. A graph holds each of them, for batches of decodes: the first
-reads the inputs that the step has left in its buffers, as many rows as the step had, those of wrong drafts included.
-Their entries are behind the newest token, where the next drafts are written before anything reads.
+As in eagle.py, `prefill_head` computes the tokens of a step behind it, with the model's hidden states, and `draft`
+makes the drafts of the next one. Both depend on the device alone. A graph holds each of them, for batches of decodes:
+the first reads the inputs that the step has left in its buffers, as many rows as the step had, those of wrong drafts
+included. Their entries are behind the newest token, where the next drafts are written before anything reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, follow_keys, head_keys
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, head_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput
@@ -33,7 +33,7 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.draft_model import NO_ROWS, Drafting, single_tokens
 from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.runner.drafts import HeadInputs, keep_drafts
-from compiled_engine.runner.head import load_head
+from compiled_engine.runner.eagle_head import load_head
 from compiled_engine.runner.input_batch import (
     NO_GENERATION,
     InputBatch,
@@ -66,7 +66,7 @@ def following_tokens(
     rows_T = np.repeat(buffers.rows_R.numpy()[:num_rows], lens_R)[:num_tokens]
     places_T = buffers.positions_T.numpy()[: len(rows_T)] + 1
     if states.history_SL is None:
-        found_T = states.known_ids_KL.numpy()[states.known_row_S.numpy()[rows_T], places_T]
+        found_T = states.all_token_ids_KL.numpy()[states.token_row_S.numpy()[rows_T], places_T]
     else:
         found_T = states.history_SL.numpy()[rows_T, places_T]
     token_ids_T[:num_tokens] = 0
@@ -77,7 +77,7 @@ def launch_following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
     """Launch the kernel of following_tokens."""
-    from compiled_engine.runner.head_kernels import TILE, following_kernel  # Triton is not installed everywhere
+    from compiled_engine.runner.eagle_head_kernels import TILE, following_kernel  # Triton is not installed everywhere
 
     assert states.history_SL is not None
     following_kernel[(batch.num_rows if batch.decodes_only else batch.num_rows + 1,)](
@@ -112,7 +112,7 @@ def launch_keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
     """Launch the kernel of keep_hidden."""
-    from compiled_engine.runner.head_kernels import TILE, keep_hidden_kernel  # Triton is not installed everywhere
+    from compiled_engine.runner.eagle_head_kernels import TILE, keep_hidden_kernel  # Triton is not installed everywhere
 
     keep_hidden_kernel[(num_rows,)](
         buffers.rows_R,
@@ -152,7 +152,10 @@ def launch_begin_drafts(
     positions_R: torch.Tensor,
 ) -> None:
     """Launch the kernel of begin_drafts."""
-    from compiled_engine.runner.head_kernels import TILE, begin_drafts_kernel  # Triton is not installed everywhere
+    from compiled_engine.runner.eagle_head_kernels import (  # Triton is not installed everywhere
+        TILE,
+        begin_drafts_kernel,
+    )
 
     begin_drafts_kernel[(len(rows_R),)](
         rows_R,
@@ -166,7 +169,7 @@ def launch_begin_drafts(
     )
 
 
-class EagleGraphs:
+class EagleDrafter:
     """A head's passes, see the module's docstring. Implements `GraphStep`.
 
     Drafts are sampled by temperature and noise alone: a filter of the request counts when they are verified.
@@ -193,7 +196,7 @@ class EagleGraphs:
         self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
         self._token_ids_V = self._loaded.token_ids_V.to(config.device)
         self._lengths = engine.draft_lengths
-        self.queries = engine.speculation.verified
+        self.query_lens = engine.speculation.verified
         scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
         most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
         cases = cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype)
@@ -234,11 +237,11 @@ class EagleGraphs:
         self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler)
         rare, longest = engine.speculation.rare, scheduler.max_model_len
-        dispatcher = Dispatcher(engine.graph, scheduler, queries=self.queries, rare=rare)
+        dispatcher = Dispatcher(engine.graph, scheduler, query_lens=self.query_lens, rare=rare)
         steps = StepKeys.of(dispatcher, longest, engine.speculation.sizes_read)
-        self._follow_keys = follow_keys(steps.read.values(), longest)
+        self._prefill_head_keys = prefill_head_keys(steps.read.values(), longest)
         self.keys: tuple[GraphKey, ...] = (
-            *dict.fromkeys(self._follow_keys.values()),
+            *dict.fromkeys(self._prefill_head_keys.values()),
             *head_keys(self._dispatcher, self._lengths),
         )
 
@@ -255,18 +258,19 @@ class EagleGraphs:
         self._own.forget_staged()
         self._staged_room, self._staged_sharpness, self._staged = NO_ROWS, -1.0, None
 
-    # Follow a step --------------------------------------------------------------------------------------------------
+    # Prefill the head -----------------------------------------------------------------------------------------------
 
-    def take(self, taps: tuple[torch.Tensor, ...]) -> None:
-        """Make the features of a step's tokens from the inputs of the tapped layers, [T, target_size] each. May be
-        captured, with the forward that returns them."""
-        self._features_TD[: len(taps[0])].copy_(self.model.combine(torch.cat(taps, dim=-1)))
+    def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
+        """Make the features of a step's tokens from the inputs of the layers that the head reads, [T,
+        target_size] each. May be captured, with the forward that returns them."""
+        self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
 
-    def key_to_follow(self, key: GraphKey) -> GraphKey | None:
-        """Return the key of the graph that follows a step which `key` was replayed for; None if there is none."""
-        return self._follow_keys.get(replace(key, extra=()) if key.extra else key)
+    def key_to_prefill_head(self, key: GraphKey) -> GraphKey | None:
+        """Return the key of the graph that computes the tokens of a step which `key` was replayed for; None if there
+        is none."""
+        return self._prefill_head_keys.get(replace(key, extra=()) if key.extra else key)
 
-    def follow(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
+    def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
         """Compute the tokens of a step whose tokens the states have and whose features were taken. Returns the hidden
         states. May be captured."""
         states, steps = self._states, self._steps
@@ -325,7 +329,7 @@ class EagleGraphs:
             self._draft(len(drafting.rows), len(drafting.num_drafting), drafting.longest)
 
     def read_prompts(self, drafting: Drafting) -> None:
-        """Do nothing: the head reads prompts when it follows their step."""
+        """Do nothing: `prefill_head` reads the prompts of a step."""
 
     def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
         """Make the drafts of the first `count` rows that were staged; returns the logits of the last ones."""
@@ -352,7 +356,7 @@ class EagleGraphs:
 
     def fill(self, key: GraphKey) -> None:
         """See GraphStep."""
-        if key.follows:
+        if key.prefills_head:
             self._fill_step(key.num_tokens, key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
             self._fill_drafts(key.num_requests, key.max_seq_len)
@@ -377,30 +381,32 @@ class EagleGraphs:
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
-        if not key.follows:
+        if not key.prefills_head:
             return self._draft(key.num_requests, key.drafts, key.max_seq_len, distinct=distinct)
         host_3 = key.num_decodes, key.max_query_len, key.max_seq_len
-        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, replace(key, follows=False))
+        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, replace(key, prefills_head=False))
         self._states.writes.discard()  # `fill` made these writes
-        return self.follow(batch, distinct=distinct)
+        return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:
         """See GraphStep."""
         return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Follow a step of padding alone, and draft for as many requests as it has if they decode. host_3: see
-        AttentionInputs. distinct: see ModelForward.run."""
+        """Prefill the head with a step of padding alone, and draft for as many requests as it has if they decode.
+        host_3: see AttentionInputs. distinct: see ModelForward.run."""
         batch = self._fill_step(num_tokens, num_requests, host_3)
         head = self.config.model.head
         assert head is not None
-        taps = torch.zeros(num_tokens, head.target_size, dtype=self.config.model.dtype, device=self.config.device)
-        self.take((taps,) * head.num_taps)
-        self.follow(batch, distinct=distinct)
+        aux_hidden_states = torch.zeros(
+            num_tokens, head.target_size, dtype=self.config.model.dtype, device=self.config.device
+        )
+        self.take((aux_hidden_states,) * head.num_aux_layers)
+        self.prefill_head(batch, distinct=distinct)
         if num_tokens == num_requests:
-            _, queries, longest = host_3
-            self._fill_drafts(num_requests // queries, longest)
-            self._draft(num_requests // queries, max(self._lengths), longest, distinct=distinct)
+            _, query_len, longest = host_3
+            self._fill_drafts(num_requests // query_len, longest)
+            self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self) -> None:
         """Launch the kernels beside the head, over padding."""

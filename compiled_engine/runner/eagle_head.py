@@ -33,7 +33,7 @@ def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
 
 
 @dataclass
-class Head:
+class EagleHead:
     """A head as a rank has it. token_ids_V: int64, the model's token for each token of the head, on the CPU."""
 
     config: EngineConfig
@@ -61,7 +61,7 @@ def load_head(
     progress: Progress,
     timeline: Timeline,
     embedding_VD: torch.Tensor | None,
-) -> Head:
+) -> EagleHead:
     """Compile and load a head. config: of the head. embedding_VD: the model's, None if the head has its own. Raises
     what the compiler and the loader raise."""
     compiled = None
@@ -74,4 +74,4 @@ def load_head(
     most_tokens, recorded = config.scheduler.max_num_batched_tokens, config.graph.mode is GraphMode.RECORDED
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
     forward = ModelForward(model, compiled, named, on_attention, most_tokens, recorded)
-    return Head(config, compiled, forward, kv_cache.allocate(config, 1), token_ids_V, num_parameters)
+    return EagleHead(config, compiled, forward, kv_cache.allocate(config, 1), token_ids_V, num_parameters)

@@ -32,13 +32,13 @@ def layer_stack(names: Iterable[str]) -> str:
     return max(numbers, key=lambda path: len(numbers[path]), default="")
 
 
-class Taps(GraphPass):
-    """layers: the tapped ones, in the order of the new outputs, [T, D] each.
+class AuxHiddenStates(GraphPass):
+    """layers: those whose inputs are returned, in the order of the new outputs, [T, D] each.
 
     Comes after the layers are repeated and divided, and before all passes that fuse.
     """
 
-    name = "taps"
+    name = "aux_hidden_states"
     required = True  # callers of the graph need its outputs
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -48,31 +48,36 @@ class Taps(GraphPass):
         return len(self._layers)
 
     def run(self, graph: fx.Graph) -> PassResult:
-        taps, near_misses, notes = [], [], []
+        aux_hidden_states, near_misses, notes = [], [], []
         path = _stack(graph)
         for layer in self._layers:
             found = self._entering(graph, f"{path}.{layer}.")
             if isinstance(found, str):
                 near_misses.append(f"layer {layer}: {found}")
             else:
-                taps.append(found)
-                notes.append(f"output {len(taps)} behind the results: {found.name}, which enters {path}.{layer}")
+                aux_hidden_states.append(found)
+                notes.append(
+                    f"output {len(aux_hidden_states)} behind the results: {found.name}, which enters {path}.{layer}"
+                )
         if not near_misses:
             output = graph.output_node()
-            output.args = ((*arg(output, 0), *taps),)
-        return PassResult(len(taps), tuple(near_misses), (), tuple(notes))
+            output.args = ((*arg(output, 0), *aux_hidden_states),)
+        return PassResult(len(aux_hidden_states), tuple(near_misses), (), tuple(notes))
 
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check that nothing else goes from the layers before a tap to the layers from there on. Raises
-        VerificationError for a tap that is not all that its layer gets from them."""
+        """Check that nothing else goes from the layers before an output to the layers from there on. Raises
+        VerificationError for an output that is not all that its layer gets from them."""
         path = _stack(graph)
-        for layer, tap in zip(self._layers, arg(graph.output_node(), 0)[-len(self._layers) :], strict=True):
-            crossing = _crossing(graph, path, layer, tap)
-            if crossing - {tap}:
+        for layer, aux_hidden_state in zip(
+            self._layers, arg(graph.output_node(), 0)[-len(self._layers) :], strict=True
+        ):
+            crossing = _crossing(graph, path, layer, aux_hidden_state)
+            if crossing - {aux_hidden_state}:
                 names = ", ".join(sorted(node.name for node in crossing))
-                raise VerificationError(f"pass taps: {path}.{layer} gets {names} from before, and {tap.name} is tapped")
+                gets = f"{path}.{layer} gets {names} from before"
+                raise VerificationError(f"pass {self.name}: {gets}, and {aux_hidden_state.name} is returned")
         return len(self._layers)
 
     def _entering(self, graph: fx.Graph, prefix: str) -> fx.Node | str:
@@ -104,9 +109,9 @@ def _stack(graph: fx.Graph) -> str:
     return layer_stack(_name(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node))
 
 
-def _crossing(graph: fx.Graph, path: str, layer: int, tap: fx.Node) -> set[fx.Node]:
+def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
     """The values that layers before this one compute and the others, or what comes behind them, read. What is computed
-    from `tap` counts as a part of its layer."""
+    from `aux_hidden_state` counts as a part of its layer."""
     numbered = re.compile(rf"{re.escape(path)}\.(?P<number>\d+)\.")
     early: set[fx.Node] = set()
     late: set[fx.Node] = set()
@@ -118,7 +123,7 @@ def _crossing(graph: fx.Graph, path: str, layer: int, tap: fx.Node) -> set[fx.No
         elif node.op == "call_function" and not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         elif node.op == "call_function" and not early.isdisjoint(node.all_input_nodes):
-            (late if tap in node.all_input_nodes else early).add(node)
+            (late if aux_hidden_state in node.all_input_nodes else early).add(node)
     read = {value for node in late for value in node.all_input_nodes}
     return {value for value in read & early if value.op == "call_function"}
 

@@ -35,17 +35,17 @@ from compiled_engine.passes.framework.matching import arg
 from compiled_engine.passes.framework.parameter import Parameter, compute
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.layout.taps import Taps, layer_stack
+from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates, layer_stack
 from compiled_engine.passes.registry import registered_passes
 
 NUM_LAYERS, LAYERS, NUM_TOKENS = 3, (2, 0), 7
 
 
-def tapped(family: Family, compile_range: CompileRange, dtype: torch.dtype = torch.float32) -> fx.Graph:
+def graph_with_outputs(family: Family, compile_range: CompileRange, dtype: torch.dtype = torch.float32) -> fx.Graph:
     """The graph after all passes, strictly."""
     graph = graph_for(family, dtype, compile_range, NUM_LAYERS)
     before = len(arg(graph.output_node(), 0))
-    passes = (Taps(LAYERS), *registered_passes())
+    passes = (AuxHiddenStates(LAYERS), *registered_passes())
     reports = run_on(graph, compile_range, passes, verify=False)
     assert (reports[0].matches, reports[0].contract) == (len(LAYERS), len(LAYERS))
     assert len(arg(graph.output_node(), 0)) == before + len(LAYERS)
@@ -98,8 +98,8 @@ def inputs_of_layers(family: Family, inputs: RandomInputs) -> dict[int, torch.Te
 @pytest.mark.product(one_in=10)
 @pytest.mark.parametrize("compile_range", [SMALL, DYNAMIC], ids=lambda each: each.name)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_taps_are_what_the_layers_are_called_with(family: Family, compile_range: CompileRange) -> None:
-    graph = tapped(family, compile_range)
+def test_aux_hidden_states_are_what_the_layers_are_called_with(family: Family, compile_range: CompileRange) -> None:
+    graph = graph_with_outputs(family, compile_range)
     expected = inputs_of_layers(family, random_inputs(family))
     outputs = executed(graph, random_inputs(family))
     for layer, found in zip(LAYERS, outputs[-len(LAYERS) :], strict=True):
@@ -108,25 +108,25 @@ def test_taps_are_what_the_layers_are_called_with(family: Family, compile_range:
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE, GEMMA2], ids=str)
-def test_taps_in_bfloat16_keep_the_contracts_of_all_passes(family: Family) -> None:
-    graph = tapped(family, SMALL, torch.bfloat16)
+def test_aux_hidden_states_in_bfloat16_keep_the_contracts_of_all_passes(family: Family) -> None:
+    graph = graph_with_outputs(family, SMALL, torch.bfloat16)
     outputs = arg(graph.output_node(), 0)[-len(LAYERS) :]
     assert {node.meta["val"].dtype for node in outputs} == {torch.bfloat16}
 
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("family", [GPT_OSS, STARCODER2, GLM4], ids=str)
-def test_foreign_models_are_tapped(family: Family) -> None:
-    """Each tap enters the first norm of its layer; the first is what the embedding gives."""
-    graph = tapped(family, DYNAMIC)
-    taps = arg(graph.output_node(), 0)[-len(LAYERS) :]
-    assert len({*taps}) == len(LAYERS)
+def test_foreign_models_return_them(family: Family) -> None:
+    """Each output enters the first norm of its layer; the first is what the embedding gives."""
+    graph = graph_with_outputs(family, DYNAMIC)
+    aux_hidden_states = arg(graph.output_node(), 0)[-len(LAYERS) :]
+    assert len({*aux_hidden_states}) == len(LAYERS)
     hidden = arg(graph.output_node(), 0)[0].meta["val"]
-    assert {tuple(map(str, node.meta["val"].shape)) for node in taps} == {tuple(map(str, hidden.shape))}
+    assert {tuple(map(str, node.meta["val"].shape)) for node in aux_hidden_states} == {tuple(map(str, hidden.shape))}
 
 
-def test_the_plan_returns_the_taps() -> None:
-    graph = tapped(QWEN3, DYNAMIC)
+def test_the_plan_returns_the_aux_hidden_states() -> None:
+    graph = graph_with_outputs(QWEN3, DYNAMIC)
     plan, _ = make_plan(graph, split(graph))
     assert len(plan.outputs) == len(set(plan.outputs)) == 1 + len(LAYERS)
 
@@ -135,23 +135,23 @@ def test_a_layer_that_is_not_there_is_an_error() -> None:
     graph = graph_for(QWEN3, torch.float32, DYNAMIC, NUM_LAYERS)
     outputs = arg(graph.output_node(), 0)
     with pytest.raises(ContractError, match=r"layer 4: no op reads a parameter model.layers.4."):
-        run_on(graph, DYNAMIC, (Taps((0, 4)),), verify=False)
+        run_on(graph, DYNAMIC, (AuxHiddenStates((0, 4)),), verify=False)
     assert arg(graph.output_node(), 0) == outputs
 
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("family", [QWEN3, GEMMA2, GPT_OSS], ids=str)
-def test_the_verifier_finds_a_tap_inside_of_a_layer(family: Family) -> None:
+def test_the_verifier_finds_an_output_inside_of_a_layer(family: Family) -> None:
     """It accepts the right ones, and nothing else that has their shape."""
     graph = graph_for(family, torch.float32, DYNAMIC, NUM_LAYERS)
     before = list(graph.nodes)
-    (report,) = run_on(graph, DYNAMIC, (Taps(LAYERS),), verify=True)
+    (report,) = run_on(graph, DYNAMIC, (AuxHiddenStates(LAYERS),), verify=True)
     assert report.matches == len(LAYERS)
     *results, _, last = arg(graph.output_node(), 0)
     inside = before[before.index(last) + 4]
     graph.output_node().args = ((*results, inside, last),)
-    graph_pass = Taps((1, 2))
-    with pytest.raises(VerificationError, match=rf"layers.1 gets .* and {inside.name} is tapped"):
+    graph_pass = AuxHiddenStates((1, 2))
+    with pytest.raises(VerificationError, match=rf"layers.1 gets .* and {inside.name} is returned"):
         graph_pass.verify(graph, graph_pass.run(graph_for(family, torch.float32, DYNAMIC, NUM_LAYERS)), DYNAMIC, CPU)
 
 

@@ -102,9 +102,9 @@ def _make_digest() -> bool:
     return True
 
 
-def begin_gpu(device: str, *, runs_here: bool) -> None:
-    """Begin all that the option `device` needs. runs_here: this process runs on the GPU; otherwise it only enumerates
-    GPUs."""
+def init_cuda(device: str, *, runs_here: bool) -> None:
+    """Begin the initialisation that the option `device` needs. runs_here: this process runs on the GPU; otherwise it
+    only enumerates GPUs."""
     index = index_of(device)
     if index is None:
         return

@@ -43,7 +43,7 @@ class PairForm:
     pieces: tuple[tuple[int | tuple[int, ...], int], ...]
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Return the joined texts; see Words.join."""
+        """Return the joined texts; see TokenizerBackend.join."""
         room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
         if room is not None and 0 <= room < len(first) + len(second):
             short = min(len(first), len(second), room // 2)
@@ -59,7 +59,7 @@ class PairForm:
         return Pair(token_ids, start)
 
 
-class Words(Protocol):
+class TokenizerBackend(Protocol):
     """The protocol of conversion of text to token ids and back."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
@@ -95,7 +95,7 @@ class Words(Protocol):
     def to_json(self) -> str: ...
 
 
-class FastWords:
+class FastTokenizerBackend:
     """Conversion by the library `tokenizers`."""
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -209,7 +209,7 @@ def _named(token: AddedToken, content: str) -> AddedToken:
     )
 
 
-class SlowWords:
+class SlowTokenizerBackend:
     """Conversion by transformers' Python code of some tokenizers."""
 
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:

@@ -12,8 +12,8 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import known_start
-from compiled_engine.runner.known_start import leave_mark, mark_of_start
+from compiled_engine.runner import warm_start_stamp
+from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
 
 
 def config_of(**options: Any) -> EngineConfig:
@@ -32,19 +32,19 @@ def kernels(tmp_path: Path) -> Path:
 
 
 def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
-    mark = mark_of_start(kernels, "entry", config_of())
-    assert not mark.exists()
-    leave_mark(mark)
-    leave_mark(mark)
+    stamp = stamp_of_start(kernels, "entry", config_of())
+    assert not stamp.exists()
+    write_stamp(stamp)
+    write_stamp(stamp)
     elsewhere = replace(config_of(), model=replace(config_of().model, path=Path("/elsewhere")), reasons={})
-    assert mark_of_start(kernels, "entry", elsewhere).exists()
+    assert stamp_of_start(kernels, "entry", elsewhere).exists()
     sizes = config_of(max_num_seqs=3, num_blocks=77, gpu_memory_utilization=0.5)
-    assert mark_of_start(kernels, "entry", sizes).exists()  # they choose few kernels, if any
-    assert not mark_of_start(kernels, "entry", config_of(), stage=1).exists()
-    assert not mark_of_start(kernels, "other", config_of()).exists()
+    assert stamp_of_start(kernels, "entry", sizes).exists()  # they choose few kernels, if any
+    assert not stamp_of_start(kernels, "entry", config_of(), stage=1).exists()
+    assert not stamp_of_start(kernels, "other", config_of()).exists()
     assert [path.stat().st_mode & 0o077 for path in kernels.iterdir()] == [0]
-    mark.unlink()
-    assert not mark_of_start(kernels, "entry", config_of()).exists()
+    stamp.unlink()
+    assert not stamp_of_start(kernels, "entry", config_of()).exists()
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
 def test_other_options_are_another_start(options: dict[str, Any], kernels: Path) -> None:
     """Their compiled model may be the same."""
     for known in (config_of(), config_of(**ngrams(5))):
-        leave_mark(mark_of_start(kernels, "entry", known))
-    assert not mark_of_start(kernels, "entry", config_of(**options)).exists()
-    leave_mark(mark_of_start(kernels, "entry", config_of(**options)))
-    assert mark_of_start(kernels, "entry", config_of(**options)).exists()
+        write_stamp(stamp_of_start(kernels, "entry", known))
+    assert not stamp_of_start(kernels, "entry", config_of(**options)).exists()
+    write_stamp(stamp_of_start(kernels, "entry", config_of(**options)))
+    assert stamp_of_start(kernels, "entry", config_of(**options)).exists()
 
 
 def test_tuned_tiles_are_another_start(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_mark(mark_of_start(kernels, "entry", config_of()))
-    monkeypatch.setattr(known_start, "PROFILES", tmp_path)
+    write_stamp(stamp_of_start(kernels, "entry", config_of()))
+    monkeypatch.setattr(warm_start_stamp, "PROFILES", tmp_path)
     (tmp_path / "a_device.json").write_text("{}")
-    assert not mark_of_start(kernels, "entry", config_of()).exists()
+    assert not stamp_of_start(kernels, "entry", config_of()).exists()
 
 
 def test_a_mark_that_cannot_be_left_is_no_error_and_no_mark_is_a_damaged_kernel(kernels: Path, tmp_path: Path) -> None:
-    mark = mark_of_start(kernels, "entry", config_of())
-    leave_mark(mark)
+    stamp = stamp_of_start(kernels, "entry", config_of())
+    write_stamp(stamp)
     assert damaged_kernels(tmp_path) == []
-    leave_mark(tmp_path / "missing" / mark.name)
+    write_stamp(tmp_path / "missing" / stamp.name)
