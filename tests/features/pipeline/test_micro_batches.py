@@ -18,7 +18,7 @@ from compiled_engine.sampling.params import SamplingParams
 def pipeline(**options: int) -> SimulatedEngine:
     """Two stages, without scheduling ahead."""
     rest = {"num_blocks": 200, "max_num_seqs": 4, "max_model_len": 200}
-    return SimulatedEngine(steps_in_flight=2, num_lanes=2, **rest | options)
+    return SimulatedEngine(steps_in_flight=2, num_micro_batches=2, **rest | options)
 
 
 def rounds(engine: SimulatedEngine, steps: int) -> Iterator[SchedulerOutput]:
