@@ -2,46 +2,43 @@
 
 Prefill and decode are treated equally: every request has tokens that are known but not computed, and each step divides
 a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests come
-first, then waiting ones are admitted in order; only one that waits for the slot of its adapter is overtaken. When the
-blocks run out, the last request in order is
-preempted, and computed again later.
+first, then waiting ones are admitted in order; only one that a feature does not let start is overtaken. When the blocks
+run out, the last request in order is preempted, and computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
 may yield several tokens for a request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
-stages of a pipeline work at steps side by side, steps.MicroBatches says which requests a step has.
+What the sampling of a request awaits is made while its step runs: only that sampling waits for it.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import structs
 
-from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
-from compiled_engine.core.adapter_table import AdapterTable
+from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import RequestRows
-from compiled_engine.core.constraints import MaskMaker
+from compiled_engine.core.cache_resource import CacheResource, RequestRows
 from compiled_engine.core.draft_length import DraftLength, Drafts
 from compiled_engine.core.draft_sharpness import DraftSharpness
+from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
 from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
-from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.core.steps import (
-    MicroBatches,
     StepBuilder,
     StepInFlight,
     StepsInFlight,
+    extra_fields,
+    extra_outputs,
     no_token,
-    prompt_outputs,
     step_outputs,
     tokens_output,
 )
@@ -55,7 +52,6 @@ from compiled_engine.messages import (
     TokenMasks,
     accepted_drafts,
 )
-from compiled_engine.sampling.token_mask import Constraint
 
 # `max_prefill_tokens` is multiplied by the number of waiting requests divided by this, at least by 1: with a long queue
 # the queue delays prompts more than they delay others.
@@ -63,12 +59,12 @@ FEW_WAITING = 4
 
 
 class Scheduler:
-    """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
-    `masks`), call `update` with both; repeat while unfinished.
+    """Call `schedule`, have the runner execute its output (one that samples late gets what it awaits from
+    `begin_late` and `take_late`), call `update` with both; repeat while unfinished.
 
-    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
-    than `num_micro_batches`. The runner executes one after the other. Requests may be added and aborted at any time. If
-    a step fails, call `fail_step`.
+    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The
+    runner executes one after the other. Requests may be added and aborted at any time. If a step
+    fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
@@ -76,7 +72,7 @@ class Scheduler:
     pools: the token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
     whole: a prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of
     drafts of each step, up to max_new_tokens_per_step - 1; None for always as many. draft_sharpnesses: see
-    SpeculationConfig. snapshots: of recurrent states, where the model has them and prefixes are cached.
+    SpeculationConfig. features: see hooks.py.
     """
 
     def __init__(
@@ -86,26 +82,23 @@ class Scheduler:
         num_blocks: int,
         vocab_size: int,
         steps_in_flight: int = 1,
-        num_micro_batches: int = 1,
         max_new_tokens_per_step: int = 1,
         pools: bool = False,
         *,
         whole: bool = False,
         draft_length: DraftLength | None = None,
         draft_sharpnesses: Sequence[float] = (1.0,),
-        adapters: AdapterConfig | None = None,
-        snapshots: StateSnapshots | None = None,
+        features: Sequence[PlanFeature] = (),
     ) -> None:
         self._config, self._whole = scheduler, whole
         self._max_new_tokens_per_step = max_new_tokens_per_step
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // max_new_tokens_per_step)
-        self.adapters = AdapterTable(adapters)
-        self._kv_cache = KVCacheManager(
-            [] if whole else [BlockGroup(num_blocks, cache.block_size)],
-            [RequestRows(most * num_micro_batches), *([] if adapters is None else [self.adapters])],
-            snapshots,
-            enable_prefix_caching=cache.enable_prefix_caching,
-        )
+        self._hooks = PlanHooks(features)
+        groups = [] if whole else [BlockGroup(num_blocks, cache.block_size)]
+        others: list[CacheResource] = [RequestRows(most * math.prod(feature.num_parts for feature in features))]
+        for feature in features:
+            others += feature.resources(groups)
+        self._kv_cache = KVCacheManager(groups, others, enable_prefix_caching=cache.enable_prefix_caching)
         longest = scheduler.max_num_batched_tokens if whole else None
         slots = self._kv_cache.num_slots
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
@@ -113,12 +106,10 @@ class Scheduler:
             self._limits.most_prompt_tokens,
             self._limits.max_total_tokens,
         )
-        self._requests = RequestTable(self._kv_cache, self.adapters)
+        self._requests = RequestTable(self._kv_cache, self._hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._steps_ahead = steps_in_flight - 1
-        self._micro_batches = MicroBatches(num_micro_batches, most, steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
-        self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
         self._drafts = DraftCounts([0] * (max_new_tokens_per_step - 1))
         self._draft_length = draft_length
@@ -129,14 +120,13 @@ class Scheduler:
         self._updated: StepInFlight | None = None  # the step taken in last
         self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
 
-    def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError as `check` does."""
         self.check(request)
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        longest, vocab_size, most = self._max_total_tokens, self._limits.vocab_size, self._max_new_tokens_per_step
-        self._requests.add(Request.of(request, order, longest, vocab_size, constraint, most))
+        self._requests.add(Request.of(request, order, self._max_total_tokens, self._max_new_tokens_per_step))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -172,39 +162,40 @@ class Scheduler:
             self._requests.retire(self._last_share)
             self._last_share = []
         num_preemptions = self._counts.preemptions
-        for micro_batch in self._micro_batches.in_turn(step.micro_batch for step in self._in_flight):
-            builder = self._build_step(micro_batch, num_preemptions)
+        running, waiting = self._requests.running, self._requests.waiting
+        parts: Iterable[tuple[Sequence[Request], int]] = ((running, len(waiting)),)
+        for divide in self._hooks.divide:
+            parts = divide(running, waiting, len(self._in_flight))
+        for of_step, room in parts:
+            builder = self._build_step(of_step, room, num_preemptions)
             if builder.decodes or builder.longer.requests:
                 break
         else:
             return None
-        self._micro_batches.took(micro_batch)
         for request in builder.completed:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
         sharpness = self._fixed_sharpness
         if self._draft_sharpness is not None and not builder.skips_head:
             sharpness = self._draft_sharpness.choose()
-        step = StepInFlight.of(number, builder, removed, registered, placed, sharpness, constraints=constraints)
+        step = StepInFlight.of(number, builder, removed, registered, sharpness, any_late=self._requests.num_late > 0)
+        for planned in self._hooks.planned:
+            planned(step)
         self._in_flight.append(step)
         return step.output
 
-    def _build_step(self, micro_batch: int, num_preemptions: int) -> StepBuilder:
-        """Build a step of the micro-batch, perhaps an empty one.
+    def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
+        """Draft a step of these running requests and at most `room` waiting ones, perhaps an empty one.
 
         If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
         would be preempted next.
         """
-        running, num_waiting = self._requests.running, len(self._requests.waiting)
-        most = self._config.max_prefill_tokens
-        of_step = self._micro_batches.of_step(running, micro_batch)
+        num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         drafts = Drafts(self._max_new_tokens_per_step - 1)
         if self._draft_length is not None:
             drafts = self._choose_drafts(self._draft_length, of_step, num_waiting)
-        builder = StepBuilder(micro_batch, most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
-        room = self._micro_batches.room(of_step, micro_batch, len(running), num_waiting)
+        builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
         budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
             self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
@@ -236,7 +227,7 @@ class Scheduler:
         if all(step.output.skips_head for step in self._in_flight):  # so the numbers of tokens are exact
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
 
-    def _schedule_running(self, builder: StepBuilder, running: list[Request]) -> int:
+    def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
         """Returns the budget left for waiting requests."""
         budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
         add_request, add_start = builder.decodes.append, builder.decode_starts.append
@@ -277,14 +268,13 @@ class Scheduler:
     def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
         """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
-        if self.adapters.takes_changes():
-            waiting.restore()
+        for reconsiders in self._hooks.reconsiders:
+            if reconsiders():
+                waiting.restore()
         while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
-            if request.adapter is not None and not (
-                waiting.may_overtake(request) and self.adapters.has_slot(request.adapter)
-            ):
+            if not all(may_start(request) for may_start in self._hooks.may_start):
                 waiting.set_aside()
                 continue
             # A block is reserved for each running request, so that the new one is not preempted at once.
@@ -293,10 +283,11 @@ class Scheduler:
             self._requests.start(request)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
             budget -= num_tokens
-            snapshot = -1 if self._kv_cache.snapshots is None else self._kv_cache.snapshots.slot_of(request)
-            adapter_slot = -1 if request.adapter is None else self.adapters.slot_of(request.adapter)
+            extras: dict[str, Any] = {}
+            for admitted in self._hooks.admitted:
+                admitted(request, extras)
             block_ids = self._kv_cache.block_ids(request)
-            builder.new.append(request.as_new(block_ids, adapter_slot, snapshot))
+            builder.new.append(request.as_new(block_ids, extras))
             self._schedule_tokens(builder, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
@@ -315,12 +306,12 @@ class Scheduler:
                 builder.completed.append(request)
             else:
                 self._kv_cache.register(request)
-        if end in request.snapshot_ends:
-            assert self._kv_cache.snapshots is not None
-            if (slot := self._kv_cache.snapshots.save(request)) is not None:
-                builder.snapshots[request.request_id] = slot
+        if end in request.step_ends:
+            request.step_ends = request.step_ends[1:]
+            for reached_end in self._hooks.reached_end:
+                reached_end(request, end)
         if samples:
-            request.micro_batch = builder.micro_batch
+            request.has_sampled = True
             request.num_tokens += bound
             if bound < builder.decode_tokens:
                 builder.bounds[request] = bound
@@ -329,20 +320,22 @@ class Scheduler:
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Return whether all tokens needed for the masks of a step in flight are known."""
-        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
+        """Return whether all tokens before those that a step samples late are known."""
+        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
-    def begin_masks(self, step: SchedulerOutput) -> None:
-        """Start making the masks of a step; another step may be scheduled in the meantime. Raises RuntimeError unless
-        `knows_tokens_before`.
+    def begin_late(self, step: SchedulerOutput) -> None:
+        """Begin to make what the sampling of a step awaits; another step may be scheduled in the meantime. Raises
+        RuntimeError unless `knows_tokens_before`.
         """
         if not self.knows_tokens_before(step):
-            raise RuntimeError(f"step {step.step} has masks that need the tokens of a step in flight")
-        self._masks.begin(self._in_flight.find(step).constrained)
+            raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
+        for begin_late in self._hooks.begin_late:
+            begin_late(self._in_flight.find(step).late)
 
-    def masks(self) -> TokenMasks:
-        """Return the masks begun last. A constraint that fails ends its request in `update`, which comes later."""
-        return self._masks.take()
+    def take_late(self) -> TokenMasks:
+        """Return what was begun last, once it is made. A request for which that fails ends in `update`."""
+        (take_late,) = self._hooks.take_late
+        return take_late()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result and return outputs of the requests that got tokens or ended.
@@ -351,7 +344,7 @@ class Scheduler:
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
-        others = prompt_outputs(in_flight, result) if result.prompt_logprobs or result.vectors else []
+        others = extra_outputs(in_flight, result, self._hooks.taken) if result.extras else []
         single = self._max_new_tokens_per_step == 1 or step.skips_head
         take = self._take_single_tokens if single else self._take_several
         outputs = take(in_flight, result, others)
@@ -383,7 +376,7 @@ class Scheduler:
         """Take in a step that yields one token a request: nearly always that and its logprobs are all that it gets."""
         if result.counts is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
-        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        in_columns = not (result.many_logprobs or result.extras)
         not_steady: list[int] = []
         indices = range(len(in_flight.sampling))
         for request, token_id, index in zip(in_flight.sampling, result.token_ids, indices, strict=True):
@@ -401,7 +394,7 @@ class Scheduler:
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
         """Take in 0 to `max_new_tokens_per_step` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
-        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        in_columns = not (result.many_logprobs or result.extras)
         columns: list[int] = []
         first = 0
         for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
@@ -437,21 +430,22 @@ class Scheduler:
         finish = None if request.failure is None else Finish("error", request.failure)
         while finish is None and end < tokens.stop:
             token_id = result.token_ids[end]
-            finish = no_token(request, token_id)
+            finish = no_token(request, token_id, self._hooks.nothing_allowed)
             if finish is None:
                 end += 1
                 request.token_ids.append(token_id)
                 finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        output = tokens_output(request, slice(tokens.start, end), finish, result)
+        extras = extra_fields(request, result, self._hooks.taken)
+        output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
             request.set_steady_limits()
         else:
             self._requests.end(request)
             self._counts.finished += finish.reason != "error"
             self._counts.aborted += finish.reason == "error"
-        return output if output.new_token_ids or output.prompt_logprobs is not None or finish is not None else None
+        return output if output.new_token_ids or extras or finish is not None else None
 
     def fail_step(self) -> None:
         """Drop the steps in flight after a failure: running requests end, removals are sent again."""
@@ -469,7 +463,8 @@ class Scheduler:
                 self._counts.aborted += 1
         self._requests.sweep()
         self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
-        self.adapters.forget_slots()
+        for failed in self._hooks.failed:
+            failed()
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""
@@ -477,7 +472,7 @@ class Scheduler:
 
     def metrics(self) -> dict[str, Any]:
         """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
-        AdapterTable.metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
+        the features' metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
         request has stopped drafting."""
         waiting = len(self._requests.waiting)
         counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
@@ -486,7 +481,10 @@ class Scheduler:
             chosen |= self._draft_sharpness.metrics()
         chosen["resting"] = sum(request.has_stopped_drafting for request in self._requests.running)
         chosen["rested"] = self._num_rested
-        return counts | self._drafts.metrics() | chosen | self.adapters.metrics()
+        found = counts | self._drafts.metrics() | chosen
+        for metrics in self._hooks.metrics:
+            found |= metrics()
+        return found
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

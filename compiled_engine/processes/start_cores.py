@@ -12,7 +12,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import Executor, InProcessExecutor
-from compiled_engine.features.registry import step_features
+from compiled_engine.features.registry import plan_features, step_features
 from compiled_engine.process.memory import no_full_gc
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress, SilentProgress
@@ -55,7 +55,7 @@ def start_core(
         else:
             found = resolve_logits_processors(tuple(logits_processors))
             executor = InProcessExecutor(config, progress, timeline, clock, step_features, found)
-    return EngineCore(config, executor, clock, timeline.now() - start_s)
+    return EngineCore(config, executor, clock, timeline.now() - start_s, plan_features(config, executor))
 
 
 def start_cores(

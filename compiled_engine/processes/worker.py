@@ -128,7 +128,7 @@ class Worker:
     def _execute(self, step: SchedulerOutput) -> None:
         self._report_missing_masks()
         pending = self._guarded(step.step, lambda: self.executor.submit(step))
-        if step.awaits_masks and self._samples and not isinstance(pending, _Raised):
+        if step.samples_late and self._samples and not isinstance(pending, _Raised):
             self._unsampled = step.step, pending
         else:
             self._send_result(pending)

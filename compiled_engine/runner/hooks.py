@@ -28,6 +28,7 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
+from compiled_engine.process.overriding import overriding
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import Deferred
@@ -120,22 +121,17 @@ MakeFeatures = Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]
 """Makes the features of a runner, and its tail; None for one that samples."""
 
 
-def overriding(features: Sequence[object], base: type, hook: str) -> tuple[Callable[..., Any], ...]:
-    """Return the methods of that name, of the features whose class overrides that of the base."""
-    return tuple(
-        getattr(feature, hook) for feature in features if getattr(type(feature), hook) is not getattr(base, hook)
-    )
-
-
 class StepHooks:
     """The hooks of a runner's features, each in the order of the features."""
 
     def __init__(self, features: Sequence[StepFeature]) -> None:
-        def of(hook: str) -> tuple[Callable[..., Any], ...]:
-            return overriding(features, StepFeature, hook)
-
         self.features = tuple(features)
-        self.added, self.removed, self.begin, self.end = of("added"), of("removed"), of("begin"), of("end")
-        self.variant, self.receive, self.after_sample = of("variant"), of("receive"), of("after_sample")
-        self.wants_hidden = of("wants_hidden")
-        self.reading_hidden = tuple(each for each in features if overriding((each,), StepFeature, "after_forward"))
+        self.added = overriding(features, StepFeature.added)
+        self.removed = overriding(features, StepFeature.removed)
+        self.begin = overriding(features, StepFeature.begin)
+        self.variant = overriding(features, StepFeature.variant)
+        self.wants_hidden = overriding(features, StepFeature.wants_hidden)
+        self.receive = overriding(features, StepFeature.receive)
+        self.reading_hidden = tuple(each for each in features if overriding((each,), StepFeature.after_forward))
+        self.after_sample = overriding(features, StepFeature.after_sample)
+        self.end = overriding(features, StepFeature.end)

@@ -349,7 +349,7 @@ class Runner:
             batch = replace(batch, variant=variant)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks, drafting=drafting)
+        pending = self.run(batch, hidden_wanted, awaits_masks=step.samples_late, drafting=drafting)
         self._clock.device_ends()
         return pending
 
@@ -504,7 +504,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
             request.token_ids,
             request.num_prompt_tokens,
             request.eos_token_ids,
-            masked=request.masked,
+            masked="structured" in request.extras,
         )
     except BaseException:
         states.remove(request.request_id)

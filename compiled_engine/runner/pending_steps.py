@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
 
@@ -189,13 +189,13 @@ class PendingStep:
         if not samples_R.all():
             token_ids = list(compress(token_ids, samples_R.tolist()))
         if self._logprobs is None:
-            return self._with_results(RunnerOutput(token_ids))
+            return RunnerOutput(token_ids, extras=self._extras())
         few = None
         if self._logprobs.few_SW is not None:
             sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
         many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
-        return self._with_results(RunnerOutput(token_ids, few, many))
+        return RunnerOutput(token_ids, few, many, extras=self._extras())
 
     def _result_of_drafts(self, drafted: DraftedRows, tokens_R: np.ndarray) -> RunnerOutput:
         """tokens_R: of each row; NOT_TAKEN where there is none, as behind a draft that was wrong, or NO_DRAFT."""
@@ -210,21 +210,17 @@ class PendingStep:
                 few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[places])
             for place in filter(self._logprobs.many.__contains__, places.tolist()):
                 many.setdefault(self._batch.request_ids[place], []).append(self._logprobs.many[place].numpy())
-        output = RunnerOutput(
+        return RunnerOutput(
             tokens_R[taken_R].tolist(),
             few,
             {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
             counts=counts,
             num_drafts=(num_real - 1)[drafted.samples].tolist(),
+            extras=self._extras(),
         )
-        return self._with_results(output)
 
-    def _with_results(self, output: RunnerOutput) -> RunnerOutput:
-        """Add the results of features, which few steps have."""
-        if not self._results:
-            return output
-        found: dict[str, Any] = {name: result.by_request() for name, result in self._results.items()}
-        return replace(output, **found)
+    def _extras(self) -> dict[str, dict[str, Any]]:
+        return {name: result.by_request() for name, result in self._results.items()}
 
 
 @dataclass

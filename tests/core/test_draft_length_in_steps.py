@@ -45,7 +45,7 @@ class Engine:
         config = SchedulerConfig(REQUESTS, 1024, 1024, "fcfs")
         cache = CacheConfig(16, None, 0.9, True)
         in_flight, length = self.steps_in_flight, self.length
-        self.scheduler = Scheduler(config, cache, 1024, 99, in_flight, 1, 1 + MOST, draft_length=length)
+        self.scheduler = Scheduler(config, cache, 1024, 99, in_flight, 1 + MOST, draft_length=length)
         self.launched: tuple[list[str], list[int]] | None = None
         self.numbers: list[int] = []
         self.added = 0

@@ -391,7 +391,9 @@ class TestPromptLogprobs:
         step = engine.scheduler.schedule()
         assert step is not None
         with pytest.raises(RuntimeError, match="prompt_logprobs of 'a' start at 2, but 1 is next"):
-            engine.scheduler.update(step, RunnerOutput([1], prompt_logprobs={"a": (2, LogprobRows(0, b""))}))
+            engine.scheduler.update(
+                step, RunnerOutput([1], extras={"prompt_logprobs": {"a": (2, LogprobRows(0, b""))}})
+            )
 
 
 def test_metrics() -> None:

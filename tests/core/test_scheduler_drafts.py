@@ -47,7 +47,7 @@ def made(
 ) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=budget, max_model_len=64, policy="fcfs")
     cache = CacheConfig(4, None, 0.9, True)
-    return Scheduler(config, cache, 64, 11, steps_in_flight, 1, 1 + MOST, draft_length=length, **rest)
+    return Scheduler(config, cache, 64, 11, steps_in_flight, 1 + MOST, draft_length=length, **rest)
 
 
 def add(scheduler: Scheduler, name: str, prompt: int = 2, **params: Any) -> None:

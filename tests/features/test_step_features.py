@@ -13,7 +13,7 @@ from compiled_engine.features.adapters.slots import AdapterSlots
 from compiled_engine.features.adapters.step_adapters import StepAdapters
 from compiled_engine.features.pooling.step_pooling import ByToken
 from compiled_engine.features.pooling.token_types import TokenTypes
-from compiled_engine.features.prompt_logprobs import PromptLogprobs
+from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.runner.hooks import StepFeature, StepHooks
@@ -27,11 +27,12 @@ CPU = torch.device("cpu")
 
 def request(name: str, snapshot: int = -1, prompt: int = 3, prompt_logprobs: int | None = None) -> NewRequest:
     params = SamplingParams(prompt_logprobs=prompt_logprobs, seed=0)
-    return NewRequest(name, (1,) * prompt, prompt, params, frozenset(), ((0,),), snapshot=snapshot)
+    extras = {} if snapshot < 0 else {"recurrence": snapshot}
+    return NewRequest(name, (1,) * prompt, prompt, params, frozenset(), ((0,),), extras=extras)
 
 
 def step(new: tuple[NewRequest, ...] = (), snapshots: dict[str, int] | None = None) -> SchedulerOutput:
-    return SchedulerOutput(1, (), new, [], [], [], [], {}, snapshots=snapshots or {})
+    return SchedulerOutput(1, (), new, [], [], [], [], {}, extras={"recurrence": snapshots} if snapshots else {})
 
 
 def test_states_come_from_snapshots_and_go_to_them() -> None:
@@ -71,7 +72,7 @@ def test_states_come_from_snapshots_and_go_to_them() -> None:
 def test_a_step_owes_log_probabilities_as_long_as_it_computes_the_prompt(start: int, owes: bool) -> None:
     states = RequestStates(NUM_ROWS, 32, 4, CPU)
     parts: Any = SimpleNamespace(states=states, model=None, vocabulary=None)
-    feature = PromptLogprobs(parts, computes=True)
+    feature = StepPromptLogprobs(parts, computes=True)
     take(states, [feature], request("asks", prompt_logprobs=0), request("other", prompt=9))
 
     def owed(*starts: tuple[str, int]) -> bool:
@@ -100,7 +101,8 @@ def test_a_row_has_what_its_request_asks_for_and_loses_it() -> None:
     adapters, by_token, types = StepAdapters(slots, states), ByToken(), TokenTypes(states.fields)
     features: list[StepFeature] = [adapters, by_token, types]
     params = SamplingParams(seed=0)
-    asks = NewRequest("asks", (5, 6), 2, params, frozenset(), ((0,),), by_token=True, second_text=1, adapter_slot=1)
+    extras = {"pooling": True, "token_types": 1, "adapters": 1}
+    asks = NewRequest("asks", (5, 6), 2, params, frozenset(), ((0,),), extras=extras)
     generations = [states.generation]
     take(states, features, asks)
     row = states.row("asks")

@@ -42,8 +42,8 @@ def of(
     return replace(config, parallel=parallel, scheduler=replace(config.scheduler, **scheduler or {}), **changes)
 
 
-def step(number: int, *, awaits_masks: bool = False) -> SchedulerOutput:
-    return SchedulerOutput(number, (), (), ["a"], [0], [1], [True], {}, awaits_masks=awaits_masks)
+def step(number: int, *, samples_late: bool = False) -> SchedulerOutput:
+    return SchedulerOutput(number, (), (), ["a"], [0], [1], [True], {}, samples_late=samples_late)
 
 
 def masks(*request_ids: str) -> TokenMasks:
@@ -79,7 +79,7 @@ def test_a_step_that_awaits_masks_is_sampled_with_them(ranks: Any) -> None:
     """Its result has their effect, whether or not the steps before and after it are masked."""
     with ranks() as (executor, launch):
         first = executor.submit(step(1))
-        second = executor.submit(step(2, awaits_masks=True))
+        second = executor.submit(step(2, samples_late=True))
         executor.sample(masks("a", "b", "c"))
         third = executor.submit(step(3))
         assert [list(each.result().token_ids) for each in (first, second, third)] == [[1, 0], [2, 3], [3, 0]]
@@ -90,7 +90,7 @@ def test_a_step_that_awaits_masks_is_sampled_with_them(ranks: Any) -> None:
 def test_a_step_whose_masks_never_come_has_a_result_all_the_same(ranks: Any) -> None:
     """Once, before that of the next step; masks that come later belong to no step."""
     with ranks() as (executor, _):
-        first = executor.submit(step(1, awaits_masks=True))
+        first = executor.submit(step(1, samples_late=True))
         second = executor.submit(step(2))
         executor.sample(masks("a"))
         third = executor.submit(step(3))
@@ -100,7 +100,7 @@ def test_a_step_whose_masks_never_come_has_a_result_all_the_same(ranks: Any) -> 
 def test_a_stage_that_samples_nothing_waits_for_no_masks(ranks: Any) -> None:
     """The first stage of two goes on with the next step; only the last one is told the masks' effect."""
     with ranks(tensor=1, stage_layers=(1, 1)) as (executor, launch):
-        first = executor.submit(step(1, awaits_masks=True))
+        first = executor.submit(step(1, samples_late=True))
         executor.sample(masks("a"))
         assert list(first.result().token_ids) == [1, 1]
         executor.call(ControlCall("metrics"))
@@ -117,7 +117,7 @@ def test_a_step_that_all_ranks_fail_at_one_place_fails_alone(ranks: Any, masked:
             runner.runs_begun = runner.runs_ended = 3
 
     with ranks(fail) as (executor, launch):
-        pending = [executor.submit(step(number, awaits_masks=masked and number == 2)) for number in (1, 2)]
+        pending = [executor.submit(step(number, samples_late=masked and number == 2)) for number in (1, 2)]
         if masked:
             executor.sample(masks("a"))  # for a step that has failed
         pending.append(executor.submit(step(3)))
@@ -137,7 +137,7 @@ def test_a_step_that_fails_awaits_no_masks(ranks: Any) -> None:
             runner.fails[1] = KeyError("injected")
 
     with ranks(fail) as (executor, _), pytest.raises(StepError, match="injected"):
-        executor.submit(step(1, awaits_masks=True)).result()
+        executor.submit(step(1, samples_late=True)).result()
 
 
 def apart(runners: list[ScriptedRunner]) -> None:

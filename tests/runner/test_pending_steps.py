@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_engine.features.pooling.step_pooling import PooledRows
-from compiled_engine.features.prompt_logprobs import PromptRows
+from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import NO_DRAFT, NOT_TAKEN, RING, DraftedRows, InputBatch
 from compiled_engine.runner.pending_steps import Deferred, PendingStep, UnsampledStep
@@ -78,18 +78,19 @@ def test_log_probabilities_are_in_the_order_of_the_step(order: list[int] | None)
     result = pending(tokens, names, samples, order=order, logprobs=logprobs, prompt_logprobs=prompt).result()
     assert (result.token_ids, row_tokens(result.logprobs)) == ([5, 7], [5, 7])
     assert {name: row_tokens(found) for name, found in result.many_logprobs.items()} == {"c": [70, 71]}
-    first, found = result.prompt_logprobs["b"]
+    first, found = result.extras["prompt_logprobs"]["b"]
     assert (first, row_tokens(found)) == (3, [31, 32, 33])
     few = pending(tokens, names, samples, order=order, logprobs=BatchLogprobs(None, many)).result()
     assert few.logprobs is None
     none = pending(tokens, names, samples, order=order, prompt_logprobs=prompt).result()
-    assert (none.logprobs, none.many_logprobs, list(none.prompt_logprobs)) == (None, {}, ["b"])
+    assert (none.logprobs, none.many_logprobs, list(none.extras["prompt_logprobs"])) == (None, {}, ["b"])
 
 
 def test_vectors() -> None:
     pooled = PooledRows(["b", "a"], [0, 4], [1, 2], torch.arange(6.0).view(3, 2))
-    result = pending([5, -1], ["a", "b"], [True, False], vectors=pooled).result()
-    found = {name: (each.first, each.width, np.frombuffer(each.data, "<f4")) for name, each in result.vectors.items()}
+    result = pending([5, -1], ["a", "b"], [True, False], pooling=pooled).result()
+    vectors = result.extras["pooling"]
+    found = {name: (each.first, each.width, np.frombuffer(each.data, "<f4")) for name, each in vectors.items()}
     assert result.token_ids == [5]
     assert found["b"][:2] == (0, 2)
     assert found["a"][:2] == (4, 2)
@@ -110,7 +111,7 @@ def test_tokens_behind_drafts() -> None:
     assert (result.token_ids, result.counts, result.num_drafts) == ([5, 6, 7, 8], [2, 2], [2, 1])
     assert row_tokens(result.logprobs) == [101, 102, 104, 105]
     assert {name: row_tokens(found) for name, found in result.many_logprobs.items()} == {"a": [10, 20]}
-    assert list(result.prompt_logprobs) == ["c"]
+    assert list(result.extras["prompt_logprobs"]) == ["c"]
     none = pending(tokens, names, samples, drafted=drafted).result()
     assert (none.token_ids, none.logprobs, none.many_logprobs) == ([5, 6, 7, 8], None, {})
 

@@ -172,16 +172,18 @@ class FakeRunner:
                     LogprobRows.of(logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions),
                 )
         self._save(step)
+        extras = {"prompt_logprobs": prompt_logprobs} if prompt_logprobs else {}
         several = None if self.max_new_tokens_per_step == 1 or step.skips_head else counts
-        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs, several)
+        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, several, extras=extras)
 
     def _save(self, step: SchedulerOutput) -> None:
         """Take snapshots of the states after the step."""
-        slots = step.snapshots.values()
+        saved = step.extras.get("recurrence", {})
+        slots = saved.values()
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.num_snapshots))
         self.saved[step.step] = {slot: self.snapshots.get(slot) for slot in slots}
-        for request_id, slot in step.snapshots.items():
+        for request_id, slot in saved.items():
             row = self.rows[request_id]
             assert request_id in step.request_ids
             self.snapshots[slot] = row.hashes[row.num_computed_tokens - 1]
@@ -192,7 +194,7 @@ class FakeRunner:
         token_mask = self.token_masks.get(share.request_id)
         mask = mask_of(token_mask, row.token_ids[row.num_prompt_tokens :])
         assert row.masked == (token_mask is not None)
-        assert step.awaits_masks or not row.masked
+        assert step.samples_late or not row.masked
         if mask is not None:
             self.wanted[step.step][share.request_id] = mask.tobytes()
         row.num_known = len(row.token_ids)
@@ -235,13 +237,14 @@ class FakeRunner:
                 new.num_prompt_tokens,
                 new.sampling_params,
                 list(*new.block_ids),
-                new.masked,
+                "structured" in new.extras,
                 step.starts[step.request_ids.index(new.request_id)],
             )
             start = self.rows[new.request_id].num_computed_tokens
-            assert (new.snapshot >= 0) == (self.num_snapshots > 0 and start > 0)
-            if new.snapshot >= 0:
-                assert self.snapshots[new.snapshot] == self.rows[new.request_id].hashes[start - 1]
+            slot = new.extras.get("recurrence")
+            assert (slot is not None) == (self.num_snapshots > 0 and start > 0)
+            if slot is not None:
+                assert self.snapshots[slot] == self.rows[new.request_id].hashes[start - 1]
         ids = [share.request_id for share in shares_of(step)]
         for request_id in ids:
             self.rows[request_id].has_stopped_drafting |= step.skips_head

@@ -26,8 +26,9 @@ from compiled_engine.core.scheduler import Scheduler
 
 # Fields that say when something was.
 OF_THE_CLOCK = ("scheduled_time",)
-# Lists whose entries are messages themselves.
+# Lists whose entries are messages themselves, and dicts of which each entry is recorded as a field.
 MESSAGES_WITHIN = ("new", "others")
+FIELDS_WITHIN = "extras"
 
 
 class MessageDigests:
@@ -43,6 +44,9 @@ class MessageDigests:
             if name in MESSAGES_WITHIN:
                 for one in value:
                     self.add(f"{kind}.{name}", one)
+            elif name == FIELDS_WITHIN:
+                for feature, one in value.items():
+                    self._add(f"{kind}.{name}.{feature}", one)
             elif name not in OF_THE_CLOCK:
                 self._add(f"{kind}.{name}", value)
 
@@ -59,7 +63,7 @@ class MessageDigests:
 @contextmanager
 def recorded_messages(digests: MessageDigests) -> Iterator[None]:
     """Take in what every scheduler of this process gives and gets meanwhile."""
-    schedule, masks, update = Scheduler.schedule, Scheduler.masks, Scheduler.update
+    schedule, take_late, update = Scheduler.schedule, Scheduler.take_late, Scheduler.update
 
     def recorded_schedule(scheduler: Scheduler) -> Any:
         step = schedule(scheduler)
@@ -68,8 +72,8 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
             digests.add("step", step)
         return step
 
-    def recorded_masks(scheduler: Scheduler) -> Any:
-        made = masks(scheduler)
+    def recorded_late(scheduler: Scheduler) -> Any:
+        made = take_late(scheduler)
         digests.add("masks", made)
         return made
 
@@ -79,7 +83,7 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
         digests.add("outputs", outputs)
         return outputs
 
-    given = {"schedule": recorded_schedule, "masks": recorded_masks, "update": recorded_update}
+    given = {"schedule": recorded_schedule, "take_late": recorded_late, "update": recorded_update}
     with patch.multiple(Scheduler, **given):
         yield
 

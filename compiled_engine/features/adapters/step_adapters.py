@@ -37,8 +37,8 @@ class StepAdapters(StepFeature):
         return cls(slots, parts.states)
 
     def added(self, row: int, request: NewRequest) -> None:
-        if request.adapter_slot >= 0:
-            self._states.fields.set(row, **{ADAPTER_SLOT: request.adapter_slot})
+        if (slot := request.extras.get(self.name)) is not None:
+            self._states.fields.set(row, **{ADAPTER_SLOT: slot})
             self._adapted.add(row)
 
     def removed(self, row: int) -> None:
@@ -46,7 +46,7 @@ class StepAdapters(StepFeature):
 
     def begin(self, step: SchedulerOutput) -> None:
         """Write the adapters that are newly placed into their slots."""
-        for slot, digest in step.placed_adapters.items():
+        for slot, digest in step.extras.get(self.name, {}).items():
             self._slots.place(slot, digest)
 
     def variant(self, step: SchedulerOutput) -> str:

@@ -67,7 +67,7 @@ class ByToken(StepFeature):
         self.rows: set[int] = set()
 
     def added(self, row: int, request: NewRequest) -> None:
-        if request.by_token:
+        if request.extras.get(self.name):
             self.rows.add(row)
 
     def removed(self, row: int) -> None:
@@ -101,7 +101,7 @@ class StepPooling:
         if not batch.has_decode_graph:
             self.advance.without_tokens(batch, batch.num_requests)
         if (pooled := self._results(batch, output.tensor)) is not None:
-            results["vectors"] = pooled
+            results[ByToken.name] = pooled
 
     def _results(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
         """Launch the pooling of a step; None if no request gets a result."""

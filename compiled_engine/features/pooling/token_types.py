@@ -18,5 +18,5 @@ class TokenTypes(StepFeature):
         fields.declare(RowField(SECOND_TEXT, initial=NO_SECOND_TEXT))
 
     def added(self, row: int, request: NewRequest) -> None:
-        if request.second_text is not None:
-            self._fields.set(row, **{SECOND_TEXT: request.second_text})
+        if (before := request.extras.get(self.name)) is not None:
+            self._fields.set(row, **{SECOND_TEXT: before})

@@ -2,7 +2,7 @@
 
 Both are rows of the same tensors, so that a snapshot is taken and used by copying a row of each. Copies are launched in
 the stream of the steps: those to the rows of new requests before a step, those of states to be kept after it. See
-core/state_snapshots.py.
+features/recurrence/snapshots.py.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class StateRows(StepFeature):
     def begin(self, step: SchedulerOutput) -> None:
         """Copy snapshots to the rows of the step's new requests that begin with one."""
         for request in step.new:
-            if request.snapshot >= 0:
-                self._copy(self._num_rows + request.snapshot, self._states.row(request.request_id))
+            if (slot := request.extras.get("recurrence")) is not None:
+                self._copy(self._num_rows + slot, self._states.row(request.request_id))
 
     def end(self, step: SchedulerOutput) -> None:
         """Copy the states that the step has left, as far as they are to be kept."""
-        for request_id, slot in step.snapshots.items():
+        for request_id, slot in step.extras.get("recurrence", {}).items():
             self._copy(self._states.row(request_id), self._num_rows + slot)
 
     def metrics(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Requests with a constraint: they wait until their grammar is compiled, and have a mask in each step.
 
-Requests whose grammar is being compiled are kept outside the scheduler's queue and do not delay it. The masks of a step
-are made while it runs: its requests' constraints are told of their newest tokens and asked.
+Requests whose grammar is being compiled are held back from the scheduler's queue and do not delay it. The masks of a
+step are made while it runs: its requests' constraints are told of their newest tokens and asked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compiled_engine.core.request import Request, RequestStatus
+from compiled_engine.core.request import Request
 from compiled_engine.grammars.compiler import CompiledGrammar, GrammarCompiler
 from compiled_engine.grammars.constraint import GrammarConstraint, fill_masks
 from compiled_engine.grammars.text import LONGEST_COMPILE_S
@@ -107,6 +107,20 @@ class GrammarQueue:
             self._compiler.close()
 
 
+@dataclass(slots=True)
+class Constrained:
+    """A request's constraint. num_accepted: output tokens that it was told of."""
+
+    constraint: Constraint
+    num_accepted: int = 0
+
+    def with_new_tokens(self, request: Request) -> tuple[Constraint, list[int]]:
+        """Return the constraint and the request's output tokens that it is yet to be told of."""
+        token_ids = request.token_ids[request.num_prompt_tokens + self.num_accepted :]
+        self.num_accepted += len(token_ids)
+        return self.constraint, token_ids
+
+
 class MaskMaker:
     """Owns the array that masks are written to, a row for each request that may run, once there is a constraint; and
     the thread that waits for grammars to fill it."""
@@ -118,8 +132,8 @@ class MaskMaker:
         self._asked: list[Request] = []
         self._failures: Future[dict[int, str]] | None = None
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Start computing the masks of requests that have not ended; all their tokens are known.
+    def begin(self, requests: Sequence[tuple[Request, Constrained]]) -> None:
+        """Start computing the masks of requests; all their tokens are known.
 
         Earlier masks that were never taken are dropped.
         """
@@ -127,9 +141,10 @@ class MaskMaker:
             self._words_NW = np.zeros(self._shape, np.int32)
         if self._failures is not None:
             self._failures.result()
-        self._asked = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        self._asked = [request for request, _ in requests]
         words_MW = self._words_NW[: len(self._asked)]
-        self._failures = fill_masks([_with_new_tokens(request) for request in self._asked], words_MW, self._thread)
+        told = [constrained.with_new_tokens(request) for request, constrained in requests]
+        self._failures = fill_masks(told, words_MW, self._thread)
 
     def take(self) -> TokenMasks:
         """Return the masks begun last, once they are made. Valid until the next call of `begin`.
@@ -147,12 +162,3 @@ class MaskMaker:
             words_MW = words_MW[[index for index in range(len(asked)) if index not in failures]]
         request_ids = [request.request_id for request in asked if request.failure is None]
         return TokenMasks(request_ids, words_MW.reshape(-1).view(np.uint8).data)
-
-
-def _with_new_tokens(request: Request) -> tuple[Constraint, list[int]]:
-    """The request's constraint, and the output tokens not yet passed to it."""
-    assert request.constraint is not None
-    start = request.num_prompt_tokens + request.num_accepted
-    token_ids = request.token_ids[start:]
-    request.num_accepted += len(token_ids)
-    return request.constraint, token_ids

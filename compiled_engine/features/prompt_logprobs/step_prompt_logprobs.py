@@ -34,7 +34,7 @@ class PromptRows:
         }
 
 
-class PromptLogprobs(StepFeature):
+class StepPromptLogprobs(StepFeature):
     """Computes the rows of requests that ask for them, as far as a step computes their prompts."""
 
     name = "prompt_logprobs"

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
-from compiled_engine.core.state_snapshots import LEAST_GAIN, StateSnapshots
+from compiled_engine.core.steps import StepInFlight
+from compiled_engine.features.recurrence.snapshots import LEAST_GAIN, StateSnapshots
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest
@@ -70,7 +72,7 @@ def one_by_one(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
         pytest.param(
             "compiled",
             marks=pytest.mark.shown_by(
-                "recurrence/test_state_snapshots.py::test_tokens_and_log_probabilities_are_the_same_with_and_without",
+                "features/recurrence/test_snapshots.py::test_tokens_and_log_probabilities_are_the_same_with_and_without",
                 "recurrence/test_recurrent_models.py::test_logprobs_are_those_of_transformers",
             ),
         ),
@@ -165,27 +167,43 @@ def test_snapshots_that_nothing_uses_are_refused(
 # The manager alone, in blocks of 4 tokens.
 
 
-def cache_of(num_slots: int, least_gain: int = 1) -> KVCacheManager:
-    snapshots = StateSnapshots(num_slots, 4, least_gain)
-    return KVCacheManager([BlockGroup(64, 4)], snapshots=snapshots, enable_prefix_caching=True)
+def made(num_slots: int, least_gain: int = 1) -> tuple[KVCacheManager, StateSnapshots]:
+    snapshots, groups = StateSnapshots(num_slots, 4, least_gain), [BlockGroup(64, 4)]
+    return KVCacheManager(groups, snapshots.resources(groups), enable_prefix_caching=True), snapshots
+
+
+def saved(snapshots: StateSnapshots, request: Request) -> int | None:
+    """Plan the step that computes a request up to the first of its ends. Returns the slot that its state gets."""
+    end, *rest = request.step_ends
+    request.step_ends = tuple(rest)
+    snapshots.reached_end(request, end)
+    step = SimpleNamespace(output=SimpleNamespace(extras={}))
+    snapshots.planned(cast(StepInFlight, step))
+    return step.output.extras.get("recurrence", {}).get(request.request_id)
+
+
+def begins_with(snapshots: StateSnapshots, request: Request) -> int | None:
+    """Return the slot of the state that an admitted request begins with."""
+    extras: dict[str, Any] = {}
+    snapshots.admitted(request, extras)
+    return extras.get("recurrence")
 
 
 def admitted(cache: KVCacheManager, tokens: Sequence[int]) -> Request:
     given = EngineRequest("r", tuple(tokens), SamplingParams())
-    request = Request.of(given, order=(0, 0), max_total_tokens=1000, vocab_size=VOCABULARY)
+    request = Request.of(given, order=(0, 0), max_total_tokens=1000)
     assert cache.admit(request, reserve=0)
     return request
 
 
-def computed(cache: KVCacheManager, tokens: Sequence[int]) -> tuple[int, list[int | None]]:
+def computed(cache: KVCacheManager, snapshots: StateSnapshots, tokens: Sequence[int]) -> tuple[int, list[int | None]]:
     """Admit a request, compute and free it. Returns its cached tokens, and the slots of its snapshots."""
     request, slots = admitted(cache, tokens), []
     num_cached = request.num_computed_tokens
-    assert cache.snapshots is not None
-    assert (cache.snapshots.slot_of(request) >= 0) == (num_cached > 0)
-    while request.snapshot_ends:
-        request.num_computed_tokens = request.snapshot_ends[0]
-        slots.append(cache.snapshots.save(request))
+    assert (begins_with(snapshots, request) is not None) == (num_cached > 0)
+    while request.step_ends:
+        request.num_computed_tokens = request.step_ends[0]
+        slots.append(saved(snapshots, request))
     request.num_computed_tokens = len(tokens)
     cache.register(request)
     cache.take_registered()
@@ -195,79 +213,76 @@ def computed(cache: KVCacheManager, tokens: Sequence[int]) -> tuple[int, list[in
 
 
 def test_snapshots_are_taken_at_the_end_and_where_prompts_part() -> None:
-    cache = cache_of(8)
-    assert computed(cache, range(21)) == (0, [0])
-    assert computed(cache, [*range(10), *range(50, 61)]) == (0, [1, 2])  # after 8 tokens, and 20
-    assert computed(cache, [*range(10), *range(70, 81)]) == (8, [3])
-    assert computed(cache, range(21)) == (20, [])
-    assert computed(cache, range(20)) == (8, [4])  # one token is always computed
+    cache, snapshots = made(8)
+    assert computed(cache, snapshots, range(21)) == (0, [0])
+    assert computed(cache, snapshots, [*range(10), *range(50, 61)]) == (0, [1, 2])  # after 8 tokens, and 20
+    assert computed(cache, snapshots, [*range(10), *range(70, 81)]) == (8, [3])
+    assert computed(cache, snapshots, range(21)) == (20, [])
+    assert computed(cache, snapshots, range(20)) == (8, [4])  # one token is always computed
 
 
 def test_a_snapshot_that_saves_little_is_not_taken() -> None:
-    cache = cache_of(8, LEAST_GAIN)
-    assert computed(cache, range(LEAST_GAIN)) == (0, [])
-    assert computed(cache, range(LEAST_GAIN + 1)) == (0, [0])
+    cache, snapshots = made(8, LEAST_GAIN)
+    assert computed(cache, snapshots, range(LEAST_GAIN)) == (0, [])
+    assert computed(cache, snapshots, range(LEAST_GAIN + 1)) == (0, [0])
 
 
 def test_the_one_used_least_recently_gives_way() -> None:
-    cache = cache_of(2)
+    cache, snapshots = made(2)
     for first in (0, 20, 0, 40):  # the third use keeps the first one
-        computed(cache, range(first, first + 10))
-    assert [computed(cache, range(first, first + 10))[0] for first in (0, 40)] == [8, 8]
-    assert computed(cache, range(20, 30))[0] == 0
+        computed(cache, snapshots, range(first, first + 10))
+    assert [computed(cache, snapshots, range(first, first + 10))[0] for first in (0, 40)] == [8, 8]
+    assert computed(cache, snapshots, range(20, 30))[0] == 0
 
 
 def test_a_request_that_goes_on_takes_snapshots_of_its_prompt_alone() -> None:
     """Blocks of its answer may be cached too."""
-    cache = cache_of(8)
-    computed(cache, range(21))
-    assert cache.snapshots is not None
-    cache.snapshots.unregister_all()
+    cache, snapshots = made(8)
+    computed(cache, snapshots, range(21))
+    snapshots.unregister_all()
     given = EngineRequest("r", tuple(range(10)), SamplingParams(), output_token_ids=tuple(range(10, 21)))
-    request = Request.of(given, order=(0, 0), max_total_tokens=1000, vocab_size=VOCABULARY)
+    request = Request.of(given, order=(0, 0), max_total_tokens=1000)
     assert cache.admit(request, reserve=0)
-    assert request.snapshot_ends == (8,)
+    assert request.step_ends == (8,)
     cache.free(request)
     cache.check_integrity([])
 
 
 def test_a_snapshot_that_another_request_comes_to_is_in_use() -> None:
     """It had not been taken when that request was admitted."""
-    cache = cache_of(2)
-    assert cache.snapshots is not None
+    cache, snapshots = made(2)
     requests = [admitted(cache, range(first, first + 10)) for first in (0, 0, 20, 40)]
     one, same, other, last = requests
     slots = []
     for request in (one, other, same, last):
-        slots.append(cache.snapshots.save(request))
+        slots.append(saved(snapshots, request))
         cache.take_registered()
     assert slots == [0, 1, None, 1]
-    assert cache.snapshots.longest_prefix(one, 9) == 8
+    assert snapshots.longest_prefix(one, 9) == 8
     for request in requests:
         cache.free(request)
     cache.check_integrity([])
 
 
 def test_a_step_gives_no_slot_twice_and_finds_none_that_it_fills() -> None:
-    cache = cache_of(1)
-    assert cache.snapshots is not None
+    cache, snapshots = made(1)
     one, other, same = admitted(cache, range(10)), admitted(cache, range(20, 30)), admitted(cache, range(10))
-    assert cache.snapshots.save(one) == 0
-    assert cache.snapshots.save(other) is None
-    assert cache.snapshots.save(same) is None
-    assert cache.snapshots.longest_prefix(one, 9) == 0
+    assert saved(snapshots, one) == 0
+    assert saved(snapshots, other) is None
+    assert saved(snapshots, same) is None
+    assert snapshots.longest_prefix(one, 9) == 0
     cache.unregister(cache.take_registered())  # the step fails
-    assert cache.snapshots.longest_prefix(one, 9) == 0
+    assert snapshots.longest_prefix(one, 9) == 0
     for request in (one, other, same):
         cache.free(request)
     cache.check_integrity([])
 
 
 def test_a_reset_forgets_every_snapshot() -> None:
-    cache = cache_of(4)
-    computed(cache, range(21))
+    cache, snapshots = made(4)
+    computed(cache, snapshots, range(21))
     cache.reset_prefix_cache()
-    assert computed(cache, range(21)) == (0, [0])
+    assert computed(cache, snapshots, range(21)) == (0, [0])
 
 
 def test_chunks_end_at_snapshots() -> None:

@@ -3,7 +3,7 @@
 An adapter is loaded into the ranks' host memory when it is named, and placed in one of their slots when the first of
 its requests is admitted. A slot keeps its adapter after the last request, until another adapter needs it: the one that
 was used least recently goes. A request whose adapter finds no slot waits for the first to be free; which requests may
-overtake it meanwhile, request_table.WaitingQueue says. Copies in host memory that no request uses are dropped in the
+overtake it meanwhile, overtaking.py says. Copies in host memory that no request uses are dropped in the
 order of their last use, as far as there are more than `max_cpu_loras`.
 """
 
@@ -28,10 +28,9 @@ class AdapterTable:
     loads, placements: how often an adapter was read into host memory, and written into a slot.
     """
 
-    def __init__(self, config: AdapterConfig | None) -> None:
-        """None: no request has an adapter."""
-        self._num_slots = 0 if config is None else config.max_loras
-        self._most_loaded = 0 if config is None else max(config.max_cpu_loras, config.max_loras)
+    def __init__(self, config: AdapterConfig) -> None:
+        self._num_slots = config.max_loras
+        self._most_loaded = max(config.max_cpu_loras, config.max_loras)
         # Requests of each loaded adapter that have not ended, the least recently used adapter first.
         self._uses: dict[str, int] = {}
         self._slots: dict[str, int] = {}  # of placed ones, the least recently used first
@@ -97,10 +96,8 @@ class AdapterTable:
     def metrics(self) -> dict[str, Any]:
         """Now: adapters_loaded, adapters_in_slots, max_adapters, and the requests of each adapter by its name,
         adapter_requests_running and adapter_requests_waiting. Since the start: adapter_loads, adapter_placements, and
-        adapter_requests by name, of the MOST_COUNTED names that were used last. Nothing without slots.
+        adapter_requests by name, of the MOST_COUNTED names that were used last.
         """
-        if self._num_slots == 0:
-            return {}
         running = Counter(self._holders.values())
         return {
             "max_adapters": self._num_slots,
@@ -123,7 +120,7 @@ class AdapterTable:
         return most
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        return request.adapter is None or self.has_slot(request.adapter)
+        return request.asked.adapter is None or self.has_slot(request.asked.adapter)
 
     def has_slot(self, adapter: AdapterRef) -> bool:
         """Return whether the adapter is in a slot, or could be placed in one now."""
@@ -137,11 +134,11 @@ class AdapterTable:
         return changed
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        if request.adapter is None:
+        if request.asked.adapter is None:
             return
         if request in self._holders:
             raise RuntimeError(f"request {request.request_id!r} has a slot already")
-        digest = request.adapter.digest
+        digest = request.asked.adapter.digest
         slot = self._slots.pop(digest, None)
         if slot is None:
             slot = self._placed_slot(digest)
@@ -150,7 +147,7 @@ class AdapterTable:
         self._holders[request] = digest
 
     def free(self, request: Request) -> None:
-        if request.adapter is None:
+        if request.asked.adapter is None:
             return
         if self._holders.pop(request, None) is None:
             raise RuntimeError(f"request {request.request_id!r} gives back a slot, but has none")
@@ -161,7 +158,7 @@ class AdapterTable:
             raise RuntimeError(f"no request is left, but {len(self._holders)} hold slots of adapters")
 
     def check_integrity(self, holders: Collection[Request]) -> None:
-        adapted = [request for request in holders if request.adapter is not None]
+        adapted = [request for request in holders if request.asked.adapter is not None]
         check_holders("a slot of an adapter", self._holders, adapted)
         if len(set(self._slots.values())) != len(self._slots) or len(self._slots) > self._num_slots:
             raise RuntimeError(f"adapters are in slots {self._slots}, of which there are {self._num_slots}")

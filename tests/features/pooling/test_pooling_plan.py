@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.pooling.plan import PoolingPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, Vectors
 from compiled_engine.sampling.params import SamplingParams
 
@@ -15,7 +17,9 @@ from compiled_engine.sampling.params import SamplingParams
 def made(*, whole: bool, budget: int = 10, max_num_seqs: int = 4) -> Scheduler:
     config = SchedulerConfig(max_num_seqs, budget, max_model_len=20, policy="fcfs")
     blocks = 0 if whole else 16
-    return Scheduler(config, CacheConfig(4, None, 0.9, not whole), blocks, 11, pools=True, whole=whole)
+    return Scheduler(
+        config, CacheConfig(4, None, 0.9, not whole), blocks, 11, pools=True, whole=whole, features=[PoolingPlan()]
+    )
 
 
 def add(scheduler: Scheduler, name: str, length: int, pooling: str = "sequence") -> None:
@@ -32,7 +36,8 @@ def run(scheduler: Scheduler) -> tuple[SchedulerOutput, dict[str, Any]]:
         for name, start, count, samples in zip(step.request_ids, step.starts, step.counts, step.samples, strict=True)
         if samples or name.startswith("t")
     }
-    outputs = scheduler.update(step, RunnerOutput([0] * sum(step.samples), vectors=vectors))
+    extras = {"pooling": {name: list(structs.astuple(each)) for name, each in vectors.items()}}  # as they are sent
+    outputs = scheduler.update(step, RunnerOutput([0] * sum(step.samples), extras=extras))
     scheduler.check_integrity()
     assert all(not output.new_token_ids for output in outputs)
     return step, {output.request_id: (output.vectors, output.finish_reason) for output in outputs}
@@ -80,3 +85,12 @@ def test_each_chunk_gives_the_vectors_of_its_tokens() -> None:
         assert chunks == [(Vectors(0, 1, bytes(40)), None), (Vectors(10, 1, bytes(8)), "length")]
     add(scheduler, "s", 12)
     assert run(scheduler)[0].starts == [8]
+
+
+def test_the_runner_hears_what_a_text_is() -> None:
+    scheduler = made(whole=False)
+    for name, rest in (("t", {"pooling": "token", "second_text": 1}), ("s", {"pooling": "sequence"})):
+        scheduler.add(EngineRequest(name, (1, 2), SamplingParams(max_tokens=1, seed=0), **rest))
+    step = scheduler.schedule()
+    assert step is not None
+    assert [new.extras for new in step.new] == [{"pooling": True, "token_types": 1}, {}]

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, RunnerOutput, SchedulerOutput, prefix_root
+from compiled_engine.features.adapters.plan import Adapters
+from compiled_engine.messages import (
+    ROOT,
+    AdapterRef,
+    ControlCall,
+    EngineRequest,
+    RunnerOutput,
+    SchedulerOutput,
+    prefix_root,
+)
 from compiled_engine.sampling.params import SamplingParams
 
 
@@ -20,8 +29,13 @@ class Engine:
     def __init__(self, max_loras: int = 2, max_cpu_loras: int = 3, policy: str = "fcfs") -> None:
         scheduler = SchedulerConfig(32, 128, 128, policy)
         config = AdapterConfig(max_loras, 4, max_cpu_loras)
-        self.scheduler = Scheduler(scheduler, CacheConfig(4, 256, 0.9, True), 64, 100, adapters=config)
+        self.adapters = Adapters(config, self._call)
+        self.scheduler = Scheduler(scheduler, CacheConfig(4, 256, 0.9, True), 64, 100, features=[self.adapters])
         self.dropped: list[str] = []
+
+    def _call(self, call: ControlCall) -> list[None]:
+        self.dropped += [call.arguments["digest"]] * (call.name == "drop_adapter")
+        return [None]
 
     def add(
         self,
@@ -32,11 +46,11 @@ class Engine:
         priority: int = 0,
     ) -> None:
         ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}", adapter_name or adapter)
-        if adapter is not None and not self.scheduler.adapters.is_loaded(adapter):
-            self.dropped += self.scheduler.adapters.loaded(adapter)
         root = prefix_root(adapter=ref)
         params = SamplingParams(max_tokens=max_tokens)
-        self.scheduler.add(EngineRequest(name, (1, 2, 3), params, priority=priority, prefix_root=root, adapter=ref))
+        request = EngineRequest(name, (1, 2, 3), params, priority=priority, prefix_root=root, adapter=ref)
+        self.adapters.check(request)
+        self.scheduler.add(request)
 
     def step(self) -> SchedulerOutput:
         step = self.scheduler.schedule()
@@ -52,7 +66,13 @@ class Engine:
 
 
 def slots(step: SchedulerOutput) -> dict[str, int]:
-    return {request.request_id: request.adapter_slot for request in step.new}
+    """Of new requests; -1 for none."""
+    return {request.request_id: request.extras.get("adapters", -1) for request in step.new}
+
+
+def placed(step: SchedulerOutput) -> dict[int, str]:
+    found: dict[int, str] = step.extras.get("adapters", {})
+    return found
 
 
 def test_adapters_share_slots_and_others_need_none() -> None:
@@ -61,8 +81,8 @@ def test_adapters_share_slots_and_others_need_none() -> None:
         engine.add(name, adapter)
     step = engine.step()
     assert slots(step) == {"r": 0, "s": -1, "t": 1, "u": 0}
-    assert step.placed_adapters == {0: "a", 1: "b"}
-    assert engine.step().placed_adapters == {}
+    assert placed(step) == {0: "a", 1: "b"}
+    assert placed(engine.step()) == {}
     engine.finish()
 
 
@@ -79,7 +99,7 @@ def test_a_request_that_waits_for_a_slot_is_overtaken_by_those_that_had_come() -
     assert slots(engine.step()) == slots(engine.step()) == slots(engine.step()) == {}
     step = engine.step()  # r and s have ended
     assert slots(step) == {"t": 1, "v": 0}
-    assert step.placed_adapters == {1: "c", 0: "b"}
+    assert placed(step) == {1: "c", 0: "b"}
     engine.finish()
 
 
@@ -132,8 +152,8 @@ def test_in_any_mix_each_request_has_its_adapter_and_waits_for_few(
         in_use.update(slots(found))
         for name in {*in_use} - {*found.request_ids}:
             del in_use[name]
-        assert not {slot for name, slot in in_use.items() if name not in slots(found)} & found.placed_adapters.keys()
-        contents.update(found.placed_adapters)
+        assert not {slot for name, slot in in_use.items() if name not in slots(found)} & placed(found).keys()
+        contents.update(placed(found))
         for name, slot in slots(found).items():
             admitted.append(name)
             adapter = requests[int(name)][0]
@@ -196,10 +216,10 @@ def test_the_slot_used_least_recently_is_given_away() -> None:
         engine.add(f"of {adapter}", adapter)
         engine.finish()
     engine.add("again", "a")
-    assert engine.step().placed_adapters == {}  # b went for c
+    assert placed(engine.step()) == {}  # b went for c
     engine.finish()
     engine.add("b again", "b")
-    assert engine.step().placed_adapters == {1: "b"}
+    assert placed(engine.step()) == {1: "b"}
     engine.finish()
     assert engine.scheduler.metrics()["adapter_placements"] == 4
 
@@ -214,8 +234,9 @@ def test_copies_that_no_request_uses_are_dropped_beyond_the_most() -> None:
     engine.add("s", "e")
     assert engine.dropped == ["a", "b", "c"]
     engine.finish()
-    assert engine.scheduler.adapters.unload("e")
-    assert not engine.scheduler.adapters.unload("e")
+    for _ in range(2):
+        engine.adapters.unload_adapter("e")
+    assert engine.dropped == ["a", "b", "c", "e"]
 
 
 @pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (1, 2), (2, 2), (2, 4), (1, 5)])
@@ -239,9 +260,11 @@ def test_the_copy_used_least_recently_is_dropped_first() -> None:
 def test_an_adapter_in_use_is_not_unloaded() -> None:
     engine = Engine()
     engine.add("r", "a")
-    assert not engine.scheduler.adapters.unload("a")
+    engine.adapters.unload_adapter("a")
+    assert engine.dropped == []
     assert engine.scheduler.abort("r") is not None
-    assert engine.scheduler.adapters.unload("a")
+    engine.adapters.unload_adapter("a")
+    assert engine.dropped == ["a"]
 
 
 def test_after_a_failed_step_adapters_are_placed_again() -> None:
@@ -250,7 +273,7 @@ def test_after_a_failed_step_adapters_are_placed_again() -> None:
     assert engine.scheduler.schedule() is not None
     engine.scheduler.fail_step()
     engine.add("s", "a")
-    assert engine.step().placed_adapters == {0: "a"}
+    assert placed(engine.step()) == {0: "a"}
     engine.finish()
 
 

@@ -15,19 +15,25 @@ snapshot can be used from the next step on, and given to another prefix at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from compiled_engine.core.block_pool import leading_hashes
+from compiled_engine.core.block_pool import BlockGroup, leading_hashes
+from compiled_engine.core.cache_resource import FindableResource
+from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.request import Request
+from compiled_engine.core.steps import StepInFlight
 
+NAME = "recurrence"
 # Tokens that a snapshot must save: a prompt that is computed in more steps is later by the time of one.
 LEAST_GAIN = 64
 
 
-class StateSnapshots:
-    """Implements CacheResource, though no request holds a snapshot: it is copied when the request is admitted.
+class StateSnapshots(PlanFeature):
+    """Implements FindableResource, though no request holds a snapshot: it is copied when the request is admitted.
 
-    `num_slots` snapshots; the one used least recently is given to another prefix.
+    `num_slots` snapshots; the one used least recently is given to another prefix. In the extras: for a new request the
+    slot with the state that it begins with, for a step the slots that states are copied to after it, by request.
     """
 
     def __init__(self, num_slots: int, block_size: int, least_gain: int = LEAST_GAIN) -> None:
@@ -36,7 +42,14 @@ class StateSnapshots:
         self.num_slots, self.block_size, self._least_gain = num_slots, block_size, least_gain
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # the one used least recently first
         self._free = list(range(num_slots - 1, -1, -1))
-        self._unwritten: dict[bytes, int] = {}  # of the step that is being scheduled
+        self._groups: Sequence[BlockGroup] = ()
+        # Of the step that is being planned.
+        self._unwritten: dict[bytes, int] = {}
+        self._saved: dict[str, int] = {}
+
+    def resources(self, groups: Sequence[BlockGroup]) -> Sequence[FindableResource]:
+        self._groups = groups
+        return (self,)
 
     def longest_prefix(self, request: Request, most: int) -> int:
         count = most // self.block_size
@@ -50,50 +63,52 @@ class StateSnapshots:
         return True
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        """Choose where the request takes snapshots. Its blocks are not taken yet: those may hold what others cached."""
         if num_cached:
             self._slots.move_to_end(self._hash(request, num_cached))
-
-    def free(self, request: Request) -> None:
-        """Forget where the request was to take snapshots."""
-        request.snapshot_ends = ()
-
-    def slot_of(self, request: Request) -> int:
-        """The slot with the state that a request begins with, which has just been admitted; -1 for none."""
-        num_cached = request.num_computed_tokens
-        return self._slots[self._hash(request, num_cached)] if num_cached else -1
-
-    def plan(self, request: Request, num_cached: int, num_shared: int) -> None:
-        """Choose where an admitted request takes snapshots. num_cached: its first tokens that need not be computed;
-        num_shared: its first tokens with cached blocks."""
+        num_shared = 0
+        if not request.computes_every_token:
+            num_shared = min(group.longest_prefix(request, num_tokens - 1) for group in self._groups)
         last = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
         ends, before = [], num_cached
         for end in (num_shared, last):
             if before + self._least_gain <= end <= last:
                 ends.append(end)
                 before = end
-        request.snapshot_ends = tuple(ends)
+        request.step_ends = tuple(ends)
 
-    def save(self, request: Request) -> int | None:
-        """Return the slot for the state of a request after the step that is being scheduled, which reaches the first of
-        its snapshot_ends. None if the prefix has one, or if this step needs all slots."""
-        end, *rest = request.snapshot_ends
-        request.snapshot_ends = tuple(rest)
-        key = self._hash(request, end)
+    def free(self, request: Request) -> None:
+        """Forget where the request was to take snapshots."""
+        request.step_ends = ()
+
+    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
+        if num_cached := request.num_computed_tokens:
+            extras[NAME] = self._slots[self._hash(request, num_cached)]
+
+    def reached_end(self, request: Request, num_tokens: int) -> None:
+        """Save the state after the step, unless the prefix has a snapshot, or this step needs all slots."""
+        key = self._hash(request, num_tokens)
         if key in self._slots:
             self._slots.move_to_end(key)
-            return None
+            return
         if self._free:
             slot = self._free.pop()
         else:
             oldest = next((known for known in self._slots if known not in self._unwritten), None)
             if oldest is None:
-                return None
+                return
             slot = self._slots.pop(oldest)
-        self._slots[key] = self._unwritten[key] = slot
-        return slot
+        self._slots[key] = self._unwritten[key] = self._saved[request.request_id] = slot
+
+    def planned(self, step: StepInFlight) -> None:
+        if self._saved:
+            step.output.extras[NAME], self._saved = self._saved, {}
+
+    def failed(self) -> None:
+        self._saved = {}
 
     def take_registered(self) -> list[int]:
-        """Return the slots that the step being scheduled writes to; later steps find them."""
+        """Return the slots that the step being planned writes to; later steps find them."""
         registered, self._unwritten = [*self._unwritten.values()], {}
         return registered
 

@@ -8,8 +8,8 @@ from threading import Event
 import numpy as np
 import pytest
 
-from compiled_engine.core.constraints import MaskMaker
-from compiled_engine.core.request import Request, RequestStatus
+from compiled_engine.core.request import Request
+from compiled_engine.features.structured.constraints import Constrained, MaskMaker
 from compiled_engine.messages import EngineRequest, TokenMasks
 from compiled_engine.sampling.params import SamplingParams
 
@@ -32,12 +32,12 @@ class Told:
         words_W[:] = sum(map(len, self.heard)) + 1
 
 
-def constrained(name: str, output: tuple[int, ...] = ()) -> tuple[Request, Told]:
+def constrained(name: str, output: tuple[int, ...] = ()) -> tuple[Request, Told, Constrained]:
     told = Told()
     asked = EngineRequest(name, (1, 2), SamplingParams(), output_token_ids=output)
-    request = Request.of(asked, (0, 0), 100, VOCAB_SIZE, told)
+    request = Request.of(asked, (0, 0), 100)
     request.start()
-    return request, told
+    return request, told, Constrained(told)
 
 
 def words(masks: TokenMasks) -> dict[str, list[int]]:
@@ -53,42 +53,34 @@ def maker() -> Iterator[MaskMaker]:
 
 
 def test_each_constraint_is_told_of_each_output_token_once(maker: MaskMaker) -> None:
-    (a, told_a), (b, told_b) = constrained("a"), constrained("b", (7, 8))
-    maker.begin([a, b])
+    (a, told_a, state_a), (b, told_b, state_b) = constrained("a"), constrained("b", (7, 8))
+    maker.begin([(a, state_a), (b, state_b)])
     assert words(maker.take()) == {"a": [1] * 3, "b": [3] * 3}
     a.token_ids += [5, 6]
     b.token_ids.append(9)
-    maker.begin([b, a])
+    maker.begin([(b, state_b), (a, state_a)])
     assert words(maker.take()) == {"b": [4] * 3, "a": [3] * 3}
     assert (told_a.heard, told_b.heard) == ([[], [5, 6]], [[7, 8], [9]])
 
 
-def test_who_has_ended_has_no_mask(maker: MaskMaker) -> None:
-    (a, told_a), (b, _) = constrained("a"), constrained("b")
-    a.status = RequestStatus.FINISHED
-    maker.begin([a, b])
-    assert words(maker.take()) == {"b": [1] * 3}
-    assert told_a.heard == []
-
-
 def test_what_fails_leaves_the_others_their_masks(maker: MaskMaker) -> None:
     made = [constrained(name, (0,) * index) for index, name in enumerate("abcd")]
-    requests = [request for request, _ in made]
+    requests = [request for request, _, _ in made]
     for request in requests:
-        request.num_tokens, request.num_computed_tokens, request.num_slots, request.micro_batch = 6, 5, 20, 0
+        request.num_tokens, request.num_computed_tokens, request.num_slots, request.has_sampled = 6, 5, 20, True
         request.set_steady_limits()
     made[1][1].fails = made[3][1].fails = True
-    maker.begin(requests)
+    maker.begin([(request, state) for request, _, state in made])
     assert words(maker.take()) == {"a": [1] * 3, "c": [3] * 3}
     assert [request.failure for request in requests] == [None, "injected", None, "injected"]
     assert [request.steady_until_computed > 0 for request in requests] == [True, False, True, False]
 
 
 def test_masks_are_taken_once(maker: MaskMaker) -> None:
-    request, _ = constrained("a")
+    request, _, state = constrained("a")
     with pytest.raises(RuntimeError, match="no masks are being made: begin must be called first"):
         maker.take()
-    maker.begin([request])
+    maker.begin([(request, state)])
     maker.take()
     with pytest.raises(RuntimeError, match="no masks are being made: begin must be called first"):
         maker.take()
@@ -96,8 +88,8 @@ def test_masks_are_taken_once(maker: MaskMaker) -> None:
 
 def test_masks_that_nobody_took_are_made_before_others_begin(maker: MaskMaker) -> None:
     """They are written to the same memory."""
-    request, _ = constrained("a")
-    maker.begin([request])
+    request, _, state = constrained("a")
+    maker.begin([(request, state)])
     waited = Event()
 
     class Unmade:
@@ -106,7 +98,7 @@ def test_masks_that_nobody_took_are_made_before_others_begin(maker: MaskMaker) -
             return {0: "of a step that was given up"}
 
     maker._failures = Unmade()  # type: ignore[assignment]
-    maker.begin([request])
+    maker.begin([(request, state)])
     assert waited.is_set()
     assert words(maker.take()) == {"a": [1] * 3}
     assert request.failure is None
