@@ -224,7 +224,8 @@ class EngineCore:
     def call(self, call: ControlCall) -> Any:
         """Apply a call between two steps, one of CALLS or of a feature's; return plain data. Raises ControlError, see
         control.py."""
-        return apply(call, self._answering.get(call.name, self), (*CALLS, *self._answering))
+        calls = {name: getattr(self, name) for name in CALLS}
+        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._answering.items()})
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""

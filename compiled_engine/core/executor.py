@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import answer
+from compiled_engine.core.control import apply
 from compiled_engine.kernels.compile_ahead import triton_digests
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.group import Group
@@ -96,7 +96,7 @@ class InProcessExecutor:
 
     def call(self, call: ControlCall) -> list[Any]:
         with self._own_context():
-            return [answer(call, self.runner.calls)]
+            return [apply(call, self.runner.calls)]
 
     def metrics(self) -> dict[str, Any]:
         (metrics,) = self.call(ControlCall("metrics"))

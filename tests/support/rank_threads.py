@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import answer
+from compiled_engine.core.control import apply
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.timeline import Timeline
@@ -89,7 +89,7 @@ class ScriptedRunner:
 
     def call(self, call: ControlCall) -> list[Any]:
         adapters = (self.begin_load, self.has_read, self.load, self.drop)
-        return [answer(call, {"metrics": self.metrics} | {f"adapters.{each.__name__}": each for each in adapters})]
+        return [apply(call, {"metrics": self.metrics} | {f"adapters.{each.__name__}": each for each in adapters})]
 
     def metrics(self) -> dict[str, Any]:
         return {"rank": self.rank, "steps": list(self.told), "cache_key": self.cache_key}

@@ -34,7 +34,7 @@ class Engine:
         self.dropped: list[str] = []
 
     def _call(self, call: ControlCall) -> list[None]:
-        self.dropped += [call.arguments["digest"]] * (call.name == "drop_adapter")
+        self.dropped += [call.arguments["digest"]] * (call.name == "adapters.drop")
         return [None]
 
     def add(
