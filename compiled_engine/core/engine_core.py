@@ -14,7 +14,6 @@ from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import apply
-from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.core.scheduler import Scheduler
@@ -64,9 +63,6 @@ class EngineCore:
         self._free = weakref.finalize(self, unless_forked(executor.close))  # if `close` is not called
         self._free.atexit = False
         self._steps_in_flight = config.steps_in_flight
-        draft_length = None
-        if (speculation := config.speculation).adapts:
-            draft_length = DraftLength(speculation.num_tokens, skips_head=speculation.skips_head)
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -76,8 +72,6 @@ class EngineCore:
             config.max_new_tokens_per_step,
             pools=config.model.pooling is not None,
             whole=not config.model.causal,
-            draft_length=draft_length,
-            draft_sharpnesses=speculation.sharpnesses,
             features=features,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
@@ -102,13 +96,13 @@ class EngineCore:
         """
         if request.request_id in self._held:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        self._scheduler.check(request)
         for check in self._hooks.check:
             check(request)
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = structs.replace(request, sampling_params=params)
         for holds in self._hooks.holds:
+            self._scheduler.check(request)  # before the work for a request that will be added later
             if holds(request, given):
                 self._held.add(request.request_id)
                 return

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from compiled_engine.core.block_pool import BlockGroup
     from compiled_engine.core.cache_resource import CacheResource
     from compiled_engine.core.request import Finish, Request
-    from compiled_engine.core.steps import StepInFlight
-    from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+    from compiled_engine.core.steps import StepBuilder, StepInFlight
+    from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, RunnerOutput, TokenMasks
 
 
 class PlanFeature:
@@ -76,6 +76,15 @@ class PlanFeature:
         feature at most does so; without it a step may have every request."""
         return ()
 
+    def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
+        """Return how many tokens a decode of the next step has, at most the engine's. running: those that it may have.
+        One feature at most does so; without it they have the most."""
+        raise NotImplementedError
+
+    def built(self, builder: StepBuilder) -> None:
+        """Note the shares of a step that will be planned, unless it is empty, and change what the builder says of them
+        all."""
+
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         """Add to the extras of the NewRequest of a request, which holds its resources."""
 
@@ -97,6 +106,9 @@ class PlanFeature:
         """Return the fields of a request's EngineOutput that come of the extras of a RunnerOutput; none if that has
         nothing new for it."""
         return {}
+
+    def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
+        """Note a step whose result is taken in, in the order in which steps were planned."""
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """Return how a request ends that no token may follow; None if that is an error."""
@@ -120,7 +132,6 @@ class PlanHooks:
     """The hooks of an engine's features, each in the order of the features."""
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
-        self.features = tuple(features)
         self.check = overriding(features, PlanFeature.check)
         self.holds = overriding(features, PlanFeature.holds)
         self.released = overriding(features, PlanFeature.released)
@@ -130,12 +141,15 @@ class PlanHooks:
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
         self.divide = overriding(features, PlanFeature.divide)
+        self.decode_tokens = overriding(features, PlanFeature.decode_tokens)
+        self.built = overriding(features, PlanFeature.built)
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
         self.begin_late = overriding(features, PlanFeature.begin_late)
         self.take_late = overriding(features, PlanFeature.take_late)
         self.taken = overriding(features, PlanFeature.taken)
+        self.updated = overriding(features, PlanFeature.updated)
         self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)
         self.ended = overriding(features, PlanFeature.ended)
         self.failed = overriding(features, PlanFeature.failed)

@@ -16,7 +16,6 @@ What the sampling of a request awaits is made while its step runs: only that sam
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,13 +24,11 @@ from msgspec import structs
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource, RequestRows
-from compiled_engine.core.draft_length import DraftLength, Drafts
-from compiled_engine.core.draft_sharpness import DraftSharpness
 from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
-from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
+from compiled_engine.core.scheduler_counts import SchedulerCounts
 from compiled_engine.core.steps import (
     StepBuilder,
     StepInFlight,
@@ -62,17 +59,14 @@ class Scheduler:
     """Call `schedule`, have the runner execute its output (one that samples late gets what it awaits from
     `begin_late` and `take_late`), call `update` with both; repeat while unfinished.
 
-    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The
-    runner executes one after the other. Requests may be added and aborted at any time. If a step
-    fails, call `fail_step`.
+    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The runner
+    executes one after the other. Requests may be added and aborted at any time. If a step fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
     max_new_tokens_per_step: with 1, a step yields one token for each request that samples; with more, 0 to as many.
     pools: the token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
-    whole: a prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of
-    drafts of each step, up to max_new_tokens_per_step - 1; None for always as many. draft_sharpnesses: see
-    SpeculationConfig. features: see hooks.py.
+    whole: a prompt is computed in one step, and holds no blocks (num_blocks is 0). features: see hooks.py.
     """
 
     def __init__(
@@ -86,8 +80,6 @@ class Scheduler:
         pools: bool = False,
         *,
         whole: bool = False,
-        draft_length: DraftLength | None = None,
-        draft_sharpnesses: Sequence[float] = (1.0,),
         features: Sequence[PlanFeature] = (),
     ) -> None:
         self._config, self._whole = scheduler, whole
@@ -108,17 +100,8 @@ class Scheduler:
         )
         self._requests = RequestTable(self._kv_cache, self._hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
-        self._steps_ahead = steps_in_flight - 1
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
         self._counts = SchedulerCounts(least_free=num_blocks)
-        self._drafts = DraftCounts([0] * (max_new_tokens_per_step - 1))
-        self._draft_length = draft_length
-        self._skips_head = draft_length is not None and draft_length.skips_head
-        self._num_rested = 0
-        self._draft_sharpness = DraftSharpness(draft_sharpnesses) if len(draft_sharpnesses) > 1 else None
-        self._fixed_sharpness = draft_sharpnesses[0]
-        self._updated: StepInFlight | None = None  # the step taken in last
-        self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError as `check` does."""
@@ -168,7 +151,7 @@ class Scheduler:
             parts = divide(running, waiting, len(self._in_flight))
         for of_step, room in parts:
             builder = self._build_step(of_step, room, num_preemptions)
-            if builder.decodes or builder.longer.requests:
+            if not builder.is_empty:
                 break
         else:
             return None
@@ -176,56 +159,33 @@ class Scheduler:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        sharpness = self._fixed_sharpness
-        if self._draft_sharpness is not None and not builder.skips_head:
-            sharpness = self._draft_sharpness.choose()
-        step = StepInFlight.of(number, builder, removed, registered, sharpness, any_late=self._requests.num_late > 0)
+        step = StepInFlight.of(number, builder, removed, registered, any_late=self._requests.num_late > 0)
         for planned in self._hooks.planned:
             planned(step)
         self._in_flight.append(step)
         return step.output
 
     def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
-        """Draft a step of these running requests and at most `room` waiting ones, perhaps an empty one.
+        """Build a step of these running requests and at most `room` waiting ones, perhaps an empty one.
 
         If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
         would be preempted next.
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
-        drafts = Drafts(self._max_new_tokens_per_step - 1)
-        if self._draft_length is not None:
-            drafts = self._choose_drafts(self._draft_length, of_step, num_waiting)
-        builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
+        num_tokens = self._max_new_tokens_per_step
+        for decode_tokens in self._hooks.decode_tokens:
+            num_tokens = decode_tokens(of_step, num_waiting)
+        builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), num_tokens)
         budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
             self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
-        if self._skips_head:
-            self._skip_head(builder, drafts)
-        return builder
-
-    def _choose_drafts(self, draft_length: DraftLength, of_step: Sequence[Request], num_waiting: int) -> Drafts:
-        """Decide from the waiting requests whether the head reads their prompts, if no request runs yet."""
-        num_requests = len(of_step) or min(num_waiting, self._config.max_num_seqs)
-        drafting = [
-            request
-            for request in of_step
-            if request.max_new_tokens_per_step > 1 and request.num_computed_tokens + 1 == request.num_tokens
-        ]
-        return draft_length.choose(num_requests, len(drafting))
-
-    def _skip_head(self, builder: StepBuilder, drafts: Drafts) -> None:
-        """Decide whether the head skips the step; if so, its requests stop drafting. A step without drafts is also
-        skipped if all its requests have stopped before."""
-        requests = (*builder.decodes, *builder.longer.requests)
-        reading = [request for request in requests if request.max_new_tokens_per_step > 1]
-        builder.skips_head = drafts.skips_head or not (reading or drafts.number)
-        if not builder.skips_head:
-            return
-        self._num_rested += len(reading)
-        for request in reading:
-            request.stop_drafting()
-        if all(step.output.skips_head for step in self._in_flight):  # so the numbers of tokens are exact
+        for built in self._hooks.built:
+            built(builder)
+        # Where no step yields more than one token a request, the numbers of tokens are exact.
+        if builder.skips_head and all(step.output.skips_head for step in self._in_flight):
+            requests = (*builder.decodes, *builder.longer.requests)
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
+        return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
         """Returns the budget left for waiting requests."""
@@ -349,26 +309,11 @@ class Scheduler:
         take = self._take_single_tokens if single else self._take_several
         outputs = take(in_flight, result, others)
         self._in_flight.popleft()
-        if self._draft_length is not None:
-            self._time(in_flight, self._draft_length)
+        for updated in self._hooks.updated:
+            updated(in_flight, result)
         if self._counts.finished + self._counts.aborted > num_ended:
             self._requests.sweep()
         return outputs
-
-    def _time(self, step: StepInFlight, draft_length: DraftLength) -> None:
-        """Tell how long a step has taken that had the device to itself since the one before, unless a step beside it
-        has another number of drafts, or is missing: while it ran, the host has worked for these."""
-        before, begun_s = self._updated, max(step.begun_s, self._updated_s)
-        self._updated, self._updated_s = step, time.perf_counter()
-        if step.num_drafts is None or before is None or len(self._in_flight) < self._steps_ahead:
-            return
-        in_a_row = True
-        for beside in (before, *self._in_flight):
-            if beside.decode_tokens != step.decode_tokens:
-                return
-            in_a_row &= beside.rows == step.rows
-        seconds, rested = self._updated_s - begun_s, step.output.skips_head
-        draft_length.took(len(step.requests), step.num_drafts, seconds, head_rested=rested, in_a_row=in_a_row)
 
     def _take_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
@@ -402,12 +347,6 @@ class Scheduler:
             if not 0 <= count <= (bound := in_flight.bounds.get(request, in_flight.decode_tokens)):
                 raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
             request.take_in(bound, count)
-            if num_drafts := 0 if result.num_drafts is None else result.num_drafts[index]:
-                self._drafts.verified(num_drafts, count - 1)
-                if self._draft_sharpness is not None and not request.sampling_params.greedy:
-                    self._draft_sharpness.verified(in_flight.output.draft_sharpness, right=count > 1)
-            if self._draft_length is not None and bound > 1:
-                self._draft_length.verified(bound - 1, count - 1)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
@@ -417,6 +356,7 @@ class Scheduler:
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
             elif (output := self._take_tokens(request, tokens, result)) is not None:
+                num_drafts = 0 if result.num_drafts is None else result.num_drafts[index]
                 num_accepted = min(len(output.new_token_ids), accepted_drafts(num_drafts, count))
                 others.append(structs.replace(output, num_drafts=num_drafts, num_accepted=num_accepted))
         every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.num_drafts)
@@ -437,7 +377,7 @@ class Scheduler:
                 finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        extras = extra_fields(request, result, self._hooks.taken)
+        extras = extra_fields(request, result, self._hooks.taken) if result.extras else {}
         output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
             request.set_steady_limits()
@@ -471,17 +411,11 @@ class Scheduler:
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
-        the features' metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
-        request has stopped drafting."""
+        """See SchedulerCounts.metrics, and the features' metrics."""
         waiting = len(self._requests.waiting)
-        counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
-        chosen = {} if self._draft_length is None else self._draft_length.metrics()
-        if self._draft_sharpness is not None:
-            chosen |= self._draft_sharpness.metrics()
-        chosen["resting"] = sum(request.has_stopped_drafting for request in self._requests.running)
-        chosen["rested"] = self._num_rested
-        found = counts | self._drafts.metrics() | chosen
+        found: dict[str, Any] = self._counts.metrics(
+            self._kv_cache, running=len(self._requests) - waiting, waiting=waiting
+        )
         for metrics in self._hooks.metrics:
             found |= metrics()
         return found

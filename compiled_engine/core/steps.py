@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,8 @@ class StepBuilder:
     `num_prefill_tokens` together, at most `max_prefill_tokens` where others run. completed: requests whose share of at
     most as many tokens as a decode completes a block, which no request of this step may read: a kernel may write it
     while another row attends.
-    skips_head: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than decode_tokens.
+    bounds: most sampled tokens of requests that sample fewer than decode_tokens. draft_sharpness, skips_head: see
+    SchedulerOutput.
     """
 
     max_prefill_tokens: int | None = None
@@ -59,6 +59,7 @@ class StepBuilder:
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    draft_sharpness: float = 1.0
     skips_head: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
@@ -73,6 +74,11 @@ class StepBuilder:
         longer.starts.append(start)
         longer.counts.append(count)
         longer.samples.append(samples)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no request has a share."""
+        return not (self.decodes or self.longer.requests)
 
     @property
     def has_decodes(self) -> bool:
@@ -104,10 +110,7 @@ class StepInFlight:
     late: requests that sample late.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
-    bounds, decode_tokens: see StepBuilder. num_drafts: in a step of decodes alone of which at least
-    half have as many; None for any other. rows: the number of drafts, whether the head rests, the requests and their
-    tokens; the runner keeps the rows of the step before if these are equal. begun_s: when it was scheduled, in seconds
-    of time.perf_counter.
+    bounds, decode_tokens: see StepBuilder.
     """
 
     output: SchedulerOutput
@@ -118,9 +121,6 @@ class StepInFlight:
     registered: list[list[int]]
     bounds: dict[Request, int]
     decode_tokens: int
-    num_drafts: int | None
-    rows: tuple[int | None, bool, list[str], list[int]]
-    begun_s: float
 
     @classmethod
     def of(
@@ -129,7 +129,6 @@ class StepInFlight:
         builder: StepBuilder,
         removed: tuple[str, ...],
         registered: list[list[int]],
-        draft_sharpness: float,
         *,
         any_late: bool,
     ) -> StepInFlight:
@@ -151,15 +150,11 @@ class StepInFlight:
             samples=shares.samples,
             new_block_ids=builder.new_block_ids,
             samples_late=bool(late),
-            draft_sharpness=draft_sharpness,
+            draft_sharpness=builder.draft_sharpness,
             skips_head=builder.skips_head,
         )
-        requests, bounds = shares.requests, builder.bounds
-        of_decodes = not (builder.num_prefill_tokens or builder.new) and 2 * len(builder.decodes) >= len(requests)
-        num_drafts = builder.decode_tokens - 1 if of_decodes else None
-        step = output, requests, sampling, sampling_ids, late, registered, bounds
-        rows = num_drafts, builder.skips_head, request_ids, shares.counts
-        return cls(*step, builder.decode_tokens, num_drafts, rows, time.perf_counter())
+        step = output, shares.requests, sampling, sampling_ids, late, registered
+        return cls(*step, builder.bounds, builder.decode_tokens)
 
 
 class StepsInFlight(deque[StepInFlight]):
@@ -216,9 +211,8 @@ def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Take
 def extra_fields(request: Request, result: RunnerOutput, taken: Sequence[Taken]) -> dict[str, Any]:
     """Return the fields of a request's output that features get of a step. taken: see PlanHooks."""
     fields: dict[str, Any] = {}
-    if result.extras:
-        for take in taken:
-            fields |= take(request, result.extras)
+    for take in taken:
+        fields |= take(request, result.extras)
     return fields
 
 

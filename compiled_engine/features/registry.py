@@ -16,6 +16,8 @@ from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows
+from compiled_engine.features.speculation.draft_length import DraftLength
+from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.runner.hooks import RunnerParts, StepFeature, Tail
 
@@ -23,6 +25,7 @@ from compiled_engine.runner.hooks import RunnerParts, StepFeature, Tail
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
     """Return the parts of the features in planning steps."""
     features: list[PlanFeature] = []
+    features.append(_draft_plan(config))
     vocab_size = config.model.vocab_size
     if config.model.pooling is None:
         features += [Structured(config.scheduler.max_num_seqs, vocab_size), PromptLogprobs(vocab_size)]
@@ -36,6 +39,18 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
     return features
+
+
+def _draft_plan(config: EngineConfig) -> PlanFeature:
+    speculation, length = config.speculation, None
+    if not speculation.num_tokens:
+        return NoDrafts()
+    if speculation.adapts:
+        length = DraftLength(speculation.num_tokens, skips_head=speculation.skips_head)
+    num_requests, sharpnesses = config.scheduler.max_num_seqs, speculation.sharpnesses
+    return DraftPlan(
+        speculation.num_tokens, num_requests, config.steps_in_flight, length=length, sharpnesses=sharpnesses
+    )
 
 
 def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:

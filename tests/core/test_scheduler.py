@@ -312,7 +312,7 @@ class TestPrefixCache:
 
     def test_a_block_that_a_chunk_of_one_token_completes_is_found_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing is sampled behind it."""
-        monkeypatch.setattr("compiled_engine.core.request.MOST_PROMPT_LOGPROBS", VOCAB_SIZE)
+        monkeypatch.setattr("compiled_engine.features.prompt_logprobs.plan.MOST_PROMPT_LOGPROBS", VOCAB_SIZE)
         engine = SimulatedEngine(block_size=4)
         engine.add("a", list(range(9)), params=outputs_of(1, prompt_logprobs=-1))
         for start in range(4):
@@ -343,7 +343,7 @@ class TestPrefixCache:
 class TestPromptLogprobs:
     def test_a_step_computes_as_much_of_a_prompt_as_there_is_memory_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The log-probabilities of its tokens are in host memory at once: of each, as many as the vocabulary has."""
-        monkeypatch.setattr("compiled_engine.core.request.MOST_PROMPT_LOGPROBS", 4 * VOCAB_SIZE)
+        monkeypatch.setattr("compiled_engine.features.prompt_logprobs.plan.MOST_PROMPT_LOGPROBS", 4 * VOCAB_SIZE)
         engine = SimulatedEngine(budget=20)
         engine.add("all", list(range(10)), params=outputs_of(1, prompt_logprobs=-1))
         engine.add("few", list(range(10)), params=outputs_of(1, prompt_logprobs=0))
@@ -417,12 +417,7 @@ def test_metrics() -> None:
         "finished": 1,
         "aborted": 1,
         "steps": 2,
-        "drafted_requests": 0,
-        "draft_tokens": 0,
-        "accepted_tokens": 0,
-        "accepted_by_position": {},
-        "resting": 0,
-        "rested": 0,
+        "grammar_requests": 0,  # of a feature
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
@@ -16,7 +17,9 @@ from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, Toke
 def bare_scheduler(max_new_tokens_per_step: int = 1, **changes: Any) -> Scheduler:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 20, "policy": "fcfs"} | changes
     config, cache = SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True)
-    return Scheduler(config, cache, num_blocks=3, vocab_size=11, max_new_tokens_per_step=max_new_tokens_per_step)
+    most = max_new_tokens_per_step
+    features = [DraftPlan(most - 1, 4, 1)] if most > 1 else []
+    return Scheduler(config, cache, num_blocks=3, vocab_size=11, max_new_tokens_per_step=most, features=features)
 
 
 def next_step(scheduler: Scheduler) -> SchedulerOutput:

@@ -21,7 +21,7 @@ from eagle_heads import (
 )
 from scripted_drafts import AnyLength, AtRest
 
-from compiled_engine.core import engine_core
+from compiled_engine.features import registry
 from compiled_engine.llm import LLM
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
@@ -191,7 +191,7 @@ def test_requests_at_rest_have_the_same_tokens(
 ) -> None:
     """Beside others with drafts, behind a cached prefix that the head has not read, and computed again. No key or value
     of the head's cache is a number until it is written, and the head's weights are such that drafts may be none."""
-    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
     allocate = EagleProposer.allocate
 
     def allocate_poisoned(self: EagleProposer, num_blocks: int) -> None:
@@ -231,7 +231,7 @@ def test_a_head_at_rest_computes_nothing(
     target: Path, tmp_path: Path, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes as many steps as without a head."""
-    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    monkeypatch.setattr(registry, "DraftLength", AtRest)
     passes: list[int] = []
     one_pass = EagleProposer._pass
     monkeypatch.setattr(EagleProposer, "_pass", lambda *given: (passes.append(1), one_pass(*given)))

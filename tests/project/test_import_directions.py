@@ -60,6 +60,7 @@ LAYERS = (
     "features.pooling",
     "features.prompt_logprobs",
     "features.recurrence",
+    "features.speculation",
     "features.structured",
     "features",
     "graphs.inspection",
@@ -98,6 +99,9 @@ PLANNING = (
     "features.pooling.plan",
     "features.prompt_logprobs.plan",
     "features.recurrence.snapshots",
+    "features.speculation.draft_length",
+    "features.speculation.draft_plan",
+    "features.speculation.draft_sharpness",
     "features.structured.constraints",
     "features.structured.plan",
 )

@@ -33,7 +33,18 @@ PARAMS = SamplingParams(
 )
 LOGPROBS = LogprobRows.of([TokenLogprobs((5, 7), (-0.25, -1.5), 1)])
 NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), ((4, 5),), {"structured": True})
-STEP = SchedulerOutput(7, ("gone",), (NEW,), ["r", "s"], [3, 0], [1, 5], [True, False], {"s": ((6,),)}, True)
+STEP = SchedulerOutput(
+    7,
+    ("gone",),
+    (NEW,),
+    ["r", "s"],
+    [3, 0],
+    [1, 5],
+    [True, False],
+    {"s": ((6,),)},
+    True,
+    extras={"f": {0: "x"}, "g": {"r": 3}},
+)
 MESSAGES = (
     EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5, b"root" * 8, "a grammar"),
     GrammarVocabulary("a tokenizer", 9, frozenset({0, 2})),

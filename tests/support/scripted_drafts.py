@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from compiled_engine.config import draft_lengths
-from compiled_engine.core.draft_length import DraftLength, Drafts
+from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 
 
 class AnyLength(DraftLength):

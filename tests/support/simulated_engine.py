@@ -11,12 +11,13 @@ from typing import Any
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.draft_length import DraftLength
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
+from compiled_engine.features.speculation.draft_length import DraftLength
+from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
@@ -53,7 +54,8 @@ class SimulatedEngine:
     """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
-    step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see Scheduler.
+    step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see
+    DraftPlan.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class SimulatedEngine:
         has_snapshots = num_snapshots > 0 and prefix_caching
         self.structured = Structured(max_num_seqs, VOCAB_SIZE)
         features: list[PlanFeature] = [self.structured, PromptLogprobs(VOCAB_SIZE)]
+        if (most := max_new_tokens_per_step - 1) > 0:
+            features.append(DraftPlan(most, max_num_seqs, steps_in_flight, length=draft_length))
         if num_micro_batches > 1:
             features.append(
                 MicroBatches(num_micro_batches, min(max_num_seqs, budget // max_new_tokens_per_step), steps_in_flight)
@@ -88,7 +92,6 @@ class SimulatedEngine:
         self.scheduler = Scheduler(
             *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, max_new_tokens_per_step),
             features=features,
-            draft_length=draft_length,
         )
         self.max_new_tokens_per_step = max_new_tokens_per_step
         self.steps_in_flight = steps_in_flight

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.draft_length import DraftLength, Drafts
-from compiled_engine.core.draft_sharpness import LEAST
+from compiled_engine.core.request import Request
 from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.core.steps import StepBuilder, StepInFlight
+from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
+from compiled_engine.features.speculation.draft_plan import DraftPlan
+from compiled_engine.features.speculation.draft_sharpness import LEAST
+from compiled_engine.messages import EngineRequest, NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 
 MOST = 3
@@ -47,7 +50,8 @@ def made(
 ) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=budget, max_model_len=64, policy="fcfs")
     cache = CacheConfig(4, None, 0.9, True)
-    return Scheduler(config, cache, 64, 11, steps_in_flight, 1 + MOST, draft_length=length, **rest)
+    plan = DraftPlan(MOST, most, steps_in_flight, length=length, **rest)
+    return Scheduler(config, cache, 64, 11, steps_in_flight, 1 + MOST, features=[plan])
 
 
 def add(scheduler: Scheduler, name: str, prompt: int = 2, **params: Any) -> None:
@@ -117,8 +121,7 @@ def test_it_is_told_how_long_a_step_had_the_device(monkeypatch: pytest.MonkeyPat
     """From when it was scheduled, or from the result of the one before if that came later."""
     now = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now)
-    for module in ("scheduler", "steps"):
-        monkeypatch.setattr(f"compiled_engine.core.{module}.time", clock)
+    monkeypatch.setattr("compiled_engine.features.speculation.draft_plan.time", clock)
     length = Told(0)
     scheduler = made(length, steps_in_flight=2)
     add(scheduler, "a")
@@ -207,7 +210,7 @@ def test_a_head_that_has_nobody_to_draft_for_rests() -> None:
 
 
 def test_the_only_sharpness_is_that_of_every_step() -> None:
-    scheduler = made(None, draft_sharpnesses=(2.5,))
+    scheduler = made(None, sharpnesses=(2.5,))
     add(scheduler, "a")
     assert run(scheduler, 1).draft_sharpness == run(scheduler, 4).draft_sharpness == 2.5
     assert "draft_sharpness" not in scheduler.metrics()
@@ -218,7 +221,7 @@ def test_the_only_sharpness_is_that_of_every_step() -> None:
 
 def test_of_several_sharpnesses_the_one_with_right_first_drafts_is_found() -> None:
     """A greedy request tells nothing; nor does one whose step had no drafts."""
-    scheduler = made(None, draft_sharpnesses=(1.0, 3.0))
+    scheduler = made(None, sharpnesses=(1.0, 3.0))
     add(scheduler, "greedy", temperature=0, max_tokens=None)
     add(scheduler, "sampled", max_tokens=None)
     run(scheduler, 1, 1, num_drafts=[0, 0])
@@ -237,3 +240,32 @@ def test_of_several_sharpnesses_the_one_with_right_first_drafts_is_found() -> No
     metrics = scheduler.metrics()
     assert metrics["draft_sharpness"] == "3"
     assert metrics["draft_sharpness_shares"] == {"1": 0.0, "3": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_prefill_tokens", "is_new", "num_drafts"),
+    [
+        ((4, 4), 0, False, 3),
+        ((4, 1), 0, False, 3),
+        ((4, 1, 1), 0, False, None),
+        ((4, 4), 4, False, None),
+        ((4, 4), 0, True, None),
+    ],
+)
+def test_the_time_of_a_step_tells_of_drafts_if_half_of_its_requests_have_them(
+    shares: tuple[int, ...], num_prefill_tokens: int, is_new: bool, num_drafts: int | None
+) -> None:
+    length = Told()
+    plan = DraftPlan(MOST, 4, 1, length=length)
+    for _ in range(2):  # the second one has another before it
+        builder = StepBuilder(decode_tokens=1 + MOST, num_prefill_tokens=num_prefill_tokens)
+        for name, count in zip("abc", shares, strict=False):
+            asked = EngineRequest(name, (1, 2, 3), SamplingParams())
+            builder.add(Request.of(asked, (0, 0), 100, 1 + MOST), 4, count, True)
+        if is_new:
+            builder.new.append(NewRequest("a", (1,), 1, SamplingParams(), frozenset(), ()))
+        plan.built(builder)
+        step = StepInFlight.of(1, builder, (), [], any_late=False)
+        plan.planned(step)
+        plan.updated(step, RunnerOutput([3] * len(shares)))
+    assert [found for _, found, _, _ in length.times] == ([] if num_drafts is None else [num_drafts])

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.draft_length import LEAST_STEPS, PROBE_EVERY, DraftLength
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.speculation.draft_length import LEAST_STEPS, PROBE_EVERY, DraftLength
+from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput
 from compiled_engine.sampling.params import SamplingParams
 
@@ -138,7 +139,7 @@ def test_a_draft_that_does_not_exist_counts_as_wrong() -> None:
         num_blocks=64,
         vocab_size=11,
         max_new_tokens_per_step=4,
-        draft_length=DraftLength(3),
+        features=[DraftPlan(3, 1, 1, length=DraftLength(3))],
     )
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(max_tokens=800, ignore_eos=True)))
     for number in range(400):

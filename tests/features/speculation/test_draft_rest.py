@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from compiled_engine.core.draft_length import DraftLength
+from compiled_engine.features.speculation.draft_length import DraftLength
 
 # Seconds of a step at rest, of one that the head reads, and of one with drafts, the least and for each of them.
 AT_REST, READ, DRAFTED, DRAFT = 1.0, 1.25, 1.3, 0.2

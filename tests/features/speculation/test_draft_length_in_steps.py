@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig, draft_lengths
-from compiled_engine.core.draft_length import LEAST_STEPS, DraftLength
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.speculation.draft_length import LEAST_STEPS, DraftLength
+from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 
@@ -44,8 +45,9 @@ class Engine:
     def __post_init__(self) -> None:
         config = SchedulerConfig(REQUESTS, 1024, 1024, "fcfs")
         cache = CacheConfig(16, None, 0.9, True)
-        in_flight, length = self.steps_in_flight, self.length
-        self.scheduler = Scheduler(config, cache, 1024, 99, in_flight, 1 + MOST, draft_length=length)
+        in_flight = self.steps_in_flight
+        plan = DraftPlan(MOST, REQUESTS, in_flight, length=self.length)
+        self.scheduler = Scheduler(config, cache, 1024, 99, in_flight, 1 + MOST, features=[plan])
         self.launched: tuple[list[str], list[int]] | None = None
         self.numbers: list[int] = []
         self.added = 0
@@ -117,8 +119,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(length: DraftLength, kind: str, share: float) -> Engine:
         engine = Engine(length, share=share, **ENGINES[kind])  # type: ignore[arg-type]
         clock = SimpleNamespace(perf_counter=engine.perf_counter)
-        for module in ("scheduler", "steps"):
-            monkeypatch.setattr(f"compiled_engine.core.{module}.time", clock)
+        monkeypatch.setattr("compiled_engine.features.speculation.draft_plan.time", clock)
         return engine
 
     return make

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from compiled_engine.core.draft_length import DraftLength, Drafts
+from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 
 LENGTHS = (0, 1, 3, 6)  # between which a step of up to 6 drafts chooses
 
