@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_chat
 from compiled_engine.frontend.prompts import rendering_size
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
 from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork
@@ -155,7 +155,10 @@ class ChatFormat:
         check: Callable[[str], None] = lambda text: None,
     ) -> tuple[str, tuple[int, ...]]:
         """The prompt, as text and as token ids. check: may refuse the text before it is tokenised. Raises ApiError 400
-        for what the template cannot render, or not in time, and for arguments of calls beyond the bounds of a body."""
+        for what the template cannot render, or not in time, and for arguments of calls beyond the bounds of a body.
+
+        How long a template takes nobody knows before: it never runs on the event loop."""
+        is_over = threading.Event()
 
         def render() -> tuple[str, tuple[int, ...]]:
             check_sizes("arguments of messages", _texts_of_arguments(messages), self.max_json_values)
@@ -168,19 +171,19 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 check=check,
+                is_stopped=is_over.is_set,
             )
             return prompt.text or "", prompt.token_ids or ()
 
         size = rendering_size([messages, tools, settings])
         try:
-            # The first conversation with a special token in a text takes a copy of the tokenizer.
-            if size < LONG_TEXT and not self.tokenizer.client_text.concerns([messages, tools, settings]):
-                return render()
             return await self.texts.run("messages", size, render)
         except ApiError:
             raise
         except (TypeError, ValueError) as error:
             raise bad_request("messages", without_internals(str(error))) from error
+        finally:
+            is_over.set()
 
 
 def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
