@@ -28,30 +28,28 @@ from compiled_engine.server.parsers.registry import (
 
 
 class SpecialTokenGuard:
-    """The special tokens by their texts."""
+    """The texts that are special tokens in answers and in grammars."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer: Tokenizer | None = tokenizer
-        ids = {tokenizer.decode([token_id]): token_id for token_id in tokenizer.special_ids}
-        self._ids = {text: token_id for text, token_id in ids.items() if len(text) > 1}
+        self._tokenizer = tokenizer
 
     def literal(self, text: str) -> str:
         """A text as a grammar in Lark has it: a special token by its id, any other in quotes.
 
         Special is what grammars take for it: also any added token in angle brackets.
         """
-        token_id = self._ids.get(text, self._added_id(text))
+        token_id = self._tokenizer.ids_of_special.get(text, self._added_id(text))
         return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
     def _added_id(self, text: str) -> int | None:
-        if self._tokenizer is None or not (text.startswith("<") and text.endswith(">")):
+        if not (text.startswith("<") and text.endswith(">")):
             return None
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return ids[0] if len(ids) == 1 and self._tokenizer.decode(ids) == text else None
 
     def is_special(self, text: str) -> bool:
         """Return whether the id is that of a special token."""
-        return text in self._ids
+        return text in self._tokenizer.ids_of_special
 
 
 LONGEST_SETTING = 256
@@ -215,7 +213,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
         _chosen(options.reasoning_parser, reasoning_format_of(template)),
         SpecialTokenGuard(tokenizer),
         texts,
-        options.chat_template_kwargs,
+        options.allow_chat_template_kwarg,
         template_variables("default_chat_template_kwargs", options.default_chat_template_kwargs or {}),
         tool_template,
         options.limits.max_json_values,

@@ -19,9 +19,9 @@ from compiled_engine.server.options import Limits, ServerOptions
 USER = {"role": "user", "content": "x"}
 # Its time grows with the cube of the number of messages.
 SLOW = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}x"
-# Endless for all that a test can wait.
+# Takes longer than a test may.
 LOOPING = """{% if messages[0].content == "loop" %}
-{%- for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"""
+{%- for a in range(99999) %}{% for b in range(3000) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"""
 EFFORT = "{{ reasoning_effort }}{{ messages[0].content }}"
 TELLING = "{{ raise_exception('in /home/someone/template.jinja at 0x7f0012345678') }}"
 
