@@ -165,7 +165,8 @@ def _compile(template: str) -> jinja2.Template:
 
 def _with_stops(template: nodes.Template) -> nodes.Template:
     """Have each pass of a loop, and each call of a macro, begin with `_stop`: nothing else in a template is endless."""
-    for repeated in template.find_all((nodes.For, nodes.Macro)):
+    repeats: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
+    for repeated in repeats:
         stop = nodes.Filter(nodes.Const(None), IS_STOPPED, [], [], None, None)
         repeated.body.insert(0, nodes.ExprStmt(stop).set_lineno(repeated.lineno))
     return template

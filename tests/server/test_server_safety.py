@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -261,6 +262,19 @@ def test_long_values_do_not_come_back(client: httpx.Client) -> None:
     response = client.post("/v1/completions", json={**COMPLETION, "user_": "x" * 10_000, "temperature": "x" * 5000})
     assert response.status_code == 400
     assert len(response.content) < 3000
+
+
+def test_a_long_name_of_a_model_is_compared_with_none(server: RunningServer) -> None:
+    """An index of its characters would take 40 bytes for each."""
+    with running(ScriptedEngine(server.engine), served_model_name=("one", "two")) as named:
+        name = "x" * (1 << 20)
+        tracemalloc.start()
+        try:
+            with pytest.raises(ApiError, match="does not exist"):
+                named.serving.model(name)
+            assert tracemalloc.get_traced_memory()[1] < 10 * len(name)
+        finally:
+            tracemalloc.stop()
 
 
 def test_of_many_unknown_fields_a_few_are_named() -> None:
