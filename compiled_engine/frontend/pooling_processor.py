@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pai
 from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory
+from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,11 +47,6 @@ class PoolingBounds:
 
 
 UNBOUNDED = PoolingBounds()
-Stopped = Callable[[], bool]
-
-
-def never() -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class PoolingProcessor:
         """Make a request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
         is_stopped: asked before each part of the work.
 
-        Raises TypeError or ValueError, naming the field, its value and what is allowed; RuntimeError if it is stopped.
+        Raises TypeError or ValueError, naming the field, its value and what is allowed; WorkStopped if it is stopped.
         """
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
@@ -240,7 +236,7 @@ class PoolingProcessor:
         start = done = 0
         while start < len(texts):
             if is_stopped():
-                raise RuntimeError("nobody waits for these texts any more")
+                raise WorkStopped("nobody waits for these texts any more")
             end, size = start + 1, len(texts[start])
             while end < len(texts) and size + len(texts[end]) <= CHARACTERS_AT_ONCE:
                 size += len(texts[end])
