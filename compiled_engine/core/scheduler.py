@@ -234,7 +234,7 @@ class Scheduler:
         while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
-            if not all(may_start(request) for may_start in self._hooks.may_start):
+            if self._hooks.may_start and not all(may_start(request) for may_start in self._hooks.may_start):
                 waiting.set_aside()
                 continue
             # A block is reserved for each running request, so that the new one is not preempted at once.

@@ -346,3 +346,6 @@ def test_an_adapter_may_be_gone_when_a_grammar_is_ready(grammars: Grammars) -> N
     assert (output.request_id, output.finish_reason) == ("a", "error")
     assert output.stop_reason == "request 'a': it does not fit"
     assert not core.has_unfinished()
+    core.add(request("a"))  # the grammar went with its request
+    core.step()
+    assert executor.steps[-1].new[0].extras == {}
