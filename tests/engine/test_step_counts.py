@@ -42,13 +42,13 @@ NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48
 # Of these packages' functions, in a steady step of one request; and for each request more, whose blocks fill up.
-MOST_CALLS = 89
+MOST_CALLS = 79
 MOST_CALLS_MORE = 2
 # More than without a head, for any number of requests; eight of them read the layers' inputs
 # of a model that is not compiled.
 MOST_CALLS_AT_REST = 19
 # Of ENGINE, for each text more that is embedded, from its check to its result.
-MOST_CALLS_A_TEXT = 66
+MOST_CALLS_A_TEXT = 69
 
 
 def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:

@@ -69,9 +69,8 @@ class ByToken(StepFeature):
     def added(self, row: int, request: NewRequest) -> None:
         if request.extras.get(self.name):
             self.rows.add(row)
-
-    def removed(self, row: int) -> None:
-        self.rows.discard(row)
+        else:  # the row may have been such a request's
+            self.rows.discard(row)
 
 
 class StepPooling:
