@@ -37,7 +37,6 @@ from compiled_engine.frontend.pooling_processor import (
     PoolingBounds,
     PoolingProcessor,
     Scoring,
-    Stopped,
     make_pooling_processor,
     require_generating,
     require_pooling,
@@ -54,12 +53,12 @@ from compiled_engine.frontend.request_stream import (
 )
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT, QUICK_TEXT
+from compiled_engine.frontend.tokenizer_backend import LONG_TEXT, QUICK_TEXT
 from compiled_engine.messages import AdapterRef, RequestLimits
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.forks import Owner, unless_forked
 from compiled_engine.process.progress import RichProgress, SilentProgress
-from compiled_engine.process.smallest_first import SmallestFirst
+from compiled_engine.process.smallest_first import SmallestFirst, Stopped, never
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import CoreChild, ForeignCore, RunningCore
@@ -153,14 +152,14 @@ class AsyncLLM:
         EngineDeadError.
         """
 
-        def parse() -> Prompt:
+        def parse(is_stopped: Stopped) -> Prompt:
             prompts = parse_prompts(prompt)
             if len(prompts) != 1:
                 raise ValueError(f"prompt must be a single prompt, got {len(prompts)}")
             return prompts[0]
 
         size = num_characters(prompt)
-        return self._run(parse, size, sampling_params, request_id, output, priority, lora_request)
+        return self._run(parse, size, False, sampling_params, request_id, output, priority, lora_request)
 
     def chat(
         self,
@@ -179,7 +178,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one conversation, given as for `LLM.chat`; otherwise as `generate`."""
 
-        def render() -> Prompt:
+        def render(is_stopped: Stopped) -> Prompt:
             tokenizer = self._require_tokenizer()
             return render_chat(
                 tokenizer,
@@ -189,10 +188,11 @@ class AsyncLLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                is_stopped=is_stopped,
             )
 
         size = rendering_size([messages, tools, chat_template_kwargs])
-        return self._run(render, size, sampling_params, request_id, output, priority, lora_request)
+        return self._run(render, size, True, sampling_params, request_id, output, priority, lora_request)
 
     async def encode(
         self,
@@ -248,7 +248,7 @@ class AsyncLLM:
 
         size = processor.num_characters_of_pairs(queries, documents, instruction)
         await self._find_adapters(lora_request)
-        scoring = await self._prepared_in_time(size, prepare, bounds)
+        scoring = await self._prepared(size, prepare, seconds=bounds.seconds)
         return scoring.scores(await self._pooled(scoring.requests))
 
     async def prepare_structured_outputs(self) -> None:
@@ -397,8 +397,9 @@ class AsyncLLM:
 
     async def _run(
         self,
-        make_prompt: Callable[[], Prompt],
+        make_prompt: Callable[[Stopped], Prompt],
         size: int,
+        apart: bool,
         sampling_params: SamplingParams | None,
         request_id: str | None,
         output: OutputKind,
@@ -411,9 +412,9 @@ class AsyncLLM:
         if output not in OUTPUT_KINDS:
             raise ValueError(f"output is {output!r}; allowed: {', '.join(OUTPUT_KINDS)}")
 
-        def prepare() -> PreparedRequest:
+        def prepare(is_stopped: Stopped) -> PreparedRequest:
             params = self._parts.default_sampling_params if sampling_params is None else sampling_params
-            (prepared,) = self._parts.inputs.process([make_prompt()], params, priority, lora_request)
+            (prepared,) = self._parts.inputs.process([make_prompt(is_stopped)], params, priority, lora_request)
             if prepared.sampling_params.token_mask is not None and self._parts.token_masks is None:
                 raise ValueError("sampling_params.token_mask must be None unless core is 'in_process'")
             return prepared
@@ -421,7 +422,7 @@ class AsyncLLM:
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
         size += num_characters(getattr(sampling_params, "bad_words", None))
         await self._find_adapters(lora_request)
-        prepared = await self._prepared(size, prepare, apart=structured)
+        prepared = await self._prepared(size, prepare, apart=apart or structured)
         await self._load_adapters([prepared])
         if structured:
             await self.prepare_structured_outputs()
@@ -438,19 +439,17 @@ class AsyncLLM:
         finally:
             self._leave([stream])
 
-    async def _prepared(self, size: int, prepare: Callable[[], Prepared], *, apart: bool = False) -> Prepared:
-        """Return the result of prepare, run in a thread if texts are long, or `apart`. size: their characters."""
-        if apart or size >= LONG_TEXT:
-            return await asyncio.wrap_future(self._preparing.submit(size, prepare))
-        return prepare()
-
-    async def _prepared_in_time(
-        self, size: int, prepare: Callable[[Stopped], Prepared], bounds: PoolingBounds
+    async def _prepared(
+        self, size: int, prepare: Callable[[Stopped], Prepared], *, apart: bool = False, seconds: float | None = None
     ) -> Prepared:
-        """Return the result of prepare as `_prepared` does. The work ends with its time, or if this is cancelled."""
+        """Return the result of prepare, run in a thread if texts are long, or `apart`. size: their characters. In a
+        thread the work ends with its time, or if this is cancelled."""
+        if not apart and size < LONG_TEXT:
+            return prepare(never)
         is_over = threading.Event()
         try:
-            return await asyncio.wait_for(self._prepared(size, lambda: prepare(is_over.is_set)), bounds.seconds)
+            running = self._preparing.submit(size, lambda: prepare(is_over.is_set))
+            return await asyncio.wait_for(asyncio.wrap_future(running), seconds)
         finally:
             is_over.set()
 
@@ -477,7 +476,7 @@ class AsyncLLM:
             )
 
         await self._find_adapters(lora_request)
-        return await self._pooled(await self._prepared_in_time(num_characters(prompts), prepare, bounds))
+        return await self._pooled(await self._prepared(num_characters(prompts), prepare, seconds=bounds.seconds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
         """Run requests together; they themselves as they have ended, in their order."""

@@ -163,13 +163,13 @@ class ExpertsConfig:
 class HeadConfig:
     """A head that drafts from hidden states of another model (EAGLE-3).
 
-    It reads `num_taps` of them at each position, `target_size` elements each. vocab_size: of its logits, at most that
-    of the model. norm_before_residual: its layer adds to the norm of what it reads, instead of to what it reads.
+    It reads `num_aux_layers` of them at each position, `target_size` elements each. vocab_size: of its logits, at most
+    that of the model. norm_before_residual: its layer adds to the norm of what it reads, instead of to what it reads.
     norm_before_fc: the hidden states are normalised together first.
     """
 
     target_size: int
-    num_taps: int
+    num_aux_layers: int
     vocab_size: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -397,10 +397,10 @@ class SpeculationConfig:
 
     method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before, or
     draft_model or eagle3, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is
-    the share of drafts whose first i + 1 tokens are. Empty where drafts are compared. taps: the layers of the model
-    whose inputs a head drafts from, in the order in which it reads them; empty without a head. adapts: a step has as
-    many drafts as pay, by measured times and acceptance. sharpnesses: factors on a head's logits with which drafts are
-    sampled; of several the best is found by acceptance.
+    the share of drafts whose first i + 1 tokens are. Empty where drafts are compared. aux_layers: the layers of the
+    model whose inputs a head drafts from, in the order in which it reads them; empty without a head. adapts: a step has
+    as many drafts as pay, by measured times and acceptance. sharpnesses: factors on a head's logits with which drafts
+    are sampled; of several the best is found by acceptance.
     """
 
     method: str = "none"
@@ -409,14 +409,14 @@ class SpeculationConfig:
     lookup_min: int = 0
     draft: DraftConfig | None = None
     acceptance_rates: tuple[float, ...] = ()
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     adapts: bool = False
     sharpnesses: tuple[float, ...] = (1.0,)
 
     @property
-    def head_rests(self) -> bool:
+    def skips_head(self) -> bool:
         """Return whether there is a head, and steps that it does not read."""
-        return self.adapts and len(self.taps) > 0
+        return self.adapts and len(self.aux_layers) > 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -429,14 +429,14 @@ class SpeculationConfig:
         return tuple(1 + length for length in self.lengths if length)
 
     @property
-    def queries(self) -> tuple[int, ...]:
+    def query_lens(self) -> tuple[int, ...]:
         """The numbers of rows that each request may have in a step of decodes, ascending."""
         return (1, *self.verified)
 
     @property
     def rare(self) -> tuple[int, ...]:
-        """Of `queries`, those of few steps, which have graphs of few sizes: one row of each request where the number of
-        drafts is fixed, and where it is chosen those between no drafts and the most."""
+        """Of `query_lens`, those of few steps, which have graphs of few sizes: one row of each request where the number
+        of drafts is fixed, and where it is chosen those between no drafts and the most."""
         if self.adapts:
             return self.verified[:-1]
         return (1,) if self.num_tokens else ()
@@ -445,21 +445,21 @@ class SpeculationConfig:
     def sizes_read(self) -> tuple[int, ...] | None:
         """Sizes of the graphs of steps without drafts that a head reads which may rest: those of its own graphs. None
         for any other engine."""
-        return self.draft.graph.decode_sizes if self.draft is not None and self.head_rests else None
+        return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
 
 GREEDY_DRAFTS = 1e6
 """A sharpness that leaves the noise of sampling no influence."""
 
 
-def few_sizes(sizes: Sequence[int], queries: int = 1) -> tuple[int, ...]:
+def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
     """Those of these ascending sizes that powers of two are padded to, as long as these have at most MOST_ROWS_READ
     rows, and all larger ones.
 
-    For batches that are rare, or of little work: up to so many rows, a few more take about as long. queries: rows of a
-    request.
+    For batches that are rare, or of little work: up to so many rows, a few more take about as long. query_len: rows of
+    a request.
     """
-    powers = [1 << power for power in range((MOST_ROWS_READ // queries).bit_length())]
+    powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}
     return tuple(sorted(padded | {size for size in sizes if size > max(powers, default=0)}))
 
@@ -524,7 +524,7 @@ class EngineConfig:
     adapters: AdapterConfig | None
 
     @property
-    def most_new_tokens(self) -> int:
+    def max_new_tokens_per_step(self) -> int:
         """Most tokens that a step yields for a request."""
         return 1 + self.speculation.num_tokens
 

@@ -20,10 +20,10 @@ from compiled_engine.frontend.running_pooling import RunningPooling, classificat
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import AdapterRef, ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
-from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.forks import Owner
 from compiled_engine.process.in_background import import_apart
+from compiled_engine.process.init_cuda import core_has_device, given_device, init_cuda
 from compiled_engine.process.memory import collection_paused, no_full_gc
 from compiled_engine.process.progress import Progress, RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
@@ -346,7 +346,7 @@ class LLM:
         """Run requests; their outputs, in their order. patience_s: see Progress."""
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
-        has_drafts, num_drafts, num_accepted = self._config.most_new_tokens > 1, 0, 0
+        has_drafts, num_drafts, num_accepted = self._config.max_new_tokens_per_step > 1, 0, 0
 
         def acceptance() -> str:
             return f"mean acceptance length {1 + num_accepted / num_drafts:.2f}" if num_drafts else ""
@@ -422,7 +422,7 @@ class LLM:
 def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
     """PyTorch is imported here and not with this module, so that the GPU's context is created in parallel."""
     if "torch" not in sys.modules:
-        begin_gpu(given_device(keywords), runs_here=core_has_device(keywords))
+        init_cuda(given_device(keywords), runs_here=core_has_device(keywords))
     with timeline.span("import torch"), collection_paused():
         import_apart("compiled_engine.llm_parts")
     from compiled_engine.llm_parts import start_llm

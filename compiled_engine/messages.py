@@ -282,10 +282,8 @@ class ControlCall:
 class NewRequest(msgspec.Struct, frozen=True):
     """A request that takes a row of the runner: all that the runner will ever need to know of it.
 
-    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
-    with a mask (see TokenMasks). `block_ids`: its block table in each KV group. `by_token`: it gets a result for each
-    of its tokens. `second_text`: see EngineRequest. `adapter_slot`: of its adapter, -1 without one. `snapshot`: the
-    slot of the recurrent states that it begins with, -1 for none.
+    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `block_ids`: its block
+    table in each KV group. `extras`: plain data of features, by name.
     """
 
     request_id: str
@@ -294,11 +292,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     block_ids: tuple[tuple[int, ...], ...]
-    masked: bool = False
-    by_token: bool = False
-    second_text: int | None = None
-    adapter_slot: int = -1
-    snapshot: int = -1
+    extras: dict[str, Any] = {}  # msgspec gives each its own
 
 
 @dataclass(frozen=True)
@@ -314,11 +308,10 @@ class SchedulerOutput:
     samples: whether the step reaches a request's last token, so that a next one is sampled.
     new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
         NewRequest).
-    awaits_masks: nothing is sampled before the step's TokenMasks come.
-    placed_adapters: digests of adapters by the slot that each gets before the step; they are loaded.
-    snapshots: by id, the slots that the recurrent states of requests are copied to after the step.
+    samples_late: nothing is sampled before what the step awaits comes, its TokenMasks.
     draft_sharpness: see SpeculationConfig.sharpnesses.
-    head_rests: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
+    skips_head: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
+    extras: plain data of features, by name.
     """
 
     step: int
@@ -329,11 +322,10 @@ class SchedulerOutput:
     counts: list[int]
     samples: list[bool]
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
-    awaits_masks: bool = False
-    placed_adapters: dict[int, str] = field(default_factory=dict)
-    snapshots: dict[str, int] = field(default_factory=dict)
+    samples_late: bool = False
     draft_sharpness: float = 1.0
-    head_rests: bool = False
+    skips_head: bool = False
+    extras: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -363,15 +355,14 @@ class RunnerOutput:
 
     Results that few requests need are in a dict each, by request id:
     many_logprobs: the rows of a request with more than FEW_TOKENS (see sampling/logprobs.py).
-    prompt_logprobs: (position of the first row, rows): the row for position p is the
-        log-probability of prompt token p given those before it, so positions start at 1.
-    vectors: of requests that pool. Each has a token in token_ids when it ends, which means nothing.
+    extras: of features, by name. Those of "prompt_logprobs" are (position of the first row, rows): the row for position
+        p is the log-probability of prompt token p given those before it, so positions start at 1. Those of "pooling"
+        are Vectors; each such request has a token in token_ids when it ends, which means nothing.
     """
 
     token_ids: Sequence[int] = ()
     logprobs: LogprobRows | None = None
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
-    prompt_logprobs: dict[str, tuple[int, LogprobRows]] = field(default_factory=dict)
     counts: Sequence[int] | None = None
-    vectors: dict[str, Vectors] = field(default_factory=dict)
     num_drafts: Sequence[int] | None = None
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)

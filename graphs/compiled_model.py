@@ -18,7 +18,7 @@ from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_c
 from compiled_engine.graphs.compiler.cpp_piece import load_cpp_piece, piece_folder
 from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.plan import distinct_calls
-from compiled_engine.graphs.compiler.signature import ADAPTED, FORWARD, LOGITS
+from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, VARIANTS
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.parallel.stages import Stage
@@ -47,8 +47,8 @@ class Forwards:
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
     logits [T, V] of every token, or hidden states where the model pools or drafts (`pools`). Behind these they return
-    the inputs of tapped layers, if there are any. `logits`: from hidden states [R, D] to logits [R, V];
-    `adapted_logits`: the same with the adapters in the slots of these rows, [R]; `pooler`: from pooled ones to results;
+    the inputs of the layers that a head reads, if any. `logits`: from hidden states [R, D], and in a variant of the
+    forward from its own step tensors for these rows, to logits [R, V]; `pooler`: from pooled ones to results;
     `combine`: from hidden states of another model to a head's features. A stage that is not the last returns the values
     for the next stage, and has no logits.
     """
@@ -59,7 +59,6 @@ class Forwards:
     pooler: Forward = field(default_factory=nn.Identity)
     pools: bool = False
     combine: Forward = field(default_factory=nn.Identity)
-    adapted_logits: Forward = field(default_factory=nn.Identity)
 
     def for_logits(self, num_tokens: int) -> Forward | None:
         """The forward that returns logits for this number of tokens, or None."""
@@ -100,12 +99,12 @@ class CompiledModel:
 
     def of_others(self) -> tuple[CompiledRange, ...]:
         """The ranges of all callables that are no forward."""
-        return tuple(r for r in self.ranges if r.callable not in (FORWARD, ADAPTED))
+        return tuple(r for r in self.ranges if r.callable not in (FORWARD, *VARIANTS))
 
     @property
-    def has_adapters(self) -> bool:
-        """Return whether there is a forward with the requests' adapters."""
-        return len(self.of(ADAPTED)) > 0
+    def variants(self) -> tuple[str, ...]:
+        """The variants of the forward that there are."""
+        return tuple(name for name in VARIANTS if self.of(name))
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -130,20 +129,23 @@ class CompiledModel:
         received: torch.Tensor | None = None,
         *,
         distinct: bool = False,
-        adapted: bool = False,
+        variant: str = "",
     ) -> Forwards:
         """The callables on these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`. adapted: the forwards
-        with the requests' adapters.
+        received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`. variant: of the forwards
+        and the logits.
         """
         bound: list[tuple[CompileRange, Forward]] = []
-        for r in self.of(ADAPTED if adapted else FORWARD):
+        for r in self.of(variant or FORWARD):
             plan = distinct_calls(r.bound_plan) if distinct else r.bound_plan
             forward = stitch(plan, self.pieces, parameters, on_attention)
             bound.append((r.compile_range, StageForward(forward, r.staged, received) if r.staged else forward))
         *small, (_, hidden) = bound
         others = {r.callable: stitch(r.plan, self.pieces, parameters) for r in self.of_others()}
+        of_variants = {name: others.pop(logits) for name, logits in VARIANTS.items() if logits in others}
+        if variant in of_variants:
+            others[LOGITS] = of_variants[variant]
         return Forwards(hidden, small=tuple(small), pools=self.pools, **others)
 
 

@@ -56,7 +56,7 @@ class Side:
 
     def run(self, words: Sequence[str]) -> dict[str, Any]:
         """Run a command of this commit's and read its JSON. Raises RuntimeError with the end of what it said."""
-        variables = {"PYTHONPATH": str(self.site), "COMPILED_ENGINE_CACHE_DIR": str(self.cache)}
+        variables = {"PYTHONPATH": python_path(self.site), "COMPILED_ENGINE_CACHE_DIR": str(self.cache)}
         command = [sys.executable, "-P", "-m", "compiled_engine", *words, "--json"]
         done = subprocess.run(
             command, cwd=self.site, env=os.environ | variables, capture_output=True, text=True, check=False
@@ -95,13 +95,18 @@ def install(name: str, given: str, folder: Path) -> Side:
     subprocess.run([*pip, "--target", str(site), str(source)], check=True)
     side = Side(name, given, commit, site, folder / f"{name}-cache")
     where = "import compiled_engine; print(compiled_engine.__file__)"
-    variables = os.environ | {"PYTHONPATH": str(site)}
+    variables = os.environ | {"PYTHONPATH": python_path(site)}
     said = subprocess.run(
         [sys.executable, "-P", "-c", where], cwd=site, env=variables, capture_output=True, text=True, check=True
     ).stdout
     if not Path(said.strip()).is_relative_to(site):
         raise RuntimeError(f"{given} is installed in {site}, but {said.strip()} is what Python imports")
     return side
+
+
+def python_path(site: Path) -> str:
+    """Return a search path with the site first: what it depends on may be found by the path that is set."""
+    return os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
 
 
 def copy_tree(given: Path, to: Path) -> None:

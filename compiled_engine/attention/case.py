@@ -41,7 +41,7 @@ class AttentionCase:
 
     device: "cpu" or "cuda". dtype: of queries and results. head_dim: elements of a query and of a key; value_dim those
     of a value, None for as many. cache: None if keys and values are only those of the step. sliding_window,
-    soft_cap, sinks: see Scoring. queries: number per request, None if ragged.
+    soft_cap, sinks: see Scoring. query_len: query tokens of each request, None if ragged.
     """
 
     device: str
@@ -55,7 +55,7 @@ class AttentionCase:
     sinks: bool = False
     value_dim: int | None = None
     causal: bool = True
-    queries: int | None = None
+    query_len: int | None = None
 
     @property
     def group(self) -> int:

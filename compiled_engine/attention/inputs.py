@@ -127,8 +127,7 @@ class StepTensor:
     """An argument of a forward. `name` is its path: input_ids_T, attention_inputs.seq_lens_R, kv_caches.3.
 
     dims: numbers, or names of SIZES for sizes that differ from step to step. padding: the value for padding tokens and
-    padding rows. on_host: the tensor is on the CPU. of_adapters: only forwards with the
-    requests' adapters read it.
+    padding rows. on_host: the tensor is on the CPU. variant: only this variant of the forward reads it; "": all do.
 
     fill: for a pass's tensor, whose first dimension is tokens or requests: computes the values of a padded batch on the
     device. Its values for padding are replaced by `padding`. It may be captured in a CUDA graph, so its launches must
@@ -141,7 +140,7 @@ class StepTensor:
     padding: float = 0
     fill: Fill | None = None
     on_host: bool = False
-    of_adapters: bool = False
+    variant: str = ""
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
         """sizes: of each dimension that has a name."""

@@ -208,8 +208,8 @@ def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) ->
     }
     workload = replace(workload, **{name: value for name, value in asked_for.items() if value is not None})
     drafting = any(name.endswith("with drafts of n-grams") for name in asked.variants)
-    most_new_tokens = max(config.most_new_tokens, 1 + NGRAM_DRAFTS if drafting else 1)
-    workload = replace(workload, most_new_tokens=most_new_tokens)
+    max_new_tokens_per_step = max(config.max_new_tokens_per_step, 1 + NGRAM_DRAFTS if drafting else 1)
+    workload = replace(workload, max_new_tokens_per_step=max_new_tokens_per_step)
     longest = min(config.model.max_model_len, options.get("max_model_len", MAX_MODEL_LEN))
     return replace(workload, prefill_len=max(1, min(workload.prefill_len, longest - 1)))
 

@@ -29,10 +29,10 @@ PROMPTS_IN_FLIGHT = 4
 STEP_SAMPLES = 4
 
 
-def outputs_needed(num_steps: int, most_new_tokens: int = 1) -> int:
+def outputs_needed(num_steps: int, max_new_tokens_per_step: int = 1) -> int:
     """Tokens that a request must be able to generate so as not to end while `num_steps` steps are measured, each of
-    which may yield most_new_tokens."""
-    return (num_steps + 4 * SETTLING_STEPS) * most_new_tokens
+    which may yield max_new_tokens_per_step."""
+    return (num_steps + 4 * SETTLING_STEPS) * max_new_tokens_per_step
 
 
 def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_steps: int) -> list[Chunk]:
@@ -51,7 +51,7 @@ def mixed_step_ms(
     scheduling, sampling and output, divided by their number, in ms.
     """
     total_steps = num_steps + SETTLING_STEPS
-    output_len = outputs_needed(num_steps, llm.config.most_new_tokens)
+    output_len = outputs_needed(num_steps, llm.config.max_new_tokens_per_step)
     with decodes(llm, generator, num_decodes, decode_context, output_len) as core:
         arriving = enumerate(random_prompts(llm, generator, [prompt_len] * total_steps))
 
@@ -69,7 +69,7 @@ def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, conte
     """Return times of a step of `num_requests` unchanged decodes, which start from `context` tokens of prompt:
     STEP_SAMPLES times the wall time of `num_steps` consecutive steps, with scheduling and output, divided by their
     number, in ms."""
-    output_len = outputs_needed(STEP_SAMPLES * num_steps, llm.config.most_new_tokens)
+    output_len = outputs_needed(STEP_SAMPLES * num_steps, llm.config.max_new_tokens_per_step)
     with decodes(llm, generator, num_requests, context, output_len) as core:
 
         def steps() -> None:
@@ -87,7 +87,7 @@ def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: 
     """
     if not _runs_on_gpu(llm.config):
         return None
-    with decodes(llm, generator, 1, context, outputs_needed(num_steps, llm.config.most_new_tokens)) as core:
+    with decodes(llm, generator, 1, context, outputs_needed(num_steps, llm.config.max_new_tokens_per_step)) as core:
         torch.cuda.synchronize(llm.config.device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(num_steps):
@@ -175,7 +175,7 @@ def step_split(
 
 
 def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int) -> dict[str, float | None]:
-    most = llm.config.most_new_tokens
+    most = llm.config.max_new_tokens_per_step
     with decodes(llm, generator, batch_size, CONTEXT, outputs_needed(2 * num_steps, most)) as core:
         for _ in range(num_steps):
             core.step()
@@ -220,7 +220,11 @@ def profile(llm: LLM, batch_size: int, num_steps: int, path: str) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with (
         decodes(
-            llm, random.Random(0), batch_size, CONTEXT, outputs_needed(2 * num_steps, llm.config.most_new_tokens)
+            llm,
+            random.Random(0),
+            batch_size,
+            CONTEXT,
+            outputs_needed(2 * num_steps, llm.config.max_new_tokens_per_step),
         ) as core,
         torch.profiler.profile(activities=activities) as profiler,
     ):

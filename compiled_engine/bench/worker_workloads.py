@@ -37,7 +37,7 @@ class AblationWorkload:
 
     batch_sizes, prompt_len, output_len: of the time per output token. mixed_decodes, mixed_prompt_len: the decodes and
     the prompt of a mixed step; num_steps: mixed steps, and decode steps with counted kernels. prefill_prompts,
-    prefill_len: of the prefill. seed: of all prompts. most_new_tokens: of a request in a step, for any variant.
+    prefill_len: of the prefill. seed: of all prompts. max_new_tokens_per_step: of a request in a step, for any variant.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8, 64, 256)
@@ -49,14 +49,14 @@ class AblationWorkload:
     prefill_prompts: int = 8
     prefill_len: int = 4000
     seed: int = 0
-    most_new_tokens: int = 1
+    max_new_tokens_per_step: int = 1
 
     def requests_at_once(self) -> int:
         return max(*self.batch_sizes, self.mixed_decodes + PROMPTS_IN_FLIGHT, self.prefill_prompts)
 
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        mixed = self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps, self.most_new_tokens)
+        mixed = self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps, self.max_new_tokens_per_step)
         return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1)
 
     def num_blocks(self, block_size: int) -> int:
@@ -66,7 +66,7 @@ class AblationWorkload:
             return num_requests * -(-tokens // block_size)
 
         of_mixed, of_steps = (
-            outputs_needed(num_steps, self.most_new_tokens)
+            outputs_needed(num_steps, self.max_new_tokens_per_step)
             for num_steps in (self.num_steps, STEP_SAMPLES * self.num_steps)
         )
         mixed = blocks(self.mixed_decodes, self.prompt_len + of_mixed)

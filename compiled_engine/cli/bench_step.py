@@ -63,7 +63,7 @@ def step(
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         config = resolved(options)
         sizes = sorted(batch or [size for size in (1, 8, 64, 256) if size <= config.scheduler.max_num_seqs])
-        require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps, config.most_new_tokens))
+        require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps, config.max_new_tokens_per_step))
         if profile is not None:
             make_folder("profile", profile)
         with LLM(**options) as llm:

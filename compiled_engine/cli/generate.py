@@ -16,7 +16,7 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.output import print_json
-from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
+from compiled_engine.process.init_cuda import core_has_device, given_device, init_cuda
 
 if TYPE_CHECKING:
     from compiled_engine.frontend.outputs import RequestOutput
@@ -47,7 +47,7 @@ def generate(
 
       compiled-engine generate --prompt "import" --prompt "class" --mode eager --json | jq .metrics
     """
-    begin_gpu(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
+    init_cuda(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():

@@ -115,13 +115,13 @@ def checked_options(server: dict[str, Any], limits: dict[str, Any], engine: dict
 
 def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
     """The engine. Its core's process imports what it needs while this one does."""
-    from compiled_engine.process.begin_gpu import begin_gpu, given_device
+    from compiled_engine.process.init_cuda import given_device, init_cuda
     from compiled_engine.processes.core_child import CoreChild
 
     core = CoreChild.of(engine)
     try:
         with bad_input_is_reported():
-            begin_gpu(given_device(engine), runs_here=False)  # while torch is imported
+            init_cuda(given_device(engine), runs_here=False)  # while torch is imported
             from compiled_engine.async_llm import AsyncLLM
 
             return AsyncLLM(**engine, progress=not quiet, core=core)

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Iterable
+from typing import Protocol, runtime_checkable
 
 from compiled_engine.core.request import Request
 
@@ -41,6 +41,23 @@ class CacheResource(Protocol):
 
     def check_integrity(self, holders: Collection[Request]) -> None:
         """Raise RuntimeError unless exactly `holders` have a share, and everything is accounted for."""
+        ...
+
+
+@runtime_checkable
+class FindableResource(CacheResource, Protocol):
+    """A resource that keeps what later requests can find, in numbered places: blocks, for example."""
+
+    def take_registered(self) -> list[int]:
+        """Return the places that became findable since the last call: steps in flight may be to write them."""
+        ...
+
+    def unregister(self, places: Iterable[int]) -> None:
+        """Make places unfindable, because what they were to hold was not written."""
+        ...
+
+    def unregister_all(self) -> None:
+        """Make every place unfindable."""
         ...
 
 

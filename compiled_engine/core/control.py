@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -58,15 +58,15 @@ class ControlError(RuntimeError):
     """A call was refused or has failed, with the reason. The engine continues."""
 
 
-def apply(call: ControlCall, target: object, names: Collection[str]) -> Any:
-    """Call the method of the target named by the call, one of `names`; return its result, which is plain data.
+def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
+    """Answer a call by the function of its name; return its result, which is plain data.
 
-    Raises ControlError if the call is unknown or the method raises; FatalError is passed through.
+    Raises ControlError if the call is none of `calls` or its function raises; FatalError is passed through.
     """
-    if call.name not in names:
-        raise ControlError(f"call is {call.name!r}; allowed: {', '.join(names)}")
+    if call.name not in calls:
+        raise ControlError(f"call is {call.name!r}; allowed: {', '.join(calls)}")
     try:
-        return getattr(target, call.name)(**call.arguments)
+        return calls[call.name](**call.arguments)
     except (FatalError, ControlError):
         raise
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,10 @@ from typing import Any
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.constraints import GrammarQueue
-from compiled_engine.core.control import ControlError, apply
-from compiled_engine.core.draft_length import DraftLength
+from compiled_engine.core.control import apply
 from compiled_engine.core.executor import Executor, PendingOutput
+from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import (
     NO_CACHE,
     ControlCall,
@@ -30,105 +29,94 @@ from compiled_engine.messages import (
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived
-from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 
-# Where all requests wait for their grammars, a step waits so long for one of them.
-GRAMMAR_PATIENCE_S = 0.005
-
-
-CALLS = (
-    *("metrics", "reset_prefix_cache", "check_integrity"),
-    *("begin_load_adapter", "has_read_adapter", "load_adapter", "unload_adapter"),
-)
-"""Control calls that a core takes: methods of EngineCore."""
+# Where all requests are held back, a step waits so long for one of them.
+PATIENCE_S = 0.005
 
 
-def _snapshots(config: EngineConfig) -> StateSnapshots | None:
-    recurrences = config.model.recurrences
-    if recurrences is None or not recurrences.num_snapshots:
-        return None
-    return StateSnapshots(recurrences.num_snapshots, config.cache.block_size)
+CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
+"""Control calls that a core takes, besides those of its features: methods of EngineCore."""
 
 
 class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps.
 
     num_slots: tokens that the KV cache holds. clock: started by benchmarks; its laps are schedule, prepare,
-    launch, masks, wait and output. start_s: seconds that the start took.
+    launch, masks, wait and output. start_s: seconds that the start took. features: those that are switched on.
 
     bell: None: no events arrive between steps.
     """
 
     bell: int | None = None
 
-    def __init__(self, config: EngineConfig, executor: Executor, clock: StepClock, start_s: float = 0.0):
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: StepClock,
+        start_s: float = 0.0,
+        features: Sequence[PlanFeature] = (),
+    ):
         self.config = config
         self.clock = clock
         self.executor = executor
         self._free = weakref.finalize(self, unless_forked(executor.close))  # if `close` is not called
         self._free.atexit = False
         self._steps_in_flight = config.steps_in_flight
-        draft_length = None
-        if (speculation := config.speculation).adapts:
-            draft_length = DraftLength(speculation.num_tokens, head_rests=speculation.head_rests)
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
             executor.num_blocks,
             config.model.vocab_size,
             self._steps_in_flight,
-            config.parallel.num_stages,
-            config.most_new_tokens,
+            config.max_new_tokens_per_step,
             pools=config.model.pooling is not None,
             whole=not config.model.causal,
-            draft_length=draft_length,
-            draft_sharpnesses=speculation.sharpnesses,
-            adapters=config.adapters,
-            snapshots=_snapshots(config),
+            features=features,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
+        self._hooks = PlanHooks(features)
+        self._answering = {name: feature for feature in features for name in feature.calls}
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
-        self._unmasked: SchedulerOutput | None = None  # the newest, while it awaits masks that cannot be made yet
-        self._masks_begun = False  # those of the newest
-        self._grammars = GrammarQueue()
+        self._late: SchedulerOutput | None = None  # the newest, while what its sampling awaits cannot be made yet
+        self._late_begun = False  # that of the newest
+        self._held: set[str] = set()  # requests that a feature holds back
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
 
-    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
-        """Queue a request; `token_mask` restricts its tokens. A request with a grammar is queued by the first step
-        after compilation, or ends with finish_reason "error" if that fails.
+    def add(self, request: EngineRequest, given: Any = None) -> None:
+        """Queue a request. given: what comes with it that is no data, its token mask, for example. A request that a
+        feature holds back is queued by the first step after it is ready, or ends with finish_reason "error" if it
+        cannot be.
 
-        Raises ValueError if the request can never fit, if its id is in use, if its parameters hold a token mask, if its
-        grammar has no vocabulary, or if its adapter cannot be loaded.
+        Raises ValueError if the request can never fit, if its id is in use, or if a feature cannot take it.
 
         A request without a seed gets one here, so that preemption and recompute repeat its tokens.
         """
-        if request.request_id in self._grammars.waiting:
+        if request.request_id in self._held:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        if request.sampling_params.token_mask is not None:
-            raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
+        for check in self._hooks.check:
+            check(request)
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = structs.replace(request, sampling_params=params)
-        if request.adapter is not None:
-            self._require_adapter(request)
-        if request.grammar is not None:
-            self._scheduler.check(request)
-            if token_mask is not None:
-                raise ValueError(f"request {request.request_id!r} must have a grammar or a token mask, got both")
-            self._grammars.add(request)
-            return
-        constraint = None if token_mask is None else MaskConstraint(token_mask, self.config.model.vocab_size)
-        self._scheduler.add(request, constraint)
+        for holds in self._hooks.holds:
+            self._scheduler.check(request)  # before the work for a request that will be added later
+            if holds(request, given):
+                self._held.add(request.request_id)
+                return
+        self._scheduler.add(request)
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
         """Set the vocabulary, before the first request with a grammar; once is enough. Returns at once."""
-        self._grammars.set_vocabulary(vocabulary)
+        for set_vocabulary in self._hooks.set_vocabulary:
+            set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request now; None if it is not known any more. `stopped`: its output is complete, by a stop string."""
-        if self._grammars.remove(request_id):
+        if request_id in self._held:
+            self._withdraw(request_id)
             return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=0)
         return self._scheduler.abort(request_id, stopped=stopped)
 
@@ -136,29 +124,31 @@ class EngineCore:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
         With async scheduling the device already has the next step while this one's result is processed; each stage of a
-        pipeline has a further one. If requests of the newest step have a grammar or a token mask, their constraints get
-        new tokens as soon as these are known, while the device still computes the logits. While their masks are
-        computed, outputs are returned and the next step is scheduled; then the sampling is launched, and after it that
-        step.
+        pipeline has a further one. If requests of the newest step sample late, what they await is begun as soon as the
+        tokens before are known, while the device still computes the logits. While it is made, outputs are returned and
+        the next step is scheduled; then the sampling is launched, and after it that step.
 
         A step without a request left (all ended after its launch) may stay behind; a later call
-        takes it in and has no outputs. A request whose grammar or token mask fails ends with finish_reason "error"; the
-        others go on.
+        takes it in and has no outputs. A request that a feature fails ends with finish_reason "error"; the others go
+        on.
 
         If a step fails, running requests are aborted and the error is raised; waiting requests continue.
         """
-        failed = self._queue_compiled()
+        failed = self._add_released() if self._held else []
         try:
-            while len(self._pending) < self._steps_in_flight and self._unmasked is None:
+            while len(self._pending) < self._steps_in_flight and self._late is None:
                 if (step := self._scheduler.schedule()) is None:
                     break
                 self.clock.lap("schedule")
-                self._give_masks()
+                if self._late_begun:
+                    self._give_late()
                 self._pending.append((step, self.executor.submit(step)))
                 self.clock.lap("launch")
-                self._unmasked = step if step.awaits_masks else None
-                self._begin_masks()
-            self._give_masks()
+                if step.samples_late:
+                    self._late = step
+                    self._begin_late()
+            if self._late_begun:
+                self._give_late()
             if not self._pending:
                 return StepOutputs(others=failed)
             step, pending = self._pending.popleft()
@@ -166,7 +156,8 @@ class EngineCore:
             outputs = self._scheduler.update(step, result)
             self._generated_tokens += len(outputs.token_ids) + sum(len(each.new_token_ids) for each in outputs.others)
             self.clock.lap("output")
-            self._begin_masks()
+            if self._late is not None:
+                self._begin_late()
         except BaseException:
             self._scheduler.fail_step()
             self._drain()
@@ -174,89 +165,61 @@ class EngineCore:
         self._scheduler.check_idle()
         return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
 
-    def _begin_masks(self) -> None:
-        """Begin the masks of the newest step, if it awaits any and all tokens before it are known."""
-        if self._unmasked is not None and self._scheduler.knows_tokens_before(self._unmasked):
-            self._scheduler.begin_masks(self._unmasked)
-            self._unmasked, self._masks_begun = None, True
+    def _begin_late(self) -> None:
+        """Begin what the newest step awaits, if all tokens before it are known."""
+        if self._late is not None and self._scheduler.knows_tokens_before(self._late):
+            self._scheduler.begin_late(self._late)
+            self._late, self._late_begun = None, True
             self.clock.lap("masks")
 
-    def _give_masks(self) -> None:
-        """Give the executor the masks that are begun, as soon as they are made."""
-        if self._masks_begun:
-            self._masks_begun = False
-            self.executor.sample(self._scheduler.masks())
-            self.clock.lap("masks")
+    def _give_late(self) -> None:
+        """Give the executor what is begun, as soon as it is made."""
+        self._late_begun = False
+        self.executor.sample(self._scheduler.take_late())
+        self.clock.lap("masks")
 
-    def _queue_compiled(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars are ready; return the outputs that end requests whose grammars failed."""
-        if not self._grammars.waiting:
-            return []
+    def _add_released(self) -> list[EngineOutput]:
+        """Queue requests that are held back no longer; return the outputs that end those that cannot be."""
+        ended: list[EngineOutput] = []
         busy = self._pending or self._scheduler.has_unfinished()
-        ready, failed = self._grammars.take(0 if busy else GRAMMAR_PATIENCE_S)
-        for request, constraint in ready:
-            try:
-                self._require_adapter(request)  # it may have been dropped in the meantime
-            except ValueError as error:
-                failed.append(EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error)))
-            else:
-                self._scheduler.add(request, constraint)
-        return failed
+        for released in self._hooks.released:
+            ready, failed = released(0 if busy else PATIENCE_S)
+            self._held -= {output.request_id for output in failed}
+            ended += failed
+            for request in ready:
+                try:
+                    for check in self._hooks.check:  # what it needs may be gone in the meantime
+                        check(request)
+                except ValueError as error:
+                    self._withdraw(request.request_id)
+                    ended.append(EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error)))
+                else:
+                    self._held.remove(request.request_id)
+                    self._scheduler.add(request)
+        return ended
+
+    def _withdraw(self, request_id: str) -> None:
+        """Forget a request that is held back."""
+        self._held.remove(request_id)
+        for withdrawn in self._hooks.withdrawn:
+            withdrawn(request_id)
 
     def _drain(self) -> None:
         """Wait for the steps that are launched. Their results and failures are dropped."""
-        self._unmasked = None
-        with suppress(Exception):
-            self._give_masks()  # else a step has no result
+        self._late = None
+        if self._late_begun:
+            with suppress(Exception):
+                self._give_late()  # else a step has no result
         while self._pending:
             _, pending = self._pending.popleft()
             with suppress(Exception):
                 pending.result()
 
     def call(self, call: ControlCall) -> Any:
-        """Apply a call between two steps, one of CALLS; return plain data. Raises ControlError, see control.py."""
-        return apply(call, self, CALLS)
-
-    def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Have the ranks read an adapter beside steps, for a `load_adapter` that follows when `has_read_adapter`."""
-        if self.config.adapters is not None and not self._scheduler.adapters.is_loaded(digest):
-            self.executor.call(ControlCall("begin_load_adapter", {"path": path, "digest": digest}))
-
-    def has_read_adapter(self, digest: str) -> bool:
-        """Return whether `load_adapter` would not wait."""
-        if self.config.adapters is None or self._scheduler.adapters.is_loaded(digest):
-            return True
-        return all(self.executor.call(ControlCall("has_read_adapter", {"digest": digest})))
-
-    def load_adapter(self, path: str, digest: str) -> list[str]:
-        """Have the ranks read an adapter into host memory, unless they have it; return the adapters that were dropped
-        for it. Raises ControlError if it does not fit.
-
-        digest: of its files, which must be those in the folder.
-        """
-        if self.config.adapters is None:
-            raise ControlError("enable_lora is False, so there are no adapters; allowed: True")
-        adapters = self._scheduler.adapters
-        if adapters.is_loaded(digest):
-            return []
-        self.executor.call(ControlCall("load_adapter", {"path": path, "digest": digest}))
-        dropped = adapters.loaded(digest)
-        for each in dropped:
-            self.executor.call(ControlCall("drop_adapter", {"digest": each}))
-        return dropped
-
-    def unload_adapter(self, digest: str) -> None:
-        """Drop an adapter now if no request uses it, otherwise once others need its place."""
-        if self._scheduler.adapters.unload(digest):
-            self.executor.call(ControlCall("drop_adapter", {"digest": digest}))
-
-    def _require_adapter(self, request: EngineRequest) -> None:
-        if request.adapter is None:
-            return
-        try:
-            self.load_adapter(request.adapter.path, request.adapter.digest)
-        except ControlError as error:
-            raise ValueError(f"request {request.request_id!r}: {error}") from error
+        """Apply a call between two steps, one of CALLS or of a feature's; return plain data. Raises ControlError, see
+        control.py."""
+        calls = {name: getattr(self, name) for name in CALLS}
+        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._answering.items()})
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""
@@ -271,18 +234,19 @@ class EngineCore:
         return self.has_unfinished()
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished() or len(self._grammars.waiting) > 0
+        return self._scheduler.has_unfinished() or len(self._held) > 0
 
     def metrics(self) -> dict[str, Any]:
-        """The figures of scheduler, runner and grammars; `start_s`, seconds of construction; and `generated_tokens`,
+        """The figures of scheduler, features and runner; `start_s`, seconds of construction; and `generated_tokens`,
         those of requests that run included."""
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
-        scheduler["waiting"] += len(self._grammars.waiting)
-        return own | self.executor.metrics() | scheduler | self._grammars.metrics()
+        scheduler["waiting"] += len(self._held)
+        return own | self.executor.metrics() | scheduler
 
     def close(self) -> None:
         """Wait for the device and free it. So does dropping the last reference."""
         self._drain()
-        self._grammars.close()
+        for close in self._hooks.close:
+            close()
         self._free()

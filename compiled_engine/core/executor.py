@@ -15,16 +15,14 @@ from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput,
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.passes.registry import check_registered, load_plugins
-from compiled_engine.process.begin_gpu import cuda_context
 from compiled_engine.process.forks import begin_to_compute
+from compiled_engine.process.init_cuda import cuda_context
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.hooks import MakeFeatures
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
-
-RANK_CALLS = ("metrics", "begin_load_adapter", "has_read_adapter", "load_adapter", "drop_adapter")
-"""Control calls that ranks take."""
 
 
 class PendingOutput(Protocol):
@@ -49,7 +47,7 @@ class Executor(Protocol):
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Have all ranks apply a call, after all steps submitted before; what each returns. One of RANK_CALLS.
+        """Have all ranks apply a call, after all steps submitted before; what each returns. One of Runner.calls.
 
         Raises ControlError if a rank does.
         """
@@ -71,6 +69,7 @@ class InProcessExecutor:
         progress: Progress,
         timeline: Timeline,
         clock: StepClock,
+        make_features: MakeFeatures,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
         link: StageLink | None = None,
@@ -84,7 +83,7 @@ class InProcessExecutor:
             cuda_context(config.device.index or 0)
             triton_digests(config.device)
         with self._own_context():
-            self.runner = Runner(config, progress, timeline, clock, logits_processors, group, link)
+            self.runner = Runner(config, progress, timeline, clock, make_features, logits_processors, group, link)
         self.num_blocks = self.runner.num_blocks
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:
@@ -97,7 +96,7 @@ class InProcessExecutor:
 
     def call(self, call: ControlCall) -> list[Any]:
         with self._own_context():
-            return [apply(call, self.runner, RANK_CALLS)]
+            return [apply(call, self.runner.calls)]
 
     def metrics(self) -> dict[str, Any]:
         (metrics,) = self.call(ControlCall("metrics"))

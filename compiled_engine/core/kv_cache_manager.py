@@ -20,9 +20,8 @@ from collections.abc import Collection, Sequence
 from itertools import cycle
 
 from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import CacheResource
+from compiled_engine.core.cache_resource import CacheResource, FindableResource
 from compiled_engine.core.request import Request
-from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import NO_CACHE
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -30,9 +29,8 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class KVCacheManager:
-    """The KV groups and the other resources of a running request. What it gives, it gives of all or of none.
-
-    snapshots: of a model with recurrences, whose prefixes are cached; else None.
+    """The KV groups and the other resources of a running request. What it gives, it gives of all or of none: of the
+    others first, while the groups still have all that they cache. A prefix is cached if every resource has it.
 
     prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache and found there, over all
     requests when first admitted.
@@ -42,16 +40,13 @@ class KVCacheManager:
         self,
         groups: Sequence[BlockGroup],
         others: Sequence[CacheResource] = (),
-        snapshots: StateSnapshots | None = None,
         *,
         enable_prefix_caching: bool,
     ) -> None:
         self.groups = tuple(groups)
-        self.snapshots = snapshots if enable_prefix_caching else None
-        self._findable: tuple[BlockGroup | StateSnapshots, ...] = self.groups
-        if self.snapshots is not None:
-            self._findable = (*self.groups, self.snapshots)
-        self.resources: tuple[CacheResource, ...] = (*others, *self._findable)
+        self.resources: tuple[CacheResource, ...] = (*others, *self.groups)
+        of_others = (each for each in others if isinstance(each, FindableResource))
+        self._findable: tuple[FindableResource, ...] = (*self.groups, *of_others)
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -76,14 +71,11 @@ class KVCacheManager:
         would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one always does.
         """
         num_tokens = len(request.token_ids)
-        reads_prefix = self.enable_prefix_caching and not request.owes_every_token
+        reads_prefix = self.enable_prefix_caching and not request.computes_every_token
         num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
         for resource in self.resources:  # no comprehensions here: a step may admit many requests
             if not resource.has_room(request, num_tokens, num_cached, reserve):
                 return False
-        if self.snapshots is not None:
-            num_shared = [group.longest_prefix(request, num_tokens - 1) if reads_prefix else 0 for group in self.groups]
-            self.snapshots.plan(request, num_cached, min(num_shared))
         for resource in self.resources:
             resource.take(request, num_tokens, num_cached)
         request.num_computed_tokens = num_cached
@@ -133,16 +125,16 @@ class KVCacheManager:
 
     def take_registered(self) -> list[list[int]]:
         """Return, by group, the blocks registered since the last call: steps in flight may be to fill them. Behind them
-        come the slots of snapshots."""
+        come the places of other findable resources."""
         return [findable.take_registered() for findable in self._findable]
 
     def unregister(self, registered: Sequence[Sequence[int]]) -> None:
-        """Make blocks and snapshots unfindable, as `take_registered` gave them, because they were not written."""
+        """Make blocks and other places unfindable, as `take_registered` gave them, because they were not written."""
         for findable, places in zip(self._findable, registered, strict=True):
             findable.unregister(places)
 
     def reset_prefix_cache(self) -> None:
-        """Make every block and snapshot unfindable; requests keep the blocks that they hold."""
+        """Make every place unfindable; requests keep the blocks that they hold."""
         for findable in self._findable:
             findable.unregister_all()
 

@@ -7,17 +7,13 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
+from compiled_engine.messages import ROOT, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
-from compiled_engine.sampling.token_mask import Constraint
-
-# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
-MOST_PROMPT_LOGPROBS = 1 << 24
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 
 
 class Finish(NamedTuple):
@@ -81,30 +77,34 @@ class RequestStatus(Enum):
 class Request:
     """A request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
 
+    asked: the request as it came, with what features need of it.
     order: (priority, arrival number); the smaller one is served first.
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length at which it ends, prompt included.
     ending_ids: the tokens that may end it sooner, and the error codes.
-    constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
-    failure: error of its constraint; the request ends with the next processed step.
-    prefix_root, pooling, second_text, adapter: see EngineRequest.
+    samples_late: whether its sampling awaits what a feature makes while its steps run.
+    failure: why it ends with the next processed step; None if it does not.
+    prefix_root: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
-    step may yield fewer than most_new_tokens; exact when all are taken in.
+    step may yield fewer than max_new_tokens_per_step; exact when all are taken in.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
     num_tokens.
-    most_new_tokens: how many tokens a step may yield for it. most_when_admitted: the same, until it rests.
+    max_new_tokens_per_step: how many tokens a step may yield for it. most_when_admitted: the same, until it
+    stops drafting.
     num_slots: tokens that its blocks hold. The KVCacheManager alone changes this and the two fields below.
     next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
     block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     max_step_tokens: tokens of its prompt that one step may compute.
-    snapshot_ends: numbers of tokens after which its states are to be kept, in order; see state_snapshots.py.
-    next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
-    lane: of the steps that sample its tokens, see steps.Lanes; None before the first of them.
+    step_ends: numbers of tokens, in order: a step that comes to one ends there, and features are told.
+    computes_every_token: whether tokens of its prompt are computed though they are cached, for what they yield.
+    yields_tokens: whether the tokens that steps sample for it are its output.
+    has_sampled: whether a step has sampled one of its tokens since it was admitted.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
+    asked: EngineRequest
     request_id: str
     order: tuple[int, int]
     token_ids: list[int]
@@ -114,15 +114,11 @@ class Request:
     stop_rule: StopRule
     max_num_tokens: int
     ending_ids: frozenset[int]
-    constraint: Constraint | None
     num_tokens: int
-    num_accepted: int = 0
+    samples_late: bool = False
     failure: str | None = None
     prefix_root: bytes = ROOT
-    pooling: str = ""
-    second_text: int | None = None
-    adapter: AdapterRef | None = None
-    most_new_tokens: int = 1
+    max_new_tokens_per_step: int = 1
     most_when_admitted: int = 1
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -132,9 +128,10 @@ class Request:
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
     max_step_tokens: int = sys.maxsize
-    snapshot_ends: tuple[int, ...] = ()
-    next_prompt_logprob: int = 1
-    lane: int | None = None
+    step_ends: tuple[int, ...] = ()
+    computes_every_token: bool = False
+    yields_tokens: bool = True
+    has_sampled: bool = False
     steady_until_computed: int = 0
     steady_until_known: int = 0
 
@@ -144,22 +141,18 @@ class Request:
         request: EngineRequest,
         order: tuple[int, int],
         max_total_tokens: int,
-        vocab_size: int,
-        constraint: Constraint | None = None,
-        most_new_tokens: int = 1,
+        max_new_tokens_per_step: int = 1,
     ) -> Request:
-        """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one with a
-        constraint, whose masks are made a token at a time, gets one, and so does one whose logits depend on the tokens
-        generated so far, or that asks for no drafts."""
+        """`max_total_tokens`: most tokens of prompt and output together. max_new_tokens_per_step: of any request; one
+        whose logits depend on the tokens generated so far gets one, and so does one that asks for no drafts."""
         params = request.sampling_params
-        gets_one = most_new_tokens > 1 and (
-            constraint is not None or params.edits_by_output or params.disable_spec_decode
-        )
-        most = 1 if gets_one else most_new_tokens
+        gets_one = max_new_tokens_per_step > 1 and (params.edits_by_output or params.disable_spec_decode)
+        most = 1 if gets_one else max_new_tokens_per_step
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
         rule = StopRule.of(params, request.eos_token_ids, room)
         made = cls(
+            asked=request,
             request_id=request.request_id,
             order=order,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
@@ -169,18 +162,11 @@ class Request:
             stop_rule=rule,
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
-            constraint=constraint,
             num_tokens=num_prompt_tokens + len(request.output_token_ids),
-            most_new_tokens=most,
+            max_new_tokens_per_step=most,
             most_when_admitted=most,
             prefix_root=request.prefix_root,
-            pooling=request.pooling,
-            second_text=request.second_text,
-            adapter=request.adapter,
-            next_prompt_logprob=request.next_prompt_logprob,
         )
-        if (wanted := params.prompt_logprobs) is not None:
-            made.max_step_tokens = max(MOST_PROMPT_LOGPROBS // (vocab_size if wanted == -1 else wanted + 1), 1)
         if request.output_token_ids:
             made.set_steady_limits()
         return made
@@ -188,28 +174,28 @@ class Request:
     def start(self) -> None:
         """Run: the request is admitted to a step, for the first time or again."""
         self.status = RequestStatus.RUNNING
-        self.most_new_tokens = self.most_when_admitted
+        self.max_new_tokens_per_step = self.most_when_admitted
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
-    def rest(self) -> None:
+    def stop_drafting(self) -> None:
         """Have no drafts until the request is admitted again, if ever: a head has not read all of its tokens."""
-        self.most_new_tokens = 1
+        self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
     @property
-    def rests(self) -> bool:
-        """Return whether it would have drafts if it did not rest."""
-        return self.most_new_tokens < self.most_when_admitted
+    def has_stopped_drafting(self) -> bool:
+        """Return whether the request would have drafts if it had not stopped drafting."""
+        return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:
         """Set the limits again after anything but a steady share or a steady token, which nearly all are: for those,
         the scheduler makes one comparison.
 
         While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
-        samples any number of tokens up to most_new_tokens, in blocks that it has, is not the first such share, and
-        cannot reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it
-        is not the first, and only the last if it is one of ending_ids.
+        samples any number of tokens up to max_new_tokens_per_step, in blocks that it has, is not the first such share,
+        and cannot reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary:
+        it is not the first, and only the last if it is one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
@@ -220,8 +206,8 @@ class Request:
         last = self.max_num_tokens - 1
         decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
-        most = self.most_new_tokens
-        until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.lane is not None else 0
+        most = self.max_new_tokens_per_step
+        until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.has_sampled else 0
         return until_computed, last if generates else 0
 
     def take_in(self, bound: int, count: int) -> None:
@@ -232,10 +218,10 @@ class Request:
 
     @property
     def step_limit(self) -> int:
-        """Tokens of its prompt that the next step may compute: a step ends where the states are to be kept."""
-        if not self.snapshot_ends:
+        """Tokens of its prompt that the next step may compute."""
+        if not self.step_ends:
             return self.max_step_tokens
-        return min(self.max_step_tokens, self.snapshot_ends[0] - self.num_computed_tokens)
+        return min(self.max_step_tokens, self.step_ends[0] - self.num_computed_tokens)
 
     @property
     def num_unknown_tokens(self) -> int:
@@ -247,34 +233,8 @@ class Request:
         """Return whether a step in flight samples one of its tokens."""
         return self.num_tokens > len(self.token_ids)
 
-    @property
-    def owes_every_token(self) -> bool:
-        """Return whether prompt tokens must be computed for what they yield themselves, even if cached."""
-        return self.pooling == "token" or self.owes_prompt_logprobs
-
-    @property
-    def owes_prompt_logprobs(self) -> bool:
-        """Return whether log-probabilities of prompt tokens are still to be delivered."""
-        wanted = self.sampling_params.prompt_logprobs is not None
-        return wanted and self.next_prompt_logprob < self.num_prompt_tokens
-
-    def take_prompt_logprobs(self, first: int, rows: LogprobRows) -> tuple[int, LogprobRows] | None:
-        """Return those rows for positions `first`, `first` + 1, ... that are not delivered yet, or None.
-
-        A preempted request computes its prompt again and so produces rows a second time.
-        Raises RuntimeError if positions before `first` are missing.
-        """
-        position = self.next_prompt_logprob
-        if first > position:
-            raise RuntimeError(f"prompt_logprobs of {self.request_id!r} start at {first}, but {position} is next")
-        fresh = rows.num_rows - (position - first)
-        if fresh <= 0:
-            return None
-        self.next_prompt_logprob += fresh
-        return position, rows.select(slice(position - first, None))
-
-    def as_new(self, block_ids: tuple[tuple[int, ...], ...], adapter_slot: int = -1, snapshot: int = -1) -> NewRequest:
-        """The request as the runner gets it. block_ids: its block table in each KV group. Others: see NewRequest."""
+    def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
+        """The request as the runner gets it. block_ids: its block table in each KV group. extras: see NewRequest."""
         return NewRequest(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),
@@ -282,11 +242,7 @@ class Request:
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
             block_ids=block_ids,
-            masked=self.constraint is not None,
-            by_token=self.pooling == "token",
-            second_text=self.second_text,
-            adapter_slot=adapter_slot,
-            snapshot=snapshot,
+            extras=extras,
         )
 
 

@@ -7,7 +7,7 @@ import heapq
 import operator
 from collections.abc import Sequence
 
-from compiled_engine.core.adapter_table import AdapterTable
+from compiled_engine.core.hooks import PlanHooks
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request, RequestStatus, check_requests
 
@@ -15,25 +15,19 @@ from compiled_engine.core.request import Request, RequestStatus, check_requests
 class WaitingQueue:
     """A heap by `Request.order`; a removed request's key stays behind and is skipped when it surfaces.
 
-    A request that waits for the slot of its adapter is set aside, so that others need not wait for it. Requests with an
-    adapter overtake it only if they had come when it was set aside first: there are finitely many, so each slot gets
-    free in time.
+    A request that a feature does not let start is set aside, so that others need not wait for it.
     """
 
     def __init__(self) -> None:
         self._requests: dict[tuple[int, int], Request] = {}
         self._heap: list[tuple[int, int]] = []
         self._aside: list[tuple[int, int]] = []
-        self._first_aside: tuple[int, int] | None = None
-        self._newest = 0  # arrival number
-        self._overtaking: dict[tuple[int, int], int] = {}  # of those set aside once, the last arrival that may overtake
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def push(self, request: Request) -> None:
         self._requests[request.order] = request
-        self._newest = max(self._newest, request.order[1])
         heapq.heappush(self._heap, request.order)
 
     def peek(self) -> Request | None:
@@ -44,24 +38,15 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """Take out the request that `peek` has returned just now."""
-        self._forget(self._requests[heapq.heappop(self._heap)])
+        del self._requests[heapq.heappop(self._heap)]
 
     def remove(self, request: Request) -> None:
         """Take out a request that will not come back."""
-        self._forget(request)
-
-    def may_overtake(self, request: Request) -> bool:
-        """Return whether a request with an adapter may run before the requests that are set aside."""
-        first = self._first_aside
-        return first is None or request.order < first or request.order[1] <= self._overtaking[first]
+        del self._requests[request.order]
 
     def set_aside(self) -> None:
         """Let the others go before the next request, until `restore`."""
-        order = heapq.heappop(self._heap)
-        self._aside.append(order)
-        self._overtaking.setdefault(order, self._newest)
-        if self._first_aside is None or order < self._first_aside:
-            self._first_aside = order
+        self._aside.append(heapq.heappop(self._heap))
 
     def restore(self) -> None:
         """Put all requests that are set aside back in their places."""
@@ -69,27 +54,20 @@ class WaitingQueue:
             if order in self._requests:
                 heapq.heappush(self._heap, order)
         self._aside.clear()
-        self._first_aside = None
-
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.order]
-        self._overtaking.pop(request.order, None)
-        if request.order == self._first_aside:
-            self.restore()
 
 
 class RequestTable:
-    """running: sorted by order. removed: requests whose rows the runner frees in the next step. num_constrained:
-    requests with a constraint.
+    """running: sorted by order. removed: requests whose rows the runner frees in the next step. num_late: requests
+    that sample late.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, adapters: AdapterTable) -> None:
-        self._kv_cache, self._adapters = kv_cache, adapters
+    def __init__(self, kv_cache: KVCacheManager, hooks: PlanHooks) -> None:
+        self._kv_cache, self._hooks = kv_cache, hooks
         self._requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.removed: list[str] = []
-        self.num_constrained = 0
+        self.num_late = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -103,9 +81,10 @@ class RequestTable:
     def add(self, request: Request) -> None:
         """Add a request, which waits."""
         self._requests[request.request_id] = request
-        self.num_constrained += request.constraint is not None
-        self._adapters.add(request.adapter)
         self.waiting.push(request)
+        for added in self._hooks.added:
+            added(request)
+        self.num_late += request.samples_late
 
     def start(self, request: Request) -> None:
         """Run the next waiting request, which has its blocks."""
@@ -143,9 +122,10 @@ class RequestTable:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED
             request.set_steady_limits()
-        self.num_constrained -= request.constraint is not None
-        self._adapters.end(request.adapter)
+        self.num_late -= request.samples_late
         del self._requests[request.request_id]
+        for ended in self._hooks.ended:
+            ended(request)
 
     def sweep(self) -> None:
         """Keep in `running` those alone that run."""
@@ -154,7 +134,7 @@ class RequestTable:
     def _release(self, request: Request, status: RequestStatus) -> None:
         """Free a running request's resources at once; kv_cache_manager explains why that is safe."""
         self._kv_cache.free(request)
-        request.status, request.lane = status, None
+        request.status, request.has_sampled = status, False
         request.set_steady_limits()
         self.removed.append(request.request_id)
 

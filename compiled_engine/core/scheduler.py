@@ -2,46 +2,40 @@
 
 Prefill and decode are treated equally: every request has tokens that are known but not computed, and each step divides
 a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests come
-first, then waiting ones are admitted in order; only one that waits for the slot of its adapter is overtaken. When the
-blocks run out, the last request in order is
-preempted, and computed again later.
+first, then waiting ones are admitted in order; only one that a feature does not let start is overtaken. When the blocks
+run out, the last request in order is preempted, and computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
-may yield several tokens for a request (`most_new_tokens`), only the device knows their number until the step is
+may yield several tokens for a request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
-stages of a pipeline work at steps side by side, steps.Lanes says which requests a step has.
+What the sampling of a request awaits is made while its step runs: only that sampling waits for it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import structs
 
-from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
-from compiled_engine.core.adapter_table import AdapterTable
+from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import RequestRows
-from compiled_engine.core.constraints import MaskMaker
-from compiled_engine.core.draft_length import DraftLength, Drafts
-from compiled_engine.core.draft_sharpness import DraftSharpness
+from compiled_engine.core.cache_resource import CacheResource, RequestRows
+from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
 from compiled_engine.core.request_table import RequestTable
-from compiled_engine.core.scheduler_counts import DraftCounts, SchedulerCounts
-from compiled_engine.core.state_snapshots import StateSnapshots
+from compiled_engine.core.scheduler_counts import SchedulerCounts
 from compiled_engine.core.steps import (
-    Lanes,
-    StepDraft,
+    StepBuilder,
     StepInFlight,
     StepsInFlight,
+    extra_fields,
+    extra_outputs,
     no_token,
-    prompt_outputs,
     step_outputs,
     tokens_output,
 )
@@ -55,7 +49,6 @@ from compiled_engine.messages import (
     TokenMasks,
     accepted_drafts,
 )
-from compiled_engine.sampling.token_mask import Constraint
 
 # `max_prefill_tokens` is multiplied by the number of waiting requests divided by this, at least by 1: with a long queue
 # the queue delays prompts more than they delay others.
@@ -63,20 +56,17 @@ FEW_WAITING = 4
 
 
 class Scheduler:
-    """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
-    `masks`), call `update` with both; repeat while unfinished.
+    """Call `schedule`, have the runner execute its output (one that samples late gets what it awaits from
+    `begin_late` and `take_late`), call `update` with both; repeat while unfinished.
 
-    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
-    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step
-    fails, call `fail_step`.
+    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The runner
+    executes one after the other. Requests may be added and aborted at any time. If a step fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
-    most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many. pools: the
-    token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector. whole: a
-    prompt is computed in one step, and holds no blocks (num_blocks is 0). draft_length: chooses the number of drafts of
-    each step, up to most_new_tokens - 1; None for always as many. draft_sharpnesses: see SpeculationConfig. snapshots:
-    of recurrent states, where the model has them and prefixes are cached.
+    max_new_tokens_per_step: with 1, a step yields one token for each request that samples; with more, 0 to as many.
+    pools: the token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
+    whole: a prompt is computed in one step, and holds no blocks (num_blocks is 0). features: see hooks.py.
     """
 
     def __init__(
@@ -86,26 +76,21 @@ class Scheduler:
         num_blocks: int,
         vocab_size: int,
         steps_in_flight: int = 1,
-        num_lanes: int = 1,
-        most_new_tokens: int = 1,
+        max_new_tokens_per_step: int = 1,
         pools: bool = False,
         *,
         whole: bool = False,
-        draft_length: DraftLength | None = None,
-        draft_sharpnesses: Sequence[float] = (1.0,),
-        adapters: AdapterConfig | None = None,
-        snapshots: StateSnapshots | None = None,
+        features: Sequence[PlanFeature] = (),
     ) -> None:
         self._config, self._whole = scheduler, whole
-        self._most_new_tokens = most_new_tokens
-        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
-        self.adapters = AdapterTable(adapters)
-        self._kv_cache = KVCacheManager(
-            [] if whole else [BlockGroup(num_blocks, cache.block_size)],
-            [RequestRows(most * num_lanes), *([] if adapters is None else [self.adapters])],
-            snapshots,
-            enable_prefix_caching=cache.enable_prefix_caching,
-        )
+        self._max_new_tokens_per_step = max_new_tokens_per_step
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // max_new_tokens_per_step)
+        self._hooks = PlanHooks(features)
+        groups = [] if whole else [BlockGroup(num_blocks, cache.block_size)]
+        others: list[CacheResource] = [RequestRows(most * math.prod(feature.num_parts for feature in features))]
+        for feature in features:
+            others += feature.resources(groups)
+        self._kv_cache = KVCacheManager(groups, others, enable_prefix_caching=cache.enable_prefix_caching)
         longest = scheduler.max_num_batched_tokens if whole else None
         slots = self._kv_cache.num_slots
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
@@ -113,30 +98,18 @@ class Scheduler:
             self._limits.most_prompt_tokens,
             self._limits.max_total_tokens,
         )
-        self._requests = RequestTable(self._kv_cache, self.adapters)
+        self._requests = RequestTable(self._kv_cache, self._hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
-        self._steps_ahead = steps_in_flight - 1
-        self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length with the newest step
-        self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
-        self._drafts = DraftCounts([0] * (most_new_tokens - 1))
-        self._draft_length = draft_length
-        self._head_rests = draft_length is not None and draft_length.head_rests
-        self._num_rested = 0
-        self._draft_sharpness = DraftSharpness(draft_sharpnesses) if len(draft_sharpnesses) > 1 else None
-        self._fixed_sharpness = draft_sharpnesses[0]
-        self._updated: StepInFlight | None = None  # the step taken in last
-        self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
 
-    def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError as `check` does."""
         self.check(request)
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        longest, vocab_size, most_new_tokens = self._max_total_tokens, self._limits.vocab_size, self._most_new_tokens
-        self._requests.add(Request.of(request, order, longest, vocab_size, constraint, most_new_tokens))
+        self._requests.add(Request.of(request, order, self._max_total_tokens, self._max_new_tokens_per_step))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -172,77 +145,55 @@ class Scheduler:
             self._requests.retire(self._last_share)
             self._last_share = []
         num_preemptions = self._counts.preemptions
-        for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
-            draft = self._draft(lane, num_preemptions)
-            if draft.decodes or draft.longer.requests:
+        running, waiting = self._requests.running, self._requests.waiting
+        parts: Iterable[tuple[Sequence[Request], int]] = ((running, len(waiting)),)
+        for divide in self._hooks.divide:
+            parts = divide(running, waiting, len(self._in_flight))
+        for of_step, room in parts:
+            builder = self._build_step(of_step, room, num_preemptions)
+            if not builder.is_empty:
                 break
         else:
             return None
-        self._lanes.took(lane)
-        for request in draft.completed:
+        for request in builder.completed:
             self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        placed, constraints = self.adapters.take_placed(), self._requests.num_constrained > 0
-        sharpness = self._fixed_sharpness
-        if self._draft_sharpness is not None and not draft.head_rests:
-            sharpness = self._draft_sharpness.choose()
-        step = StepInFlight.of(number, draft, removed, registered, placed, sharpness, constraints=constraints)
+        step = StepInFlight.of(number, builder, removed, registered, any_late=self._requests.num_late > 0)
+        for planned in self._hooks.planned:
+            planned(step)
         self._in_flight.append(step)
         return step.output
 
-    def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
-        """Draft a step of the lane, perhaps an empty one.
+    def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
+        """Build a step of these running requests and at most `room` waiting ones, perhaps an empty one.
 
         If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
         would be preempted next.
         """
-        running, num_waiting = self._requests.running, len(self._requests.waiting)
-        most = self._config.max_prefill_tokens
-        of_step = self._lanes.of_step(running, lane)
-        drafts = Drafts(self._most_new_tokens - 1)
-        if self._draft_length is not None:
-            drafts = self._choose_drafts(self._draft_length, of_step, num_waiting)
-        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), 1 + drafts.number)
-        room = self._lanes.room(of_step, lane, len(running), num_waiting)
-        budget = self._schedule_running(draft, of_step)
+        num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
+        num_tokens = self._max_new_tokens_per_step
+        for decode_tokens in self._hooks.decode_tokens:
+            num_tokens = decode_tokens(of_step, num_waiting)
+        builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), num_tokens)
+        budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
-            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.has_decodes else budget, room)
-        if self._head_rests:
-            self._let_rest(draft, drafts)
-        return draft
-
-    def _choose_drafts(self, draft_length: DraftLength, of_step: Sequence[Request], num_waiting: int) -> Drafts:
-        """Decide from the waiting requests whether the head reads their prompts, if no request runs yet."""
-        num_requests = len(of_step) or min(num_waiting, self._config.max_num_seqs)
-        drafting = [
-            request
-            for request in of_step
-            if request.most_new_tokens > 1 and request.num_computed_tokens + 1 == request.num_tokens
-        ]
-        return draft_length.choose(num_requests, len(drafting))
-
-    def _let_rest(self, draft: StepDraft, drafts: Drafts) -> None:
-        """Let the requests of a step rest that the head does not read; nor does it read a step without drafts whose
-        requests rest anyway."""
-        requests = (*draft.decodes, *draft.longer.requests)
-        reading = [request for request in requests if request.most_new_tokens > 1]
-        draft.head_rests = drafts.head_rests or not (reading or drafts.number)
-        if not draft.head_rests:
-            return
-        self._num_rested += len(reading)
-        for request in reading:
-            request.rest()
-        if all(step.output.head_rests for step in self._in_flight):  # so the numbers of tokens are exact
+            self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
+        for built in self._hooks.built:
+            built(builder)
+        # Where no step yields more than one token a request, the numbers of tokens are exact.
+        if builder.skips_head and all(step.output.skips_head for step in self._in_flight):
+            requests = (*builder.decodes, *builder.longer.requests)
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
+        return builder
 
-    def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
+    def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
         """Returns the budget left for waiting requests."""
-        budget, decode_tokens = self._config.max_num_batched_tokens, draft.decode_tokens
-        add_request, add_start = draft.decodes.append, draft.decode_starts.append
+        budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
+        add_request, add_start = builder.decodes.append, builder.decode_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
-            if start < request.steady_until_computed and decode_tokens <= request.most_new_tokens:
+            if start < request.steady_until_computed and decode_tokens <= request.max_new_tokens_per_step:
                 add_request(request)
                 add_start(start)
                 request.num_computed_tokens = start + decode_tokens
@@ -258,33 +209,32 @@ class Scheduler:
                 # Tokens for a decode of each request behind are reserved, so that no long prompt delays a decode.
                 kept = (len(running) - index) * decode_tokens
                 num_tokens = min(num_tokens, budget - kept, request.step_limit)
-                if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
+                if len(running) > 1 and (num_tokens := min(num_tokens, builder.room_for_prompts(budget))) < 1:
                     continue
                 bound = 1
             else:
-                bound = min(request.most_new_tokens, decode_tokens, request.max_num_tokens - request.num_tokens)
+                bound = min(request.max_new_tokens_per_step, decode_tokens, request.max_num_tokens - request.num_tokens)
                 num_tokens = bound
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 self._counts.preemptions += 1
                 if self._requests.preempt_last() is request:
                     return 0
             if new_block_ids:
-                draft.new_block_ids[request.request_id] = new_block_ids
+                builder.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
-            self._schedule_tokens(draft, request, num_tokens, bound)
+            self._schedule_tokens(builder, request, num_tokens, bound)
         return budget
 
-    def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
+    def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
         """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
-        if self.adapters.takes_changes():
-            waiting.restore()
-        while budget > 0 and len(draft.new) < room and (request := waiting.peek()) is not None:
+        for reconsiders in self._hooks.reconsiders:
+            if reconsiders():
+                waiting.restore()
+        while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
-            if request.adapter is not None and not (
-                waiting.may_overtake(request) and self.adapters.has_slot(request.adapter)
-            ):
+            if self._hooks.may_start and not all(may_start(request) for may_start in self._hooks.may_start):
                 waiting.set_aside()
                 continue
             # A block is reserved for each running request, so that the new one is not preempted at once.
@@ -293,56 +243,59 @@ class Scheduler:
             self._requests.start(request)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
             budget -= num_tokens
-            snapshot = -1 if self._kv_cache.snapshots is None else self._kv_cache.snapshots.slot_of(request)
-            adapter_slot = -1 if request.adapter is None else self.adapters.slot_of(request.adapter)
+            extras: dict[str, Any] = {}
+            for admitted in self._hooks.admitted:
+                admitted(request, extras)
             block_ids = self._kv_cache.block_ids(request)
-            draft.new.append(request.as_new(block_ids, adapter_slot, snapshot))
-            self._schedule_tokens(draft, request, num_tokens, bound=1)
+            builder.new.append(request.as_new(block_ids, extras))
+            self._schedule_tokens(builder, request, num_tokens, bound=1)
 
-    def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
+    def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
         """bound: most tokens sampled if the share reaches the last known token; all but one of them are draft
         tokens.
         """
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
         samples = end >= request.num_tokens
-        draft.add(request, start, num_tokens, samples)
+        builder.add(request, start, num_tokens, samples)
         if num_tokens > 1 and start + 1 < request.num_tokens:
-            draft.num_prompts += 1
-            draft.num_prefill_tokens += num_tokens
+            builder.num_prompts += 1
+            builder.num_prefill_tokens += num_tokens
         if end >= request.next_block_end:
-            if num_tokens <= self._most_new_tokens:
-                draft.completed.append(request)
+            if num_tokens <= self._max_new_tokens_per_step:
+                builder.completed.append(request)
             else:
                 self._kv_cache.register(request)
-        if end in request.snapshot_ends:
-            assert self._kv_cache.snapshots is not None
-            if (slot := self._kv_cache.snapshots.save(request)) is not None:
-                draft.snapshots[request.request_id] = slot
+        if end in request.step_ends:
+            request.step_ends = request.step_ends[1:]
+            for reached_end in self._hooks.reached_end:
+                reached_end(request, end)
         if samples:
-            request.lane = draft.lane
+            request.has_sampled = True
             request.num_tokens += bound
-            if bound < draft.decode_tokens:
-                draft.bounds[request] = bound
-            if request.num_tokens == request.max_num_tokens and self._most_new_tokens == 1:
+            if bound < builder.decode_tokens:
+                builder.bounds[request] = bound
+            if request.num_tokens == request.max_num_tokens and self._max_new_tokens_per_step == 1:
                 self._last_share.append(request)
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Return whether all tokens needed for the masks of a step in flight are known."""
-        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
+        """Return whether all tokens before those that a step samples late are known."""
+        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
-    def begin_masks(self, step: SchedulerOutput) -> None:
-        """Start making the masks of a step; another step may be scheduled in the meantime. Raises RuntimeError unless
-        `knows_tokens_before`.
+    def begin_late(self, step: SchedulerOutput) -> None:
+        """Begin to make what the sampling of a step awaits; another step may be scheduled in the meantime. Raises
+        RuntimeError unless `knows_tokens_before`.
         """
         if not self.knows_tokens_before(step):
-            raise RuntimeError(f"step {step.step} has masks that need the tokens of a step in flight")
-        self._masks.begin(self._in_flight.find(step).constrained)
+            raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
+        for begin_late in self._hooks.begin_late:
+            begin_late(self._in_flight.find(step).late)
 
-    def masks(self) -> TokenMasks:
-        """Return the masks begun last. A constraint that fails ends its request in `update`, which comes later."""
-        return self._masks.take()
+    def take_late(self) -> TokenMasks:
+        """Return what was begun last, once it is made. A request for which that fails ends in `update`."""
+        (take_late,) = self._hooks.take_late
+        return take_late()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result and return outputs of the requests that got tokens or ended.
@@ -351,31 +304,16 @@ class Scheduler:
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
-        others = prompt_outputs(in_flight, result) if result.prompt_logprobs or result.vectors else []
-        single = self._most_new_tokens == 1 or step.head_rests
+        others = extra_outputs(in_flight, result, self._hooks.taken) if result.extras else []
+        single = self._max_new_tokens_per_step == 1 or step.skips_head
         take = self._take_single_tokens if single else self._take_several
         outputs = take(in_flight, result, others)
         self._in_flight.popleft()
-        if self._draft_length is not None:
-            self._time(in_flight, self._draft_length)
+        for updated in self._hooks.updated:
+            updated(in_flight, result)
         if self._counts.finished + self._counts.aborted > num_ended:
             self._requests.sweep()
         return outputs
-
-    def _time(self, step: StepInFlight, draft_length: DraftLength) -> None:
-        """Tell how long a step has taken that had the device to itself since the one before, unless a step beside it
-        has another number of drafts, or is missing: while it ran, the host has worked for these."""
-        before, begun_s = self._updated, max(step.begun_s, self._updated_s)
-        self._updated, self._updated_s = step, time.perf_counter()
-        if step.num_drafts is None or before is None or len(self._in_flight) < self._steps_ahead:
-            return
-        in_a_row = True
-        for beside in (before, *self._in_flight):
-            if beside.decode_tokens != step.decode_tokens:
-                return
-            in_a_row &= beside.rows == step.rows
-        seconds, rested = self._updated_s - begun_s, step.output.head_rests
-        draft_length.took(len(step.requests), step.num_drafts, seconds, head_rested=rested, in_a_row=in_a_row)
 
     def _take_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
@@ -383,7 +321,7 @@ class Scheduler:
         """Take in a step that yields one token a request: nearly always that and its logprobs are all that it gets."""
         if result.counts is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
-        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        in_columns = not (result.many_logprobs or result.extras)
         not_steady: list[int] = []
         indices = range(len(in_flight.sampling))
         for request, token_id, index in zip(in_flight.sampling, result.token_ids, indices, strict=True):
@@ -399,9 +337,9 @@ class Scheduler:
         return step_outputs(in_flight, result, not_steady, others)
 
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
-        """Take in 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
+        """Take in 0 to `max_new_tokens_per_step` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
-        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        in_columns = not (result.many_logprobs or result.extras)
         columns: list[int] = []
         first = 0
         for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
@@ -409,12 +347,6 @@ class Scheduler:
             if not 0 <= count <= (bound := in_flight.bounds.get(request, in_flight.decode_tokens)):
                 raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
             request.take_in(bound, count)
-            if num_drafts := 0 if result.num_drafts is None else result.num_drafts[index]:
-                self._drafts.verified(num_drafts, count - 1)
-                if self._draft_sharpness is not None and not request.sampling_params.greedy:
-                    self._draft_sharpness.verified(in_flight.output.draft_sharpness, right=count > 1)
-            if self._draft_length is not None and bound > 1:
-                self._draft_length.verified(bound - 1, count - 1)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
@@ -424,6 +356,7 @@ class Scheduler:
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
             elif (output := self._take_tokens(request, tokens, result)) is not None:
+                num_drafts = 0 if result.num_drafts is None else result.num_drafts[index]
                 num_accepted = min(len(output.new_token_ids), accepted_drafts(num_drafts, count))
                 others.append(structs.replace(output, num_drafts=num_drafts, num_accepted=num_accepted))
         every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.num_drafts)
@@ -437,21 +370,22 @@ class Scheduler:
         finish = None if request.failure is None else Finish("error", request.failure)
         while finish is None and end < tokens.stop:
             token_id = result.token_ids[end]
-            finish = no_token(request, token_id)
+            finish = no_token(request, token_id, self._hooks.nothing_allowed)
             if finish is None:
                 end += 1
                 request.token_ids.append(token_id)
                 finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        output = tokens_output(request, slice(tokens.start, end), finish, result)
+        extras = extra_fields(request, result, self._hooks.taken) if result.extras else {}
+        output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
             request.set_steady_limits()
         else:
             self._requests.end(request)
             self._counts.finished += finish.reason != "error"
             self._counts.aborted += finish.reason == "error"
-        return output if output.new_token_ids or output.prompt_logprobs is not None or finish is not None else None
+        return output if output.new_token_ids or extras or finish is not None else None
 
     def fail_step(self) -> None:
         """Drop the steps in flight after a failure: running requests end, removals are sent again."""
@@ -469,24 +403,22 @@ class Scheduler:
                 self._counts.aborted += 1
         self._requests.sweep()
         self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
-        self.adapters.forget_slots()
+        for failed in self._hooks.failed:
+            failed()
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics, DraftCounts.metrics, DraftLength.metrics, DraftSharpness.metrics and
-        AdapterTable.metrics. resting: the requests that run and have no drafts of a head any more. rested: how often a
-        request has begun to rest."""
+        """See SchedulerCounts.metrics, and the features' metrics."""
         waiting = len(self._requests.waiting)
-        counts = self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
-        chosen = {} if self._draft_length is None else self._draft_length.metrics()
-        if self._draft_sharpness is not None:
-            chosen |= self._draft_sharpness.metrics()
-        chosen["resting"] = sum(request.rests for request in self._requests.running)
-        chosen["rested"] = self._num_rested
-        return counts | self._drafts.metrics() | chosen | self.adapters.metrics()
+        found: dict[str, Any] = self._counts.metrics(
+            self._kv_cache, running=len(self._requests) - waiting, waiting=waiting
+        )
+        for metrics in self._hooks.metrics:
+            found |= metrics()
+        return found
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, nothing may be held."""

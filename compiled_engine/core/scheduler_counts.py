@@ -1,4 +1,4 @@
-"""Counts of a scheduler: of requests, steps, blocks and drafts, as metrics show them."""
+"""Counts of a scheduler: of requests, steps and blocks, as metrics show them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SchedulerCounts:
         self.steps += 1
         return self.steps
 
-    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, int | float]:
+    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, Any]:
         """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
 
         Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
@@ -47,31 +47,4 @@ class SchedulerCounts:
             "finished": self.finished,
             "aborted": self.aborted,
             "steps": self.steps,
-        }
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Counts of drafts: how often a request had any in a step, how many, and how many were right, by position."""
-
-    by_position: list[int]
-    requests: int = 0
-    tokens: int = 0
-
-    def verified(self, num_drafts: int, num_right: int) -> None:
-        """Count the drafts of a request in a step."""
-        self.requests += 1
-        self.tokens += num_drafts
-        for position in range(num_right):
-            self.by_position[position] += 1
-
-    def metrics(self) -> dict[str, Any]:
-        """Since the start: drafted_requests (a request in a step), draft_tokens, accepted_tokens, accepted_by_position
-        (from 0).
-        """
-        return {
-            "drafted_requests": self.requests,
-            "draft_tokens": self.tokens,
-            "accepted_tokens": sum(self.by_position),
-            "accepted_by_position": {str(position): count for position, count in enumerate(self.by_position)},
         }

@@ -1,65 +1,19 @@
-"""A step on paper, from its draft until its outputs: which requests it may have, who has which share, what comes of it.
-
-Lanes divide requests where the stages of a pipeline work at several steps side by side. A request's next token takes a
-whole round through the stages. So there are as many lanes as stages, and steps take the lanes in turn: while one lane's
-tokens are on their way, the other stages compute those of the other lanes. A request joins the lane of the step that
-samples its first token. A prompt before that belongs to no lane: each step may have the next chunk of it, so that a
-long one keeps all stages busy too. With one stage there is one lane, and every step may have every request.
-"""
+"""A step on paper, from its first share until its outputs: which request has which share, and what comes of it."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
-from compiled_engine.grammars.constraint import is_complete
 from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
-from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN, LogprobRows
+from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 
-
-class Lanes:
-    """most_requests: of a step, and so of a lane. steps_in_flight: one more than there are lanes at most, for which a
-    lane's next step is scheduled before the tokens of its last one are known."""
-
-    def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
-        self._count, self._most_requests = count, most_requests
-        self._depth = 2 if steps_in_flight > count else 1
-        self._newest = count - 1
-
-    def in_turn(self, in_flight: Iterable[int]) -> Iterator[int]:
-        """The lanes available to a step, the next in turn first. in_flight: lanes of the steps in flight."""
-        busy = list(in_flight)
-        for number in range(1, self._count + 1):
-            lane = (self._newest + number) % self._count
-            if busy.count(lane) < self._depth:
-                yield lane
-
-    def took(self, lane: int) -> None:
-        """Note that the newest step is of this lane."""
-        self._newest = lane
-
-    def of_step(self, running: list[Request], lane: int) -> list[Request]:
-        """Return the running requests that a step of the lane may have, in their order."""
-        if self._count == 1:
-            return running
-        found = [request for request in running if request.lane is None or request.lane == lane]
-        surplus = len(found) - self._most_requests
-        if surplus > 0:  # prompts that come last wait for another lane's step
-            left_out = {id(r) for r in [r for r in found if r.lane is None][-surplus:]}
-            found = [request for request in found if id(request) not in left_out]
-        return found
-
-    def room(self, of_step: Sequence[Request], lane: int, num_running: int, num_waiting: int) -> int:
-        """The number of waiting requests that a step may admit: lanes should be equally full once all are admitted."""
-        if self._count == 1:
-            return num_waiting  # the runner's rows are the bound
-        room = self._most_requests - len(of_step)
-        share = -(-(num_running + num_waiting) // self._count)
-        return min(room, share - sum(request.lane == lane for request in of_step))
+Taken = Callable[[Request, dict[str, Any]], dict[str, Any]]
+"""See PlanFeature.taken."""
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
@@ -81,19 +35,18 @@ class Shares:
 
 
 @dataclass(slots=True)
-class StepDraft:
-    """A step of a lane under construction.
+class StepBuilder:
+    """A step under construction.
 
     decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
     indices in `unsampled`. longer: other shares. num_prompts: shares of prompts among both, which have
     `num_prefill_tokens` together, at most `max_prefill_tokens` where others run. completed: requests whose share of at
     most as many tokens as a decode completes a block, which no request of this step may read: a kernel may write it
     while another row attends.
-    snapshots, head_rests: see SchedulerOutput. bounds: most sampled tokens of requests that sample fewer than
-    decode_tokens.
+    bounds: most sampled tokens of requests that sample fewer than decode_tokens. draft_sharpness, skips_head: see
+    SchedulerOutput.
     """
 
-    lane: int = 0
     max_prefill_tokens: int | None = None
     decode_tokens: int = 1
     decodes: list[Request] = field(default_factory=list)
@@ -106,8 +59,8 @@ class StepDraft:
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    snapshots: dict[str, int] = field(default_factory=dict)
-    head_rests: bool = False
+    draft_sharpness: float = 1.0
+    skips_head: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == self.decode_tokens:
@@ -121,6 +74,11 @@ class StepDraft:
         longer.starts.append(start)
         longer.counts.append(count)
         longer.samples.append(samples)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no request has a share."""
+        return not (self.decodes or self.longer.requests)
 
     @property
     def has_decodes(self) -> bool:
@@ -149,69 +107,54 @@ class StepInFlight:
     """The `output` sent to the runner, and the scheduler's data about it.
 
     requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: requests that sample.
-    constrained: requests that sample and have a constraint.
+    late: requests that sample late.
     registered: what the prefix cache has that is only written by this step or an earlier one, see
     KVCacheManager.take_registered.
-    lane: of the step. bounds, decode_tokens: see StepDraft. num_drafts: in a step of decodes alone of which at least
-    half have as many; None for any other. rows: the number of drafts, whether the head rests, the requests and their
-    tokens; the runner keeps the rows of the step before if these are equal. begun_s: when it was scheduled, in seconds
-    of time.perf_counter.
+    bounds, decode_tokens: see StepBuilder.
     """
 
     output: SchedulerOutput
     requests: list[Request]
     sampling: list[Request]
     sampling_ids: list[str]
-    constrained: list[Request]
+    late: list[Request]
     registered: list[list[int]]
-    lane: int
     bounds: dict[Request, int]
     decode_tokens: int
-    num_drafts: int | None
-    rows: tuple[int | None, bool, list[str], list[int]]
-    begun_s: float
 
     @classmethod
     def of(
         cls,
         number: int,
-        draft: StepDraft,
+        builder: StepBuilder,
         removed: tuple[str, ...],
         registered: list[list[int]],
-        placed_adapters: dict[int, str],
-        draft_sharpness: float,
         *,
-        constraints: bool,
+        any_late: bool,
     ) -> StepInFlight:
-        """constraints: whether any request has one."""
-        shares = draft.shares()
+        """any_late: whether any request samples late, in this step or another."""
+        shares = builder.shares()
         request_ids = [request.request_id for request in shares.requests]
         sampling, sampling_ids = shares.requests, request_ids
         if not all(shares.samples):
             sampling = list(compress(sampling, shares.samples))
             sampling_ids = list(compress(sampling_ids, shares.samples))
-        constrained = [request for request in sampling if request.constraint is not None] if constraints else []
+        late = [request for request in sampling if request.samples_late] if any_late else []
         output = SchedulerOutput(
             step=number,
             removed=removed,
-            new=tuple(draft.new),
+            new=tuple(builder.new),
             request_ids=request_ids,
             starts=shares.starts,
             counts=shares.counts,
             samples=shares.samples,
-            new_block_ids=draft.new_block_ids,
-            awaits_masks=bool(constrained),
-            placed_adapters=placed_adapters,
-            snapshots=draft.snapshots,
-            draft_sharpness=draft_sharpness,
-            head_rests=draft.head_rests,
+            new_block_ids=builder.new_block_ids,
+            samples_late=bool(late),
+            draft_sharpness=builder.draft_sharpness,
+            skips_head=builder.skips_head,
         )
-        requests, lane, bounds = shares.requests, draft.lane, draft.bounds
-        of_decodes = not (draft.num_prefill_tokens or draft.new) and 2 * len(draft.decodes) >= len(requests)
-        num_drafts = draft.decode_tokens - 1 if of_decodes else None
-        step = output, requests, sampling, sampling_ids, constrained, registered, lane, bounds
-        rows = num_drafts, draft.head_rests, request_ids, shares.counts
-        return cls(*step, draft.decode_tokens, num_drafts, rows, time.perf_counter())
+        step = output, shares.requests, sampling, sampling_ids, late, registered
+        return cls(*step, builder.bounds, builder.decode_tokens)
 
 
 class StepsInFlight(deque[StepInFlight]):
@@ -253,54 +196,63 @@ def step_outputs(
     return StepOutputs(request_ids, token_ids, others, logprobs)
 
 
-def prompt_outputs(step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
-    """Prompt log-probabilities and vectors of requests that have not come to the end of their prompt."""
+def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
+    """What features get of a step for requests that have not come to the end of their prompt."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
-        if not samples and request.status is not RequestStatus.FINISHED:
-            entries, vectors = _prompt_logprobs(request, result), result.vectors.get(request.request_id)
-            if entries is not None or vectors is not None:
-                cached = request.num_cached_tokens or 0
-                outputs.append(
-                    EngineOutput(
-                        request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached, vectors=vectors
-                    )
-                )
+        if samples or request.status is RequestStatus.FINISHED:
+            continue
+        if extras := extra_fields(request, result, taken):
+            cached = request.num_cached_tokens or 0
+            outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, **extras))
     return outputs
 
 
-def tokens_output(request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput) -> EngineOutput:
+def extra_fields(request: Request, result: RunnerOutput, taken: Sequence[Taken]) -> dict[str, Any]:
+    """Return the fields of a request's output that features get of a step. taken: see PlanHooks."""
+    fields: dict[str, Any] = {}
+    for take in taken:
+        fields |= take(request, result.extras)
+    return fields
+
+
+def tokens_output(
+    request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
+) -> EngineOutput:
     """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
-    want of another one."""
+    want of another one. extras: see extra_fields."""
     request_id = request.request_id
-    prompt_logprobs = _prompt_logprobs(request, result) if result.prompt_logprobs else None
-    token_ids = () if request.pooling else tuple(result.token_ids[tokens])
+    token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
     logprobs = None
     if token_ids and (many := result.many_logprobs.get(request_id)) is not None:
         logprobs = many.select(slice(len(token_ids)))
     elif token_ids and result.logprobs is not None and request.sampling_params.logprobs is not None:
         logprobs = result.logprobs.select(tokens)
     reason, stop_reason = finish or (None, None)
-    cached = request.num_cached_tokens or 0
-    at = request.scheduled_time
-    vectors = result.vectors.get(request_id)
-    return EngineOutput(request_id, token_ids, logprobs, prompt_logprobs, reason, stop_reason, cached, at, vectors)
+    return EngineOutput(
+        request_id,
+        token_ids,
+        logprobs,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        scheduled_time=request.scheduled_time,
+        **extras,
+    )
 
 
-def no_token(request: Request, token_id: int) -> Finish | None:
+def no_token(
+    request: Request, token_id: int, nothing_allowed: Sequence[Callable[[Request], Finish | None]]
+) -> Finish | None:
     """The end of a request if `token_id` is none: its logits failed, or no token is allowed. None if it is a token.
 
-    That none is allowed is a "stop" where the text of a grammar is complete: only an end-of-sequence token could come,
-    and min_tokens or the like forbids it.
+    nothing_allowed: see PlanHooks.
     """
     why = WHY_NO_TOKEN.get(token_id)
     if why is None:
         return None
-    complete = token_id == NOTHING_ALLOWED and is_complete(request.constraint)
-    return Finish("stop", None) if complete else Finish("error", why)
-
-
-def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:
-    """Return the request's new prompt log-probabilities, if any."""
-    found = result.prompt_logprobs.get(request.request_id)
-    return None if found is None else request.take_prompt_logprobs(*found)
+    finish = Finish("error", why)
+    if token_id == NOTHING_ALLOWED:
+        for ends in nothing_allowed:
+            finish = ends(request) or finish
+    return finish

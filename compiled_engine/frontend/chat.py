@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
 
 Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "Sequence[Message]"
@@ -60,12 +61,14 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     check: Callable[[str], None] = lambda text: None,
+    is_stopped: Stopped = never,
 ) -> Prompt:
     """The prompt for a conversation: text, and its token ids. Only the template writes special tokens: those in the
     texts of messages, tools and chat_template_kwargs are text. check: may refuse the text before it is tokenised.
+    is_stopped: asked while the template runs, again and again.
 
-    Raises TypeError or ValueError, naming the message and what is wrong: no template, a message of the wrong
-    form, a role or tools that the template does not know, or what the template itself objects to.
+    Raises WorkStopped if it is stopped; TypeError or ValueError, naming the message and what is wrong: no template, a
+    message of the wrong form, a role or tools that the template does not know, or what the template itself objects to.
     """
     from compiled_engine.frontend.chat_template import choose_template, plain, schema_of
 
@@ -90,6 +93,7 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**tokenizer.special_tokens, **values[2]},
+            is_stopped=is_stopped,
         )
 
     schemas = None if tools is None else [schema_of(tool) for tool in tools]
@@ -103,13 +107,13 @@ def render_chat(
 
 
 def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> str:
-    from jinja2 import TemplateError
-
     from compiled_engine.frontend.chat_template import render_template
 
     try:
         return render_template(template, conversation, **settings)
-    except (TemplateError, ValueError, TypeError) as error:
+    except WorkStopped:
+        raise
+    except Exception as error:  # any, as templates are programs of others
         raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
 
 

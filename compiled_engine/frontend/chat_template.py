@@ -14,17 +14,21 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compiled_engine.frontend.tokenizer_files import Templates
+from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
 
 # The names under which a message's reasoning is passed; templates read the first.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Ends what is to be continued, while the template runs. Trailing space shows whether the template strips its messages.
 MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+# The name of is_stopped among a template's variables, and of the filter that asks it: no template can write it.
+IS_STOPPED = "is stopped"
 
 
 def choose_template(own: Templates, given: str | None, tools: Sequence[Any] | None) -> str:
@@ -54,12 +58,14 @@ def render_template(
     add_generation_prompt: bool,
     continue_final_message: bool | str,
     variables: Mapping[str, Any],
+    is_stopped: Stopped = never,
 ) -> str:
     """Render the text of a conversation.
 
     tools: JSON schemas. continue_final_message: end the text within the last message; a name is that of the field to
-    continue. variables: further variables of the template.
-    Raises jinja2.TemplateError, ValueError or TypeError.
+    continue. variables: further variables of the template. is_stopped: asked in each pass of a loop and each call of a
+    macro.
+    Raises WorkStopped once is_stopped says so, and whatever a template may raise.
     """
     messages = [_with_reasoning(plain(message)) for message in conversation]
     field = "content" if continue_final_message is True else str(continue_final_message or "")
@@ -68,7 +74,7 @@ def render_template(
         messages=messages,
         tools=None if tools is None else [plain(tool) for tool in tools],
         add_generation_prompt=add_generation_prompt,
-        **{"documents": None, **plain(variables)},
+        **{"documents": None, **plain(variables), IS_STOPPED: is_stopped},
     )
     return _cut_at_mark(text, final) if field else text
 
@@ -146,14 +152,32 @@ def _compile(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters |= {"tojson": _to_json, IS_STOPPED: _stop}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": Dictionaries(),
         "namespace": Namespace,
     }
-    return environment.from_string(template)
+    code = environment.compile(_with_stops(environment.parse(template)))
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+
+def _with_stops(template: nodes.Template) -> nodes.Template:
+    """Have each pass of a loop, and each call of a macro, begin with `_stop`: nothing else in a template is endless."""
+    repeats: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
+    for repeated in repeats:
+        stop = nodes.Filter(nodes.Const(None), IS_STOPPED, [], [], None, None)
+        repeated.body.insert(0, nodes.ExprStmt(stop).set_lineno(repeated.lineno))
+    return template
+
+
+@jinja2.pass_context
+def _stop(context: Context, value: None) -> None:
+    """Raise WorkStopped if nobody waits for the text any more. As a filter it costs less than as a function, which the
+    sandbox would check each time."""
+    if context.parent[IS_STOPPED]():
+        raise WorkStopped("nobody waits for this conversation any more")
 
 
 def _to_json(
@@ -204,10 +228,10 @@ class GenerationBlocks(Extension):
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
-    def parse(self, parser: Parser) -> Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     def _content(self, caller: Any) -> str:
         return caller()

@@ -13,7 +13,7 @@ from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.pooling import PoolingTask
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT
+from compiled_engine.frontend.tokenizer_backend import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import AdapterRef, EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
 from compiled_engine.process.callers import warn_caller

@@ -206,8 +206,9 @@ def _entry(
 class TokenTexts:
     """Texts of the tokens of a completion or a prompt, one by one; arguments are those of Detokenizer.
 
-    A token that ends within a character has the text "", and the token that completes it has the character. A special
-    token has its own text, even if it is left out of the whole.
+    A token that ends within a character has the text "", and the token that completes it has the character. A run of
+    byte tokens is decoded as a whole, once it has ended: the token behind it, or the end, has the characters of the
+    run. A special token that is left out of the text has its own text, and ends no run.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,11 @@ from compiled_engine.frontend.pooling import PoolingParams, PoolingTask, Scoring
 from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num_characters, parse_prompts
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT, Pair
+from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pair
 from compiled_engine.messages import AdapterRef, EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory
+from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,11 +48,6 @@ class PoolingBounds:
 
 
 UNBOUNDED = PoolingBounds()
-Stopped = Callable[[], bool]
-
-
-def never() -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class PoolingProcessor:
         """Make a request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
         is_stopped: asked before each part of the work. lora_request: for all prompts, or one for each.
 
-        Raises TypeError or ValueError, naming the field, its value and what is allowed; RuntimeError if it is stopped.
+        Raises TypeError or ValueError, naming the field, its value and what is allowed; WorkStopped if it is stopped.
         """
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
@@ -250,7 +246,7 @@ class PoolingProcessor:
         start = done = 0
         while start < len(texts):
             if is_stopped():
-                raise RuntimeError("nobody waits for these texts any more")
+                raise WorkStopped("nobody waits for these texts any more")
             end, size = start + 1, len(texts[start])
             while end < len(texts) and size + len(texts[end]) <= CHARACTERS_AT_ONCE:
                 size += len(texts[end])

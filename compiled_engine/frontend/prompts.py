@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT
+from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT
 
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run.

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
 from typing import Any
 
 from compiled_engine.frontend.chat_template import render_template
@@ -19,6 +20,8 @@ from compiled_engine.frontend.chat_template import render_template
 # Arrays and objects within each other, in arguments that are parsed; deeper ones stay text.
 DEEPEST_ARGUMENTS = 64
 MARK, OTHER_MARK = "probe7one", "probe7two"
+# Passes of loops in a probe: none needs as many, and a template that loops without end is not looked into for ever.
+MOST_PASSES = 100_000
 # A mark as JSON, or Python's repr, of the structure around it has it.
 _DUMPED = re.compile(rf"""['"](?:text|{OTHER_MARK})['"]\s*:\s*['"]{MARK}""")
 _BLANK = dict.fromkeys(
@@ -181,6 +184,7 @@ def _rendered(template: str, messages: Sequence[Any]) -> str:
                 add_generation_prompt=True,
                 continue_final_message=False,
                 variables=_BLANK,
+                is_stopped=partial(next, repeat(False, MOST_PASSES), True),
             )
             texts.append(text)
     return "\n".join(texts)

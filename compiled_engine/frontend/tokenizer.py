@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.frontend.client_text import ClientText
+from compiled_engine.frontend.tokenizer_backend import (
+    FastTokenizerBackend,
+    Pair,
+    SlowTokenizerBackend,
+    TokenizerBackend,
+)
 from compiled_engine.frontend.tokenizer_files import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -17,7 +23,6 @@ from compiled_engine.frontend.tokenizer_files import (
     read_templates,
     read_tokenizer,
 )
-from compiled_engine.frontend.tokenizer_words import FastWords, Pair, SlowWords, Words
 from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_lfs_pointer, is_lfs_pointer
 
 if TYPE_CHECKING:
@@ -39,16 +44,16 @@ class Tokenizer:
 
     def __init__(
         self,
-        words: Words,
+        backend: TokenizerBackend,
         special_tokens: dict[str, str],
         chat_template: Templates,
         in_transformers: Callable[[], PreTrainedTokenizerBase],
     ) -> None:
         """in_transformers: gives the same tokenizer as an object of transformers."""
-        self._words, self._in_transformers = words, in_transformers
+        self._backend, self._in_transformers = backend, in_transformers
         self.special_tokens, self.chat_template = special_tokens, chat_template
-        self.special_ids = frozenset(token_id for token_id, token in words.added_tokens().items() if token.special)
-        bytes_of_tokens = ((words.token_to_id(token), byte) for byte, token in enumerate(BYTE_TOKENS))
+        self.special_ids = frozenset(token_id for token_id, token in backend.added_tokens().items() if token.special)
+        bytes_of_tokens = ((backend.token_to_id(token), byte) for byte, token in enumerate(BYTE_TOKENS))
         self.byte_ids = {token_id: byte for token_id, byte in bytes_of_tokens if token_id is not None}
         self.word_ids = self.encode("a", add_special_tokens=False)
         self._decoded_tokens: dict[int, str] = {}
@@ -58,24 +63,24 @@ class Tokenizer:
     @classmethod
     def of_transformers(cls, hf: PreTrainedTokenizerBase) -> Tokenizer:
         """The object loaded by transformers."""
-        words: Words
+        backend: TokenizerBackend
         if hf.is_fast:
             hf.backend_tokenizer.no_truncation()  # as hf itself does whenever it is called
             hf.backend_tokenizer.no_padding()
-            words = FastWords(hf.backend_tokenizer)
+            backend = FastTokenizerBackend(hf.backend_tokenizer)
         else:
-            words = SlowWords(hf)
-        return cls(words, dict(hf.special_tokens_map), hf.chat_template, lambda: hf)
+            backend = SlowTokenizerBackend(hf)
+        return cls(backend, dict(hf.special_tokens_map), hf.chat_template, lambda: hf)
 
     @cached_property
     def ids_of_special(self) -> dict[str, int]:
         """The ids of the special tokens, by their texts."""
-        return {token.content: token_id for token_id, token in self._words.added_tokens().items() if token.special}
+        return {token.content: token_id for token_id, token in self._backend.added_tokens().items() if token.special}
 
     @cached_property
     def client_text(self) -> ClientText:
         """Renders texts so that what looks like a special token in a client's values is text."""
-        return ClientText(self._words.added_tokens())
+        return ClientText(self._backend.added_tokens())
 
     @property
     def hf(self) -> PreTrainedTokenizerBase:
@@ -88,51 +93,51 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """The end-of-sequence token that the tokenizer names."""
         end = self.special_tokens.get("eos_token")
-        return None if end is None else self._words.token_to_id(end)
+        return None if end is None else self._backend.token_to_id(end)
 
     def knows(self, token_id: int) -> bool:
         """Return whether a token has this id; a model's vocabulary may be padded beyond its tokenizer's."""
         if token_id in self._known_ids:
             return True
-        if self._words.id_to_token(token_id) is None:
+        if self._backend.id_to_token(token_id) is None:
             return False
         self._known_ids.add(token_id)
         return True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, by default with the tokenizer's special tokens around it."""
-        return self._words.encode(text, add_special_tokens)
+        return self._backend.encode(text, add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text; fast tokenizers use several threads."""
-        return self._words.encode_batch(texts, add_special_tokens)
+        return self._backend.encode_batch(texts, add_special_tokens)
 
     def join(self, first: list[int], second: list[int], most: int | None = None) -> Pair:
         """Two texts without special tokens, joined as the tokenizer joins a pair. most: the longer text is cut until
         both have no more tokens."""
-        return self._words.join(first, second, most)
+        return self._backend.join(first, second, most)
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the text's number of tokens, found without tokenising it."""
-        longest = self._words.longest_token()
+        longest = self._backend.longest_token()
         return 0 if longest is None else -(-len(text) // longest)
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """Token ids of one text in several parts: ids of special tokens, and texts, in which what looks like a special
         token is text."""
-        return self._words.encode_parts(parts)
+        return self._backend.encode_parts(parts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included; ids unknown to the tokenizer add nothing."""
-        return self._words.decode(token_ids)
+        return self._backend.decode(token_ids)
 
     def to_json(self) -> str:
         """The tokenizer as tokenizer.json has it. Raises ValueError if it runs in Python's code of transformers."""
-        return self._words.to_json()
+        return self._backend.to_json()
 
     def entry(self, token_id: int) -> str:
         """The vocabulary's entry of a token, such as Ġdef; empty for an unknown one."""
-        return self._words.id_to_token(token_id) or ""
+        return self._backend.id_to_token(token_id) or ""
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token within a text, where it keeps its leading space; a special token's alone."""
@@ -170,7 +175,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # the Rust library raises nothing more special
         raise _not_loaded(path, error) from error
     return Tokenizer(
-        FastWords(parts.backend), parts.special_tokens, parts.chat_template, partial(load_by_transformers, path)
+        FastTokenizerBackend(parts.backend),
+        parts.special_tokens,
+        parts.chat_template,
+        partial(load_by_transformers, path),
     )
 
 

@@ -25,8 +25,8 @@ import torch
 
 from compiled_engine.kernels.cache_folder import kernel_variables
 from compiled_engine.kernels.kernel_digest import digest_helpers_first
-from compiled_engine.process.begin_gpu import triton_digest
 from compiled_engine.process.in_background import InBackground
+from compiled_engine.process.init_cuda import triton_digest
 from compiled_engine.process.worker_pool import WorkerPool
 
 log = logging.getLogger("compiled_engine")

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.parallel.gloo import GlooGroup, join, least
-from compiled_engine.parallel.group import Group, StandIn
+from compiled_engine.parallel.gloo import GlooGroup, all_reduce_min, join
+from compiled_engine.parallel.group import FakeGroup, Group
 from compiled_engine.parallel.stages import Stage, StageLink, stages_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout(parallel.tensor_parallel_size, parallel.num_stages)
     if layout.size == 1:
-        return StandIn(), None
+        return FakeGroup(), None
     if on_gpu:
         torch.cuda.set_device(config.device)
     stage = stages_of(parallel.stage_layers, config.model.num_layers)[layout.place(rank).stage]
@@ -103,7 +103,7 @@ def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
 
 def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
     if layout.tensor == 1:
-        return StandIn(least=least)
+        return FakeGroup(all_reduce_min=all_reduce_min)
     members = dist.group.WORLD
     if stage.count > 1:  # all ranks make all groups
         ranks = [list(range(first, first + layout.tensor)) for first in range(0, layout.size, layout.tensor)]
@@ -126,7 +126,7 @@ def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
         )
     except RuntimeError as error:
         log.warning("rank %d does without symmetric memory, its collectives are NCCL's: %s", dist.get_rank(), error)
-    if nccl.least(symmetric is not None) and symmetric is not None:
+    if nccl.all_reduce_min(symmetric is not None) and symmetric is not None:
         return symmetric
     return _connected(nccl)
 

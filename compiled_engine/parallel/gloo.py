@@ -47,7 +47,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def least(value: int) -> int:
+def all_reduce_min(value: int) -> int:
     """See Group: numbers of the host go through gloo."""
     number = torch.tensor([value], dtype=torch.int64, device="cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN)
@@ -83,8 +83,8 @@ class GlooGroup:
         dist.all_gather(parts, own_SD, self._members)
         return torch.cat(parts)[:num_rows]
 
-    def least(self, value: int) -> int:
-        return least(value)
+    def all_reduce_min(self, value: int) -> int:
+        return all_reduce_min(value)
 
     def close(self) -> None:
         leave()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from compiled_engine.parallel.gloo import least, leave, padded, rows_a_rank, rows_of
+from compiled_engine.parallel.gloo import all_reduce_min, leave, padded, rows_a_rank, rows_of
 from compiled_engine.parallel.group import PushBuffer, buffer_bytes, num_slots_for, num_tagged_slots
 
 # Bytes from which on two smaller exchanges are faster than one, by the largest number of ranks.
@@ -60,8 +60,8 @@ class NcclGroup:
         dist.all_gather_into_tensor(out_TD, padded(own_SD, share), self.members)
         return out_TD[:num_rows]
 
-    def least(self, value: int) -> int:
-        return least(value)
+    def all_reduce_min(self, value: int) -> int:
+        return all_reduce_min(value)
 
     def close(self) -> None:
         leave()
@@ -100,7 +100,7 @@ class SymmetricMemoryGroup:
             row_bytes=row_bytes,
         )
         torch.cuda.synchronize(device)
-        self.least(1)  # no rank raises a flag before all are down
+        self.all_reduce_min(1)  # no rank raises a flag before all are down
         self._one_shot_bytes = next((most for ranks, most in ONE_SHOT_BYTES.items() if self.size <= ranks), 0)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,8 +159,8 @@ class SymmetricMemoryGroup:
         self._handle.barrier(_BARRIERS[1])
         return out_TD
 
-    def least(self, value: int) -> int:
-        return self._over.least(value)
+    def all_reduce_min(self, value: int) -> int:
+        return self._over.all_reduce_min(value)
 
     def close(self) -> None:
         self.pushed = None

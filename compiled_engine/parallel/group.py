@@ -138,7 +138,7 @@ class Group(Protocol):
         """The rows of all ranks, [num_rows, D]; own_SD: this rank's."""
         ...
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest of the numbers of all ranks, those of other stages included, on the host; every rank waits until
         all have called it."""
         ...
@@ -146,18 +146,22 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-class StandIn:
+class FakeGroup:
     """Takes the place of a group where only one rank runs: the results have the right shapes, not the values. All rows
     are its own.
 
-    least: of all ranks, where those of other stages do run.
+    all_reduce_min: over all ranks, where those of other stages do run.
     """
 
     def __init__(
-        self, size: int = 1, rank: int = 0, pushed: PushBuffer | None = None, least: Callable[[int], int] | None = None
+        self,
+        size: int = 1,
+        rank: int = 0,
+        pushed: PushBuffer | None = None,
+        all_reduce_min: Callable[[int], int] | None = None,
     ):
         self.kind, self.rank, self.size, self.pushed = "none", rank, size, pushed
-        self._least = least
+        self._all_reduce_min = all_reduce_min
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone(memory_format=torch.contiguous_format)
@@ -174,16 +178,16 @@ class StandIn:
     def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
         return own_SD
 
-    def least(self, value: int) -> int:
-        return value if self._least is None else self._least(value)
+    def all_reduce_min(self, value: int) -> int:
+        return value if self._all_reduce_min is None else self._all_reduce_min(value)
 
     def close(self) -> None:
         pass
 
 
-def stand_in_for(group: Group) -> StandIn:
+def fake_group_for(group: Group) -> FakeGroup:
     """Return the group with which one rank of `group` runs while the others do not."""
-    return StandIn(group.size, pushed=group.pushed.alone() if group.pushed else None)
+    return FakeGroup(group.size, pushed=group.pushed.alone() if group.pushed else None)
 
 
 def current_group() -> Group:

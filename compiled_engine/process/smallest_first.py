@@ -14,6 +14,19 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 
+Stopped = Callable[[], bool]
+"""Tells work that can be stopped whether it is: it asks again and again."""
+
+
+def never() -> bool:
+    """Stop no work."""
+    return False
+
+
+class WorkStopped(RuntimeError):
+    """Raised by work that was stopped, as nobody waits for it any more."""
+
+
 class TakesLong(Exception):
     """Raised by work that was taken for small: it is to be submitted again as large work."""
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from compiled_engine.process.begin_gpu import core_has_device, given_device
 from compiled_engine.process.child import how_it_ended, open_standard_streams, start_process
+from compiled_engine.process.init_cuda import core_has_device, given_device
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig

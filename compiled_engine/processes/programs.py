@@ -11,10 +11,10 @@ import sys
 import threading
 from pathlib import Path
 
-from compiled_engine.process.begin_gpu import begin_gpu
 from compiled_engine.process.bytecode import keep_bytecode
 from compiled_engine.process.child import open_standard_streams
 from compiled_engine.process.ending import end_process
+from compiled_engine.process.init_cuda import init_cuda
 from compiled_engine.process.memory import collection_paused
 
 
@@ -28,7 +28,7 @@ def core_main() -> None:
     _begin()
     descriptor, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     try:
-        begin_gpu(device, runs_here=True)  # while PyTorch is imported
+        init_cuda(device, runs_here=True)  # while PyTorch is imported
         with socket.socket(fileno=descriptor) as listener:
             with collection_paused():  # as the package does
                 from compiled_engine.processes.run_core import serve
@@ -48,7 +48,7 @@ def worker_main() -> None:
     _begin()
     kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     descriptors = [int(number) for number in sys.argv[4:]]
-    begin_gpu(kind, runs_here=True)  # while PyTorch is imported
+    init_cuda(kind, runs_here=True)  # while PyTorch is imported
     with socket.socket(fileno=descriptors[0]) as connection:
         threading.Thread(target=_exit_without_executor, args=(connection, folder), daemon=True).start()
         with collection_paused():  # as the package does

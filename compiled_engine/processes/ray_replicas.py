@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.process.begin_gpu import gpu_name
+from compiled_engine.process.init_cuda import gpu_name
 from compiled_engine.processes.channel import FrameReader, frame
 from compiled_engine.processes.core_child import CoreChild, device_of_core
 from compiled_engine.processes.wire import Start, decode_to_core, encode

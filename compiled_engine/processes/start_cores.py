@@ -12,6 +12,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import Executor, InProcessExecutor
+from compiled_engine.features.registry import plan_features, step_features
 from compiled_engine.process.memory import no_full_gc
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress, SilentProgress
@@ -53,8 +54,8 @@ def start_core(
             )
         else:
             found = resolve_logits_processors(tuple(logits_processors))
-            executor = InProcessExecutor(config, progress, timeline, clock, found)
-    return EngineCore(config, executor, clock, timeline.now() - start_s)
+            executor = InProcessExecutor(config, progress, timeline, clock, step_features, found)
+    return EngineCore(config, executor, clock, timeline.now() - start_s, plan_features(config, executor))
 
 
 def start_cores(

@@ -14,6 +14,7 @@ import torch
 
 from compiled_engine.core.control import ControlError, Failed
 from compiled_engine.core.executor import InProcessExecutor, PendingOutput
+from compiled_engine.features.registry import step_features
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
 from compiled_engine.parallel.gloo import leave
@@ -93,7 +94,8 @@ class Worker:
         config = start.config
         progress = RichProgress() if start.progress and rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
-        self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group, link)
+        clock, of_ranks = StepClock(config.device), (processors, group, link)
+        self.executor = InProcessExecutor(config, progress, timeline, clock, step_features, *of_ranks)
         self._group, self._connection, self._results = group, connection, results
         self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None
@@ -126,7 +128,7 @@ class Worker:
     def _execute(self, step: SchedulerOutput) -> None:
         self._report_missing_masks()
         pending = self._guarded(step.step, lambda: self.executor.submit(step))
-        if step.awaits_masks and self._samples and not isinstance(pending, _Raised):
+        if step.samples_late and self._samples and not isinstance(pending, _Raised):
             self._unsampled = step.step, pending
         else:
             self._send_result(pending)

@@ -124,11 +124,11 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
         )
     _check_together(options, config)
     if method in WITH_MODEL:
-        draft, taps = resolve_draft(options, given, config, progress)
+        draft, aux_layers = resolve_draft(options, given, config, progress)
         speculation = SpeculationConfig(
-            method, num_tokens, draft=draft, acceptance_rates=rates, taps=taps, adapts=adapts
+            method, num_tokens, draft=draft, acceptance_rates=rates, aux_layers=aux_layers, adapts=adapts
         )
-        return replace(speculation, sharpnesses=_sharpnesses(given, config.reasons)) if taps else speculation
+        return replace(speculation, sharpnesses=_sharpnesses(given, config.reasons)) if aux_layers else speculation
     longest, shortest = _lookup(given, config.reasons)
     return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates, adapts=adapts)
 
@@ -151,9 +151,9 @@ def resolve_draft(
     resolve_speculation does."""
     reasons: dict[str, str] = {}
     try:
-        taps: tuple[int, ...] = ()
+        aux_layers: tuple[int, ...] = ()
         if given["method"] == EAGLE3:
-            draft, taps = _head(options, given, config, reasons, progress)
+            draft, aux_layers = _head(options, given, config, reasons, progress)
         else:
             draft = _draft_model(options, given, config, reasons, progress)
         _check_ranks(given, draft, config.parallel.tensor_parallel_size)
@@ -165,7 +165,7 @@ def resolve_draft(
         raise type(error)(f"speculative_config['model'] is {str(given['model'])!r}: {error}") from error
     graph = _graphs(config, draft, compiled, attention, reasons)
     config.reasons.update({f"speculation.draft.{name}": reason for name, reason in reasons.items()})
-    return DraftConfig(draft, compiled, graph), taps
+    return DraftConfig(draft, compiled, graph), aux_layers
 
 
 def _head(
@@ -187,7 +187,7 @@ def _head(
 
         download_weights(folder.hub_name, folder.path, progress)
     head, layers = read_head(folder.path, config.model, config.scheduler.max_model_len, load_format)
-    config.reasons["speculation.taps"] = (
+    config.reasons["speculation.aux_layers"] = (
         f"the head reads what enters the layers {', '.join(map(str, layers))}, counted from 0"
     )
     return replace(head, hub_name=folder.hub_name, revision=folder.revision), tuple(layers)

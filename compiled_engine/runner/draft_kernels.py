@@ -26,7 +26,7 @@ def verify_kernel(
     seeds_ptr: tl.tensor,
     thresholds_ptr: tl.tensor,
     num_computed_ptr: tl.tensor,
-    num_known_ptr: tl.tensor,
+    prefill_len_ptr: tl.tensor,
     last_token_ptr: tl.tensor,
     history_ptr: tl.tensor,
     num_steps_ptr: tl.tensor,
@@ -58,7 +58,7 @@ def verify_kernel(
     state_R = tl.where(real_R, row_R, 0).to(tl.int64)
     number_R = tl.load(numbers_ptr + place_R, mask=real_R, other=0)
     sampled_R = tl.load(token_ids_ptr + place_R, mask=real_R, other=-1).to(tl.int32)
-    taken_R = real_R & (end_R >= tl.load(num_known_ptr + state_R, mask=real_R, other=0))
+    taken_R = real_R & (end_R >= tl.load(prefill_len_ptr + state_R, mask=real_R, other=0))
     # The row behind has the draft that this row's token is to equal.
     next_inside_R = place_R + 1 < num_rows
     next_row_R = tl.load(rows_ptr + place_R + 1, mask=next_inside_R, other=-1)
@@ -108,7 +108,7 @@ def ngram_kernel(
     rows_ptr: tl.tensor,
     numbers_ptr: tl.tensor,
     num_computed_ptr: tl.tensor,
-    num_known_ptr: tl.tensor,
+    prefill_len_ptr: tl.tensor,
     history_ptr: tl.tensor,
     drafts_ptr: tl.tensor,
     longest: tl.tensor,
@@ -133,7 +133,7 @@ def ngram_kernel(
     if tl.load(numbers_ptr + place) != 0:
         return
     last = tl.load(num_computed_ptr + row)
-    if last < tl.load(num_known_ptr + row):
+    if last < tl.load(prefill_len_ptr + row):
         return
     tokens_ptr = history_ptr + row * history_stride
     best_N = tl.zeros([TILE], tl.int64) - 1

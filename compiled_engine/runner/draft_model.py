@@ -65,10 +65,10 @@ class Drafting:
     num_tokens: int
 
 
-def single_tokens(num_rows: int, queries: int, longest: int) -> InputBatch:
-    """Return a batch of num_rows rows of a token each, of which `queries` in turn share a request."""
+def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
+    """Return a batch of num_rows rows of a token each, of which `query_len` in turn share a request."""
     nothing = np.empty(0, np.int32)
-    host = num_rows, queries, longest
+    host = num_rows, query_len, longest
     return InputBatch([], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host)
 
 
@@ -86,14 +86,14 @@ class DraftModelProposer:
     drafts of the pass before. Prompts are read after these passes. If a request ends or is preempted, a block in the
     prefix cache may lack K and V of a last draft, which makes later drafts worse, but no token wrong.
 
-    queries: rows of a request in its passes, but for one.
+    query_lens: rows of a request in its passes, but for one.
 
     Implements `GraphStep`: a graph holds all passes over a number of requests. A pass depends on the device alone: a
     request without room for a draft is padding in the passes behind it. Drafts in a graph are sampled by temperature
     alone; elsewhere the request's filters count too.
     """
 
-    queries = (FIRST,)
+    query_lens = (FIRST,)
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class DraftModelProposer:
         self._staged_room = NO_ROWS
         self._drafting = DraftingSteps(states)
         self._staged: tuple[DraftingRows, int] | None = None
-        self._dispatcher = Dispatcher(config.graph, scheduler, queries=(FIRST,))
+        self._dispatcher = Dispatcher(config.graph, scheduler, query_lens=(FIRST,))
         self.keys = model_keys(self._dispatcher, lengths)
 
     def allocate(self, num_blocks: int) -> None:
@@ -173,7 +173,7 @@ class DraftModelProposer:
         """Stage the tokens of requests that have not sampled, up to the last of their prompts: with a single one a step
         has room for drafts behind it, which are not there yet."""
         states, starts_R = self._states, np.array(step.starts, np.int64)
-        left_R = states.num_known[states.rows(step.request_ids)] - starts_R
+        left_R = states.prefill_len[states.rows(step.request_ids)] - starts_R
         counts_R = np.minimum(left_R, step.counts)
         of_prompts = np.flatnonzero(left_R > 0)
         of_prompts = of_prompts[np.argsort(counts_R[of_prompts] > 1, kind="stable")]
@@ -247,13 +247,13 @@ class DraftModelProposer:
     ) -> torch.Tensor | None:
         """Run the model on num_rows rows, and sample a draft of each of the first `count` requests; returns the logits,
         None for no requests. rows: of these in the states, for the filters; None: by temperature alone."""
-        forward, queries = (self.further, 1) if draft else (self.first, FIRST)
-        batch = single_tokens(num_rows, queries, longest)
+        forward, query_len = (self.further, 1) if draft else (self.first, FIRST)
+        batch = single_tokens(num_rows, query_len, longest)
         prepare(batch, self._states, forward.buffers)
         output = forward(batch, hidden_wanted=not count, distinct=distinct)
         if not count:
             return None
-        last = slice(queries - 1, queries * count, queries)
+        last = slice(query_len - 1, query_len * count, query_len)
         logits_RV = self._logits(output, last)
         positions_R = forward.buffers.sample_positions_R[last].contiguous()
         tokens_R = self._sample(logits_RV, count, positions_R, rows)
@@ -290,8 +290,8 @@ class DraftModelProposer:
         """Run a pass over padding alone, without a trace. host_3: see AttentionInputs; its queries tell the pass, if
         every row has one token. distinct: see ModelForward.run."""
         if num_tokens == num_requests:
-            _, queries, longest = host_3
-            count, draft = num_requests // queries, 0 if queries == FIRST else 1
+            _, query_len, longest = host_3
+            count, draft = num_requests // query_len, 0 if query_len == FIRST else 1
             if draft < self._num_drafts:
                 self._fill(count, longest)
                 self._pass(draft, num_requests, count, longest, distinct=distinct)

@@ -33,7 +33,7 @@ class DraftingRows:
         """The step's. Its requests have their rows."""
         rows_R, starts_R = states.rows(step.request_ids), np.array(step.starts, np.int32)
         counts_R = np.array(step.counts, np.int32)
-        indices_R = np.flatnonzero(starts_R >= states.num_known[rows_R])
+        indices_R = np.flatnonzero(starts_R >= states.prefill_len[rows_R])
         indices_R = indices_R[np.lexsort((-starts_R[indices_R], 1 - counts_R[indices_R]))]
         return cls(indices_R, rows_R[indices_R], counts_R[indices_R] - 1, len(indices_R) == len(rows_R))
 

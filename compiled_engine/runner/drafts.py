@@ -49,7 +49,7 @@ class StepRows:
 
     request_A: int, the index of a row's request in the step; those of a request follow one another in the order of its
     tokens, rows of one token come first. number_A: see InputBuffers.draft_numbers_R. lens_A: tokens. exists_A: False
-    for padding. queries: rows of each request if all have as many, of a token each; else None. lasting: whether later
+    for padding. query_len: rows of each request if all have as many, of a token each; else None. lasting: whether later
     steps with the same StepShares have these rows.
     """
 
@@ -57,7 +57,7 @@ class StepRows:
     number_A: np.ndarray
     lens_A: np.ndarray
     exists_A: np.ndarray
-    queries: int | None
+    query_len: int | None
     lasting: bool
 
     @property
@@ -65,13 +65,13 @@ class StepRows:
         return int(self.lens_A.sum())
 
     @classmethod
-    def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, queries: Sequence[int]) -> StepRows:
-        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have. queries:
-        the numbers of rows that each may have in a step of decodes then, ascending."""
+    def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, query_lens: Sequence[int]) -> StepRows:
+        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have.
+        query_lens: the numbers of rows that each may have in a step of decodes then, ascending."""
         assert states.drafts_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
         step_starts_R = np.array(step.starts, np.int32)
-        behind_R = step_starts_R - states.num_known[rows_R]  # a row has drafts once it has sampled
+        behind_R = step_starts_R - states.prefill_len[rows_R]  # a row has drafts once it has sampled
         num_drafts_R = np.where(behind_R >= 0, counts_R - 1, 0)
         if known:
             num_drafts_R = np.minimum(num_drafts_R, (states.drafts_SK.numpy()[rows_R] >= 0).sum(1))
@@ -80,7 +80,7 @@ class StepRows:
         of_each, order_R = None, np.argsort(~single_R, kind="stable")
         if not known and single_R.all():
             most = int(num_rows_R.max())
-            of_each = next(number for number in queries if number >= most)
+            of_each = next(number for number in query_lens if number >= most)
             num_rows_R = np.full_like(num_rows_R, of_each)
             order_R = np.argsort(-step_starts_R, kind="stable")  # see make_batch
         num_rows_R = num_rows_R[order_R]
@@ -98,9 +98,9 @@ class DraftedSteps:
     of the contexts at that time.
     """
 
-    def __init__(self, states: RequestStates, buffers: InputBuffers, queries: Sequence[int], *, known: bool) -> None:
-        """queries, known: see StepRows.of."""
-        self._states, self._buffers, self._queries, self._known = states, buffers, queries, known
+    def __init__(self, states: RequestStates, buffers: InputBuffers, query_lens: Sequence[int], *, known: bool) -> None:
+        """query_lens, known: see StepRows.of."""
+        self._states, self._buffers, self._query_lens, self._known = states, buffers, query_lens, known
         self._shares: StepShares | None = None
         self._rows: StepRows | None = None
         self._batch: InputBatch | None = None  # of these rows, the newest one
@@ -110,7 +110,7 @@ class DraftedSteps:
         """Return the rows of a step. The requests have theirs in the states."""
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
-            self._rows = StepRows.of(step, self._states, known=self._known, queries=self._queries)
+            self._rows = StepRows.of(step, self._states, known=self._known, query_lens=self._query_lens)
             self._shares, self._batch = shares if self._rows.lasting else None, None
         return self._rows
 
@@ -165,7 +165,7 @@ def make_drafted_batch(
         samples_R[request_A] & rows.exists_A,
         DraftedRows(places, starts, samples_R),
         key,
-        rows.queries,
+        rows.query_len,
     )
 
 
@@ -179,12 +179,12 @@ def stage_numbered(
     samples_A: np.ndarray,
     drafted: DraftedRows | None = None,
     key: GraphKey | None = None,
-    queries: int | None = None,
+    query_len: int | None = None,
 ) -> InputBatch:
     """Make a batch and stage it: rows that begin `number_A` tokens behind the newest ones of their requests.
 
     Rows of one token come first. lens_A: tokens of each row. starts_A: at least the position of the newest token. key,
-    queries: see make_batch and StepRows.
+    query_len: see make_batch and StepRows.
     """
     query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
     rows_A, number_A = rows_A.astype(np.int32), number_A.astype(np.int32)
@@ -192,7 +192,7 @@ def stage_numbered(
     num_single = count if num_tokens == count else int(np.argmax(lens_A > 1))
     num_rows, padded_tokens = count, num_tokens if key is None else key.num_tokens
     # The longest of rows with a token each is one; more is how many of them share a request.
-    host = host_of(key, num_single, int(lens_A.max()) if queries is None else queries, int(ends_A.max()))
+    host = host_of(key, num_single, int(lens_A.max()) if query_len is None else query_len, int(ends_A.max()))
     if key is not None and key.kind is GraphKind.FULL:
         num_rows = key.num_requests
     padding = num_rows - count
@@ -264,7 +264,7 @@ def launch_verify(
         states.fields["seed"] if acceptance.rates else None,
         acceptance.thresholds_K,
         states.num_computed_S,
-        states.num_known_S,
+        states.prefill_len_S,
         states.last_token_S,
         states.history_SL,
         buffers.num_steps_1,
@@ -294,11 +294,11 @@ def verify_reference(
     ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], np.zeros(num_rows, np.int32)
     tokens_R[: len(token_ids_R)] = token_ids_R.numpy()[:num_rows]  # rows of padding may have none
     computed_S = states.num_computed_S.numpy()
-    known_row_S, known_ids_KL = states.known_row_S.numpy(), states.known_ids_KL.numpy()
+    token_row_S, all_token_ids_KL = states.token_row_S.numpy(), states.all_token_ids_KL.numpy()
     if states.history_SL is not None:
-        known_row_S, known_ids_KL = np.arange(len(computed_S)), states.history_SL.numpy()
+        token_row_S, all_token_ids_KL = np.arange(len(computed_S)), states.history_SL.numpy()
     real_R = (rows_R >= 0) & (ends_R > 0)
-    taken_R = real_R & (ends_R >= states.num_known_S.numpy()[rows_R])
+    taken_R = real_R & (ends_R >= states.prefill_len_S.numpy()[rows_R])
     first_R = real_R & (numbers_R == 0)
     computed_S[rows_R[first_R]] = ends_R[first_R]
     drafted = np.flatnonzero(real_R & (numbers_R > 0))
@@ -322,7 +322,7 @@ def verify_reference(
         new = np.maximum(tokens_R[at], 0)
         computed_S[rows] = ends_R[at]
         states.last_token_S.numpy()[rows] = new
-        known_ids_KL[known_row_S[rows], ends_R[at]] = new
+        all_token_ids_KL[token_row_S[rows], ends_R[at]] = new
     buffers.num_steps_1[0] = step = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
     ring_row = buffers.tokens_KR1.numpy()[step % RING]
     ring_row[0] = step

@@ -1,5 +1,5 @@
 """The forwards of a model that runs eagerly, with hooks that do what passes do to a graph: add the requests' adapters,
-and tap layers.
+and return the inputs of layers.
 
 A hook of each linear adds what A and B of a token's slot yield, by the op that the pass emits. Linears keep their names
 and none is merged, so each has slots of its own.
@@ -16,32 +16,32 @@ from torch import nn
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import Forwards
+from compiled_engine.graphs.compiler.signature import ADAPTED
 from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.models.checkpoint.parameters import parameters_of
 from compiled_engine.passes.framework.parameter import Parameter
-from compiled_engine.passes.layout.taps import layer_stack
+from compiled_engine.passes.layout.aux_hidden_states import layer_stack
 from compiled_engine.passes.linear.adapter_add import adapter_add
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, slots_of
 
 
-def eager_forwards(
-    model: Any, tensors: Mapping[str, torch.Tensor], taps: Sequence[int]
-) -> tuple[Forwards, Forwards | None]:
-    """Return the forwards of a model, and those with the requests' adapters if there are slots for them.
+def eager_forwards(model: Any, tensors: Mapping[str, torch.Tensor], aux_layers: Sequence[int]) -> dict[str, Forwards]:
+    """Return the forwards of a model by variant: "", and ADAPTED if there are slots for the requests' adapters.
 
-    tensors: the model's parameters and the slots, by name. taps: the layers whose inputs are returned too.
+    tensors: the model's parameters and the slots, by name. aux_layers: the layers whose inputs are returned too.
     """
     pooler = getattr(model, "pooler", None)
     ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
     if (combine := getattr(model, "combine", None)) is not None:
         ends["combine"] = combine
-    forward = _Taps(model, taps) if taps else model
+    forward = _AuxHiddenStates(model, aux_layers) if aux_layers else model
+    found = {"": Forwards(forward, **ends)}
     if not any(name.endswith(RANKS) for name in tensors):
-        return Forwards(forward, **ends), None
+        return found
     adapters = _Adapters(model, tensors)
     if pooler is None:
-        ends["adapted_logits"] = adapters.adapted(model.logits)
-    return Forwards(forward, **ends), Forwards(adapters.adapted(forward), **ends)
+        ends["logits"] = adapters.adapted(model.logits)
+    return found | {ADAPTED: Forwards(adapters.adapted(forward), **ends)}
 
 
 def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
@@ -60,7 +60,7 @@ def eager_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter,
     return (*parameters_of(model, shards_of(config)), *adapted_parameters(config, model))
 
 
-class _Taps:
+class _AuxHiddenStates:
     """The eager model, which returns the inputs of these layers behind its hidden states."""
 
     def __init__(self, model: nn.Module, layers: Sequence[int]):

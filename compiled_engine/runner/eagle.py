@@ -1,6 +1,6 @@
 """Drafts of an EAGLE-3 head, which reads what the model knows of the tokens that are verified.
 
-Here the host knows the tokens, as on a CPU; eagle_graphs.py is for devices where it does not.
+Here the host knows the tokens, as on a CPU; eagle_drafter.py is for devices where it does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.drafts import stage_numbered
-from compiled_engine.runner.head import load_head
+from compiled_engine.runner.eagle_head import load_head
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, empty_batch, prepare, step_of_batch
 from compiled_engine.runner.model_forward import threads_for_step
 from compiled_engine.runner.ngram import wanted_drafts
@@ -31,9 +31,9 @@ class EagleProposer:
     """Drafts of a head, sampled with the parameters and the noise of the request, as DraftModelProposer does.
 
     The head has a KV cache of its own under the block tables of the requests. Its entry of a position comes of the
-    model's hidden states there and of the token behind. When a step has its tokens, `follow` computes all that it has
-    verified: prompts, newest tokens, and drafts that were right, whose entries of the time when they were drafted it
-    replaces. So where a block is in the prefix cache, the head's entries are there too; only the last one may belong
+    model's hidden states there and of the token behind. When a step has its tokens, `prefill_head` computes all that it
+    has verified: prompts, newest tokens, and drafts that were right, whose entries of the time when they were drafted
+    it replaces. So where a block is in the prefix cache, the head's entries are there too; only the last one may belong
     to another token behind the block, which makes drafts worse, but no token wrong. `propose` samples the first draft
     of the state that is left, and each further pass computes the drafts of the pass before, with the head's own hidden
     states for what the model has not seen.
@@ -65,7 +65,7 @@ class EagleProposer:
             asked=tensors_beside_steps(config),
             has_drafts=True,
         )
-        self._features_TD = next(tensor for name, _, tensor in self._buffers.step if name == FEATURES)
+        self._features_TD = next(tensor for name, _, tensor in self._buffers.step[""] if name == FEATURES)
         num_rows = states.num_computed_S.shape[0]
         # The head's newest hidden state of each row.
         self._hidden_SD = torch.zeros(num_rows, config.model.hidden_size, dtype=config.model.dtype)
@@ -90,9 +90,11 @@ class EagleProposer:
             prepare(batch, self._states, self._buffers)
             self._forward(batch)
 
-    def follow(self, batch: InputBatch, buffers: InputBuffers, taps: tuple[torch.Tensor, ...]) -> None:
+    def prefill_head(
+        self, batch: InputBatch, buffers: InputBuffers, aux_hidden_states: tuple[torch.Tensor, ...]
+    ) -> None:
         """Compute the tokens of a step that are verified. buffers: with the inputs of the step, whose tokens the states
-        have; taps: the hidden states that it left, [T, target_size] each."""
+        have; aux_hidden_states: the hidden states that it left, [T, target_size] each."""
         states = self._states
         rows_T = np.repeat(batch.rows, np.diff(batch.query_starts))
         positions_T = buffers.positions_T.numpy()[: batch.num_tokens]
@@ -105,10 +107,12 @@ class EagleProposer:
         rows_A, lens_A = rows_T[begins_A], np.diff(begins_A, append=len(rows_T))
         order_A = np.argsort(lens_A > 1, kind="stable")
         order_T = np.argsort(np.repeat(np.argsort(order_A), lens_A), kind="stable")
-        token_ids_T = states.known_ids_KL.numpy()[states.known_row_S.numpy()[rows_T], positions_T + 1]
+        token_ids_T = states.all_token_ids_KL.numpy()[states.token_row_S.numpy()[rows_T], positions_T + 1]
         with threads_for_step(len(rows_T), self._num_parameters, self._config.device):
             index_T = torch.from_numpy(places[order_T])
-            features_TD = self.model.combine(torch.cat([tap.index_select(0, index_T) for tap in taps], dim=-1))
+            features_TD = self.model.combine(
+                torch.cat([states_TD.index_select(0, index_T) for states_TD in aux_hidden_states], dim=-1)
+            )
             rows_A, lens_A = rows_A[order_A], lens_A[order_A]
             self._pass(rows_A, -lens_A, lens_A, token_ids_T[order_T], features_TD)
 

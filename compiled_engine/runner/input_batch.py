@@ -18,7 +18,6 @@ from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_o
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput, TokenMasks
-from compiled_engine.passes.linear.adapters import ADAPTER_SLOTS
 from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
@@ -62,7 +61,7 @@ class InputBuffers:
     Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
     and query_start_loc_R1. Computed by kernels from these and the states: all others; logits_index_R is each request's
     last token. `step` has the step tensors that are computed on the device, with their names and first dimensions,
-    including `asked`, which passes declare; `unadapted_step` and `unadapted_asked` are those of steps without adapters.
+    by variant of the forward, including those that passes declare, which `asked` has by variant.
     work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last
     steps by request (NOT_TAKEN for none), after the number of the step.
 
@@ -104,14 +103,18 @@ class InputBuffers:
         declared = (*(tensor for tensor in STEP_TENSORS if sizes.keys() >= {*tensor.dims}), *asked)
         step = padding_of(declared, sizes, device)
         step = {name: self.rows_R if name == ROWS.name else tensor for name, tensor in step.items()}
-        self.asked = tuple(asked)
-        self.step = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in declared]
-        self.unadapted_asked = tuple(tensor for tensor in asked if not tensor.of_adapters)
-        left_out = {tensor.name for tensor in asked} - {tensor.name for tensor in self.unadapted_asked}
-        self.unadapted_step = [each for each in self.step if each[0] not in left_out]
+        self.step: dict[str, list[tuple[str, int | str, torch.Tensor]]] = {}
+        self.asked: dict[str, tuple[StepTensor, ...]] = {}
+        for variant in dict.fromkeys(["", *(tensor.variant for tensor in asked)]):
+            read = [tensor for tensor in declared if tensor.variant in ("", variant)]
+            self.step[variant] = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in read]
+            self.asked[variant] = tuple(tensor for tensor in asked if tensor.variant in ("", variant))
+        self._beside = {
+            variant: tuple(step[tensor.name] for tensor in asked if tensor.variant == variant and variant)
+            for variant in self.step
+        }
         self.input_ids_T, self.positions_T = step["input_ids_T"], step["positions_T"]
         self.slot_mapping_T = step["attention_inputs.slot_mapping_T"]
-        self.adapter_slots_T = step.get(ADAPTER_SLOTS.name)
         self.seq_lens_R = step["attention_inputs.seq_lens_R"]
         self.block_table_RB = step["attention_inputs.block_table_RB"]
         self.logits_index_R = made(max_num_rows, dtype=torch.int64)
@@ -147,6 +150,10 @@ class InputBuffers:
         self._rows.stage(0, rows_R)
         self._query_start_loc.stage(0, starts_R1)
 
+    def beside(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return the step tensors that only this variant of the forward reads, for a step's tokens."""
+        return tuple(tensor_T[:num_tokens] for tensor_T in self._beside[variant])
+
     def forget_staged(self) -> None:
         """Forget what was staged: it did not reach the device."""
         self.decodes = self.drafted = None
@@ -158,18 +165,18 @@ def prepare_inputs(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    plain: bool = False,
+    no_head: bool = False,
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
 
     num_rows: rows in it, padding included; row -1 reads nothing and gives an empty context. decodes_only: each row has
     one token, and query_start_loc is not read. num_tokens: to fill; tokens that no row has get token 0 and slot -1.
-    plain: draft_numbers_R is not read.
+    no_head: draft_numbers_R is not read.
     """
     if buffers.rows_R.device.type == "cpu":
-        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, plain=plain)
+        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, no_head=no_head)
     else:
-        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, plain=plain)
+        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, no_head=no_head)
 
 
 def launch_prepare(
@@ -178,20 +185,20 @@ def launch_prepare(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    plain: bool = False,
+    no_head: bool = False,
 ) -> None:
     """Launch the kernel of prepare_inputs."""
     from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
-    drafts_SK, history_SL = (None, None) if plain else (states.drafts_SK, states.history_SL)
+    drafts_SK, history_SL = (None, None) if no_head else (states.drafts_SK, states.history_SL)
     prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
         buffers.rows_R,
         buffers.query_start_loc_R1,
         states.num_computed_S,
-        states.num_known_S,
+        states.prefill_len_S,
         states.last_token_S,
-        states.known_row_S,
-        states.known_ids_KL,
+        states.token_row_S,
+        states.all_token_ids_KL,
         states.block_table_SB,
         buffers.input_ids_T,
         buffers.positions_T,
@@ -200,12 +207,12 @@ def launch_prepare(
         buffers.logits_index_R,
         buffers.block_table_RB,
         buffers.sample_positions_R,
-        None if plain else buffers.draft_numbers_R,
+        None if no_head else buffers.draft_numbers_R,
         drafts_SK,
         history_SL,
         num_rows,
         num_tokens,
-        states.known_ids_KL.stride(0),
+        states.all_token_ids_KL.stride(0),
         0 if history_SL is None else history_SL.stride(0),
         NUM_DRAFTS=0 if drafts_SK is None else drafts_SK.shape[1],
         MAX_BLOCKS=states.block_table_SB.shape[1],
@@ -223,7 +230,7 @@ def prepare_reference(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    plain: bool = False,
+    no_head: bool = False,
 ) -> None:
     """Do what the kernel does, for tensors on the CPU."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
@@ -231,14 +238,14 @@ def prepare_reference(
     lens_R = np.diff(starts_R1)
     real_R = rows_R >= 0
     computed_R = np.where(real_R, states.num_computed_S.numpy()[rows_R], 0)
-    known_R = states.num_known_S.numpy()[rows_R]
+    known_R = states.prefill_len_S.numpy()[rows_R]
     newest_R = states.last_token_S.numpy()[rows_R]
-    if buffers.draft_numbers_R is not None and not plain:
+    if buffers.draft_numbers_R is not None and not no_head:
         assert states.drafts_SK is not None
         number_R = np.where(real_R, buffers.draft_numbers_R.numpy()[:num_rows], 0)
         draft_R = states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)]
         real_R &= (number_R <= 0) | (draft_R >= 0)
-        if states.history_SL is None:  # known_ids_KL has the tokens before the newest one
+        if states.history_SL is None:  # all_token_ids_KL has the tokens before the newest one
             known_R = np.where(number_R < 0, np.maximum(known_R, computed_R + 1), known_R)
         computed_R = np.where(real_R, computed_R + number_R, 0)
         newest_R = np.where(number_R > 0, draft_R, newest_R)
@@ -250,9 +257,11 @@ def prepare_reference(
     request_T = request_T[:covered]
     positions_T = np.arange(covered) - starts_R1[request_T] + computed_R[request_T]
     row_T = rows_R[request_T]
-    known_ids_KL = states.known_ids_KL.numpy()
-    known_ids_T = known_ids_KL[states.known_row_S.numpy()[row_T], np.minimum(positions_T, known_ids_KL.shape[1] - 1)]
-    ids_T = np.where(positions_T < known_R[request_T], known_ids_T, newest_R[request_T])
+    all_token_ids_KL = states.all_token_ids_KL.numpy()
+    all_token_ids_T = all_token_ids_KL[
+        states.token_row_S.numpy()[row_T], np.minimum(positions_T, all_token_ids_KL.shape[1] - 1)
+    ]
+    ids_T = np.where(positions_T < known_R[request_T], all_token_ids_T, newest_R[request_T])
     table_SB = states.block_table_SB.numpy()
     block_T, offset_T = np.divmod(positions_T, states.block_size)
     blocks_T = table_SB[row_T, np.minimum(block_T, table_SB.shape[1] - 1)].astype(np.int64)
@@ -294,8 +303,8 @@ class InputBatch:
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
     request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
-    `step_starts` and `samples` too are in batch order. `adapted`: a request has an adapter. `plain`: see
-    SchedulerOutput.head_rests; always False without a head.
+    `step_starts` and `samples` too are in batch order. `variant`: of the forward, see StepFeature. `no_head`: see
+    SchedulerOutput.skips_head; always False without a head.
     """
 
     request_ids: list[str]
@@ -311,12 +320,17 @@ class InputBatch:
     host: tuple[int, int, int]
     order: np.ndarray | None = None
     drafted: DraftedRows | None = None
-    adapted: bool = False
-    plain: bool = False
+    variant: str = ""
+    no_head: bool = False
 
     @property
     def num_requests(self) -> int:
         return len(self.request_ids)
+
+    @property
+    def has_decode_graph(self) -> bool:
+        """Return whether the graph holds the whole step, its sampling included."""
+        return self.key is not None and self.key.is_decode
 
     @cached_property
     def num_computed(self) -> np.ndarray:
@@ -377,7 +391,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         padded_tokens,
         host,
         order,
-        plain=step.head_rests,
+        no_head=step.skips_head,
     )
 
 
@@ -432,9 +446,9 @@ def empty_batch(
     host: tuple[int, int, int],
     key: GraphKey | None = None,
     *,
-    adapted: bool = False,
+    variant: str = "",
 ) -> InputBatch:
-    """Return a batch of padding alone: it leaves no trace when it runs. adapted: or a key with adapters."""
+    """Return a batch of padding alone: it leaves no trace when it runs. variant: where the key has none."""
     starts_R1 = padding_starts(num_tokens, num_rows)
     no_rows = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
@@ -442,12 +456,12 @@ def empty_batch(
         buffers.stage_decodes(StagedDecodes.padding(num_rows))
     else:
         buffers.stage_batch(no_rows, starts_R1)
-    has_adapters = adapted or (key is not None and len(key.extra) > 0)
+    variant = (key and key.variant) or variant
     batch = InputBatch(
         [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
-    is_plain = key is not None and key.plain
-    return replace(batch, adapted=has_adapters, plain=is_plain) if has_adapters or is_plain else batch
+    no_head = key is not None and key.no_head
+    return replace(batch, variant=variant, no_head=no_head) if variant or no_head else batch
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
@@ -458,15 +472,15 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
         "attention_inputs.query_start_loc_R1": starts_R1[: batch.num_rows + 1],
         "attention_inputs.host_3": torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
     }
-    for name, first_dim, tensor in buffers.step if batch.adapted else buffers.unadapted_step:
+    for name, first_dim, tensor in buffers.step[batch.variant]:
         step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
     return step
 
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Make the batch's inputs on the device from what was staged and applied."""
-    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, plain=batch.plain)
-    if asked := buffers.asked if batch.adapted else buffers.unadapted_asked:
+    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, no_head=batch.no_head)
+    if asked := buffers.asked[batch.variant]:
         _fill(batch, states, buffers, asked)
 
 

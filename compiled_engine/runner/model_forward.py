@@ -50,10 +50,10 @@ def compile_in_turn(
     """
     finds = group.rank > 0 and config.compile.cache_dir is not None
     if finds:
-        group.least(1)
+        group.all_reduce_min(1)
     compiled = compile_model(config, model_to_trace, progress, timeline)
     if not finds:
-        group.least(1)
+        group.all_reduce_min(1)
     return compiled
 
 
@@ -107,31 +107,20 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. taps: the inputs of the
-    tapped layers, [T, D] each, valid until the next call. slots_T: int32 [T], the slot of each token's adapter, -1
-    without one; None for a step without adapters."""
+    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. aux_hidden_states: the
+    inputs of the layers that a head reads, [T, D] each, valid until the next call. variant: of the forward. beside: the
+    step tensors that the variant's logits read beside hidden states, [T] each."""
 
     tensor: torch.Tensor
     is_logits: bool
-    taps: tuple[torch.Tensor, ...] = ()
-    slots_T: torch.Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        result: torch.Tensor | tuple[torch.Tensor, ...],
-        *,
-        is_logits: bool,
-        slots_T: torch.Tensor | None = None,
-    ) -> ForwardOutput:
-        """Wrap what a forward returns."""
-        tensor, *taps = result if isinstance(result, tuple) else (result,)
-        return cls(tensor, is_logits, tuple(taps), slots_T)
+    aux_hidden_states: tuple[torch.Tensor, ...] = ()
+    variant: str = ""
+    beside: tuple[torch.Tensor, ...] = ()
 
     def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
-        """Return the part of some tokens, without taps. tokens: a slice, or numbers, int64."""
-        slots_T = None if self.slots_T is None or self.is_logits else self.slots_T[tokens]
-        return ForwardOutput(self.tensor[tokens], self.is_logits, slots_T=slots_T)
+        """Return the part of some tokens, without aux_hidden_states. tokens: a slice, or numbers, int64."""
+        beside = () if self.is_logits else tuple(each_T[tokens] for each_T in self.beside)
+        return ForwardOutput(self.tensor[tokens], self.is_logits, variant=self.variant, beside=beside)
 
 
 @dataclass(frozen=True)
@@ -165,9 +154,9 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if never called.
-    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. taps: the layers whose
-    inputs are returned too; compiled forwards return them already. A stage with others behind it returns what it sends
-    on for hidden states and logits alike.
+    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. aux_layers: the layers
+    whose inputs are returned too; compiled forwards return them already. A stage with others behind it returns what it
+    sends on for hidden states and logits alike.
     """
 
     def __init__(
@@ -178,7 +167,7 @@ class ModelForward:
         on_attention: OnAttention | None,
         most_tokens: int = 0,
         records: bool = False,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ):
         self._received: torch.Tensor | None = None
         if compiled:
@@ -186,44 +175,35 @@ class ModelForward:
                 device = next(iter(parameters.values())).device
                 self._received = torch.zeros(most_tokens * row_bytes, dtype=torch.uint8, device=device)
             bind = partial(compiled.bind, parameters, received=self._received)
-            self._variant = _Variant.of(recorded(compiled, bind())) if records else _bound(bind, on_attention)
-            self._adapted = _bound(partial(bind, adapted=True), on_attention) if compiled.has_adapters else None
+            usual = _Variant.of(recorded(compiled, bind())) if records else _bound(bind, on_attention)
+            others = {name: _bound(partial(bind, variant=name), on_attention) for name in compiled.variants}
+            self._variants = {"": usual} | others
         else:
-            plain, adapted = eager_forwards(model, parameters, taps)
-            self._variant = _eager(plain, on_attention)
-            self._adapted = None if adapted is None else _eager(adapted, on_attention)
-        whole = self._variant.whole
+            forwards = eager_forwards(model, parameters, aux_layers)
+            self._variants = {name: _eager(each, on_attention) for name, each in forwards.items()}
+        whole = self._variants[""].whole
         self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
-        self._adapted_logits = whole.adapted_logits
 
     def logits_of(self, output: ForwardOutput) -> torch.Tensor:
         """Return the logits of each of the output's tokens."""
         if output.is_logits:
             return output.tensor
-        if output.slots_T is None:
-            return self.logits(output.tensor)
-        return self._adapted_logits(output.tensor, output.slots_T)
+        return self._variants[output.variant].whole.logits(output.tensor, *output.beside)
 
     @property
-    def has_adapters(self) -> bool:
-        """Return whether there is a forward with the requests' adapters."""
-        return self._adapted is not None
+    def variants(self) -> tuple[str, ...]:
+        """The variants of the forward, the usual one first: ""."""
+        return tuple(self._variants)
 
-    def ends_at_logits(self, num_tokens: int, *, adapted: bool = False) -> bool:
+    def ends_at_logits(self, num_tokens: int, variant: str = "") -> bool:
         """Return whether the forward for this many tokens returns logits by default."""
-        return self._of(adapted).whole.for_logits(num_tokens) is not None
-
-    def _of(self, adapted: bool) -> _Variant:
-        if not adapted:
-            return self._variant
-        assert self._adapted is not None
-        return self._adapted
+        return self._variants[variant].whole.for_logits(num_tokens) is not None
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
         """Return the buffer in which `run` finds the previous stage's values, uint8; None in the first stage."""
         if self._received is None:
             return None
-        whole = self._variant.whole
+        whole = self._variants[""].whole
         small = None if hidden_wanted else whole.for_logits(num_tokens)
         forward = whole.hidden if small is None else small
         assert isinstance(forward, StageForward)
@@ -237,31 +217,31 @@ class ModelForward:
         hidden_wanted: bool = False,
         around_attention: bool = False,
         distinct: bool = False,
-        adapted: bool = False,
+        variant: str = "",
+        beside: tuple[torch.Tensor, ...] = (),
     ) -> ForwardOutput:
         """The forward of a batch of num_tokens tokens. hidden_wanted: return hidden states, not logits. distinct: one
-        call of each kind where the model is compiled, see `distinct_calls`; its values mean nothing. adapted: with the
-        requests' adapters; the arguments end with their step tensors then.
+        call of each kind where the model is compiled, see `distinct_calls`; its values mean nothing. beside: see
+        ForwardOutput; they are among the arguments too.
         """
-        variant = self._of(adapted)
+        chosen = self._variants[variant]
         if distinct:
-            forwards = variant.distinct_parts if around_attention else variant.distinct_whole
+            forwards = chosen.distinct_parts if around_attention else chosen.distinct_whole
         else:
-            forwards = variant.parts if around_attention else variant.whole
+            forwards = chosen.parts if around_attention else chosen.whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
-        slots_T = arguments[-1] if adapted else None
-        if small is not None:
-            return ForwardOutput.of(small(*arguments), is_logits=True, slots_T=slots_T)
-        return ForwardOutput.of(forwards.for_hidden(num_tokens)(*arguments), is_logits=False, slots_T=slots_T)
+        result = (small or forwards.for_hidden(num_tokens))(*arguments)
+        tensor, *aux_hidden_states = result if isinstance(result, tuple) else (result,)
+        return ForwardOutput(tensor, small is not None, tuple(aux_hidden_states), variant, beside)
 
     def recording_counts(self) -> list[RecordingCounts]:
         """Return the counts of each forward whose calls are recorded."""
-        return [forward.counts for _, forward in self._variant.whole.small if isinstance(forward, RecordedForward)]
+        return [forward.counts for _, forward in self._variants[""].whole.small if isinstance(forward, RecordedForward)]
 
     def close(self) -> None:
         """Drop the last references to the weights."""
-        self._variant, self._adapted = _Variant.of(Forwards(nn.Identity())), None
-        self.logits = self.pooler = self.combine = self._adapted_logits = nn.Identity()
+        self._variants = {"": _Variant.of(Forwards(nn.Identity()))}
+        self.logits = self.pooler = self.combine = nn.Identity()
 
 
 @dataclass(frozen=True)
@@ -297,7 +277,8 @@ class BatchForward:
             hidden_wanted=hidden_wanted,
             around_attention=around_attention,
             distinct=distinct,
-            adapted=batch.adapted,
+            variant=batch.variant,
+            beside=self.buffers.beside(batch.variant, batch.padded_tokens) if batch.variant else (),
         )
 
     def planned_inputs(self, batch: InputBatch) -> AttentionInputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import add
 from pathlib import Path
@@ -20,9 +20,9 @@ from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.memory import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers
-from compiled_engine.messages import SchedulerOutput, TokenMasks
+from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for
+from compiled_engine.parallel.group import FakeGroup, Group, fake_group_for, in_group
 from compiled_engine.parallel.stages import Stage, StageLink
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
@@ -30,15 +30,13 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.adapter_slots import AdapterSlots
-from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.drafts import DraftedSteps
 from compiled_engine.runner.eagle import EagleProposer
-from compiled_engine.runner.eagle_graphs import EagleGraphs
-from compiled_engine.runner.head import embedding_of
+from compiled_engine.runner.eagle_drafter import EagleDrafter
+from compiled_engine.runner.eagle_head import embedding_of
+from compiled_engine.runner.hooks import MakeFeatures, RunnerParts, StepHooks, Tail
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
-from compiled_engine.runner.known_start import leave_mark, mark_of_start
 from compiled_engine.runner.model_forward import (
     BatchForward,
     ModelForward,
@@ -47,12 +45,11 @@ from compiled_engine.runner.model_forward import (
     threads_for_step,
 )
 from compiled_engine.runner.ngram import NgramProposer
-from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
-from compiled_engine.runner.request_states import RequestStates, update_rows
-from compiled_engine.runner.stage_traffic import StageTraffic
-from compiled_engine.runner.state_rows import StateRows
-from compiled_engine.runner.step_pooling import StepPooling
-from compiled_engine.runner.step_sampling import StepSampling, owes_prompt_logprobs
+from compiled_engine.runner.pending_steps import Deferred, PendingStep, PendingSteps, UnsampledStep
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.step_graphs import GraphedStep, StepGraphs, affordable
+from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
+from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
 from compiled_engine.runner.warm_up import (
     compile_kernels,
     compile_kernels_ahead,
@@ -61,6 +58,7 @@ from compiled_engine.runner.warm_up import (
 )
 from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
 
 
@@ -77,6 +75,7 @@ class Runner:
         progress: Progress,
         timeline: Timeline,
         clock: StepClock,
+        make_features: MakeFeatures,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
         link: StageLink | None = None,
@@ -88,12 +87,11 @@ class Runner:
         Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
-        self._group: Group = group or StandIn()
-        self._link = link
+        self._group: Group = group or FakeGroup()
+        self._link, self._make_features = link, make_features
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
-        self._samples = self._stage.is_last and config.model.pooling is None
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
-        self._taps: tuple[torch.Tensor, ...] = ()  # of the last step
+        self._aux_hidden_states: tuple[torch.Tensor, ...] = ()  # of the last step
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -104,15 +102,15 @@ class Runner:
                 workers.start()
             with kernels_in(kernels):
                 self._load(progress, logits_processors, workers)
-                mark = self._mark(kernels) if is_first and kernels is not None else None
+                stamp = self._stamp(kernels) if is_first and kernels is not None else None
                 # The first rank compiles the kernels that are new to any of them; the others find them then.
-                if not self._group.least(not self._is_new) and is_first:
+                if not self._group.all_reduce_min(not self._is_new) and is_first:
                     workers.start()
-                if mark is not None and not mark.exists():
+                if stamp is not None and not stamp.exists():
                     workers.start()
                 self._start(progress, workers)
-            if mark is not None:
-                leave_mark(mark)
+            if stamp is not None:
+                write_stamp(stamp)
 
     def _load(
         self,
@@ -121,9 +119,7 @@ class Runner:
         workers: KernelWorkers,
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
-        max_rows = config.max_running
-        given, vocab_size = logits_processors if self._samples else (), config.model.vocab_size
-        processors = build_processors(given, max_rows, vocab_size, config.device)
+        max_rows, vocab_size = config.max_running, config.model.vocab_size
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
             self._is_new = True
@@ -145,9 +141,12 @@ class Runner:
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
-        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
-        taps = config.speculation.taps
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, taps)
+        most_tokens, most_rows = (
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
+        )
+        aux_layers = config.speculation.aux_layers
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         speculation = config.speculation
@@ -158,18 +157,9 @@ class Runner:
             config.device,
             in_flight,
             speculation.num_tokens,
-            has_token_types=config.model.token_types > 0,
-            has_adapters=config.adapters is not None,
             has_history=speculation.num_tokens > 0 and on_gpu,
         )
-        self._adapters = AdapterSlots.of(config, self._compiled, model, named, self._group.rank)
-        recurrences = config.model.recurrences
-        self._state_rows = None if recurrences is None else StateRows(recurrences, named)
-        # What does not sample keeps no parameters of it: rows would be given initial ones for each request.
-        sampled_rows = self.states.fields if self._samples else RowFields(1, config.device)
-        self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
         self.knows_drafts = not on_gpu and not captures
-        self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
@@ -184,10 +174,20 @@ class Runner:
             tensors_beside_steps(config),
             has_drafts=speculation.num_tokens > 0,
         )
-        self._drafted = DraftedSteps(self.states, self.buffers, speculation.queries, known=self.knows_drafts)
+        advance, vocabulary = (
+            StepAdvance(self.states, self.buffers, speculation),
+            VocabularySlice.of(vocab_size, divided),
+        )
+        self._hooks, tail = self._plug_in(model, named, advance, vocabulary)
+        # What does not sample keeps no parameters of it: rows would be given initial ones for each request.
+        sampled_rows = self.states.fields if tail is None else RowFields(1, config.device)
+        given = logits_processors if tail is None else ()
+        processors = build_processors(given, max_rows, vocab_size, config.device)
+        self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
+        self._drafted = DraftedSteps(self.states, self.buffers, speculation.query_lens, known=self.knows_drafts)
         # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
         self._head: EagleProposer | None = None
-        self._draft: DraftModelProposer | EagleGraphs | None = None
+        self._draft: DraftModelProposer | EagleDrafter | None = None
         if (draft := config.draft) is not None:
             sampler, of_start = self.sampler, (progress, timeline)
             with timeline.span("draft model"):
@@ -199,46 +199,52 @@ class Runner:
                     self._head = EagleProposer(draft, self.states, sampler, self._group, *of_start, embedding)
                 else:
                     of_steps = config, self.states, self.buffers, sampler, self._group, model_to_trace, on_attention
-                    self._draft = EagleGraphs(draft, *of_steps, *of_start, embedding_of(model, draft))
+                    self._draft = EagleDrafter(draft, *of_steps, *of_start, embedding_of(model, draft))
         self._drafter = self._draft or self._head
         from_history = speculation.num_tokens and self._drafter is None
         ngrams = NgramProposer(speculation, self.states) if from_history else None
         self._proposer = self._head or (self._draft if isinstance(self._draft, DraftModelProposer) else None) or ngrams
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
-        self._sampling = StepSampling(
-            self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic, speculation
-        )
-        self._pooling = None
-        if (pooling := config.model.pooling) is not None:
-            size, whole = config.model.hidden_size, not config.model.causal
-            self._pooling = StepPooling(pooling, size, self.states, self.buffers, self.model.pooler, whole=whole)
+        self._sampling: StepSampling | None = None
+        if tail is None:
+            in_rows = self.states, self.buffers, self.pending, advance
+            tail = self._sampling = StepSampling(self.model, self.sampler, *in_rows)
+        self._tail = tail
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
-        self.step = PaddedStep(
+        self.step = GraphedStep(
             forward,
-            self._sampling,
+            self._tail,
             self.states,
             length,
-            self._samples,
             None if self.knows_drafts else ngrams,
-            self._draft if isinstance(self._draft, EagleGraphs) else None,
+            self._draft if isinstance(self._draft, EagleDrafter) else None,
         )
 
-    def _mark(self, kernels: Path) -> Path | None:
-        """See `mark_of_start`; None for a model that is not compiled, or not kept."""
+    def _plug_in(
+        self, module: nn.Module, tensors: dict[str, torch.Tensor], advance: StepAdvance, vocabulary: VocabularySlice
+    ) -> tuple[StepHooks, Tail | None]:
+        """Make the features, and their tail if the runner does not sample. module, tensors: see RunnerParts."""
+        own = self._config, self._group, self._link, self._compiled
+        parts = RunnerParts(*own, module, tensors, self.model, self.states, self.buffers, advance, vocabulary)
+        features, tail = self._make_features(parts)
+        return StepHooks(features), tail
+
+    def _stamp(self, kernels: Path) -> Path | None:
+        """See `stamp_of_start`; None for a model that is not compiled, or not kept."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
-        return mark_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
+        return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
-            with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
+            with self._timeline.span("compile kernels"), in_group(fake_group_for(self._group)):
                 if self._ahead is not None:
                     self._ahead.result()
                 compile_kernels(self._config, self.step, workers, progress, self._draft)
         workers.close()
-        self._group.least(1)  # all wait for the kernels
+        self._group.all_reduce_min(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
             if self._draft is not None:
@@ -246,17 +252,23 @@ class Runner:
             if self._head is not None:
                 self._head.warm_up()
         # Memory that the first request with penalties allocates is reserved.
-        set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._samples
-        graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
-        self.captured = CapturedSteps(self._config, graph, self.step, self._capture, self._draft)
+        set_aside = 0
+        if self._sampling is not None:
+            set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
+        graph = affordable(
+            self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.all_reduce_min
+        )
+        self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._draft)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
-                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least, self._stage.index)
+                graph_bytes = predicted_bytes(
+                    self._config, lookup, graphs, self._group.all_reduce_min, self._stage.index
+                )
         layers = self._stage.layers
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
-        self.num_blocks = self._group.least(self._cache_size.num_blocks)
+        self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
         if self._drafter is not None:
             self._drafter.allocate(self.num_blocks)
@@ -276,21 +288,17 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
-            for slot, digest in step.placed_adapters.items():
-                self._own_adapters.place(slot, digest)
-            update_rows(step, self.states, self.sampler if self._samples else None)
-            if self._traffic:
-                self._traffic.take_tokens(step)
-            if self._proposer is not None and self.knows_drafts and not step.head_rests:
+            update_rows(step, self.states, self.sampler if self._sampling else None, self._hooks)
+            for begin in self._hooks.begin:
+                begin(step)
+            if self._proposer is not None and self.knows_drafts and not step.skips_head:
                 self.runs_begun += 1
                 self._proposer.propose(step)
                 self.runs_ended += 1
-            if self._state_rows is not None:
-                self._state_rows.begin(step, self.states)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
-            if self._state_rows is not None:
-                self._state_rows.end(step, self.states)
+            for end in self._hooks.end:
+                end(step)
         except BaseException:
             self._fail()
             raise
@@ -303,8 +311,8 @@ class Runner:
         assert unsampled is not None
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
-                unsampled.sampled = self._sampling.finish(unsampled, masks)
-            self._follow(unsampled.batch)
+                unsampled.sampled = self._sample(unsampled.batch, unsampled.logits_RV, unsampled.results, masks)
+            self._prefill_head(unsampled.batch)
         except BaseException:
             self._fail()
             raise
@@ -316,14 +324,17 @@ class Runner:
         self.pending.lose_count()  # it may have been interrupted just after a launch
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
-        hidden_wanted = owes_prompt_logprobs(step, self.states)
+        hidden_wanted, variant = False, ""
+        for wants in self._hooks.wants_hidden:
+            hidden_wanted |= wants(step)
+        for of_feature in self._hooks.variant:
+            variant = of_feature(step) or variant
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
-        adapted = self._adapters is not None and self.states.has_adapter(step.request_ids)
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         drafting: Drafting | None = None
-        if step.head_rests or not self._config.speculation.num_tokens:
-            plain, count = step.head_rests, step.num_tokens
-            key = graph_for(count, num_requests, longest, hidden_wanted, adapted=adapted, plain=plain)
+        if step.skips_head or not self._config.speculation.num_tokens:
+            no_head, count = step.skips_head, step.num_tokens
+            key = graph_for(count, num_requests, longest, hidden_wanted, variant=variant, no_head=no_head)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
             if self._draft is not None and not self.knows_drafts:
@@ -331,14 +342,14 @@ class Runner:
             rows = self._drafted.rows(step)
             longest = max(map(add, step.starts, step.counts), default=0)
             key = graph_for(
-                rows.num_tokens, num_requests, longest, hidden_wanted, adapted=adapted, queries=rows.queries
+                rows.num_tokens, num_requests, longest, hidden_wanted, variant=variant, query_len=rows.query_len
             )
             batch = self._drafted.make_batch(step, rows, key)
-        if adapted:
-            batch = replace(batch, adapted=True)
+        if variant:
+            batch = replace(batch, variant=variant)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks, drafting=drafting)
+        pending = self.run(batch, hidden_wanted, awaits_masks=step.samples_late, drafting=drafting)
         self._clock.device_ends()
         return pending
 
@@ -359,76 +370,56 @@ class Runner:
         self.states.writes.apply()
         if drafting is not None:
             self.captured.draft(drafting)
-        if self._traffic:
-            self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
-        if not self._samples:
-            return self._run_without_sampling(batch, hidden_wanted)
-        prompt: dict[str, PromptLogprobs] = {}
-        if batch.key is not None and batch.key.is_decode:
-            logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
-        else:
-            output = self.captured.forward(batch, hidden_wanted)
-            self._taps = output.taps
-            if hidden_wanted:
-                prompt = self._sampling.prompt_logprobs(batch, output)
-            logits_RV = self._sampling.first(output, batch)
+        for receive in self._hooks.receive:
+            receive(batch, hidden_wanted)
+        output = self.captured.forward(batch, hidden_wanted)
+        self._aux_hidden_states = output.aux_hidden_states
+        results: dict[str, Deferred] = {}
+        if hidden_wanted:
+            for feature in self._hooks.reading_hidden:
+                if (found := feature.after_forward(batch, output)) is not None:
+                    results[feature.name] = found
+        logits_RV = self._tail.take(batch, output, results)
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:
-            self._follow(batch)
-            return self.pending.step(batch, None, prompt)
-        unsampled = UnsampledStep(batch, logits_RV, prompt)
-        if awaits_masks:
-            self._unsampled = unsampled
-            return unsampled
-        pending = self._sampling.finish(unsampled)
-        self._follow(batch)
+            pending = self.pending.step(batch, None, results)
+        elif awaits_masks:
+            self._unsampled = UnsampledStep(batch, logits_RV, results)
+            return self._unsampled
+        else:
+            pending = self._sample(batch, logits_RV, results)
+        self._prefill_head(batch)
         return pending
 
-    def _follow(self, batch: InputBatch) -> None:
-        """Let the head compute a step whose tokens the states have, unless it rests."""
-        if batch.plain:
+    def _sample(
+        self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], masks: TokenMasks | None = None
+    ) -> PendingStep:
+        """Launch the rest of the sampling, which may need masks."""
+        assert self._sampling is not None
+        logprobs = self._sampling.complete(batch, logits_RV, masks)
+        for after_sample in self._hooks.after_sample:
+            after_sample(batch)
+        return self.pending.step(batch, logprobs, results)
+
+    def _prefill_head(self, batch: InputBatch) -> None:
+        """Let the head compute a step whose tokens the states have, unless the step skips the head."""
+        if batch.no_head:
             return
         if self._head is not None:
             self.runs_begun += 1
-            self._head.follow(batch, self.buffers, self._taps)
+            self._head.prefill_head(batch, self.buffers, self._aux_hidden_states)
             self.runs_ended += 1
         elif self._draft is not None:
-            self.captured.follow(batch)
-
-    def _run_without_sampling(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
-        """Run a non-final pipeline stage, or a model that pools; the result's tokens are unused."""
-        output = self.captured.forward(batch, hidden_wanted)
-        if batch.key is None or not batch.key.is_decode:
-            self._sampling.without_tokens(batch, batch.num_requests)
-        if self._traffic:
-            self._traffic.send(output.tensor, batch)
-        pooled = self._pooling(batch, output.tensor) if self._pooling else None
-        self.pending.launched()
-        self.runs_ended += 1
-        return self.pending.step(batch, None, {}, pooled)
-
-    def load_adapter(self, path: str, digest: str) -> None:
-        """Read an adapter into host memory. Raises ValueError, see AdapterSlots.load."""
-        self._own_adapters.load(path, digest)
-
-    def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Have a thread read an adapter that `load_adapter` will be called for."""
-        self._own_adapters.begin_load(path, digest)
-
-    def has_read_adapter(self, digest: str) -> bool:
-        """Return whether `load_adapter` need not wait for a thread."""
-        return self._own_adapters.has_read(digest)
-
-    def drop_adapter(self, digest: str) -> None:
-        """Forget an adapter that no request uses."""
-        self._own_adapters.drop(digest)
+            self.captured.prefill_head(batch)
 
     @property
-    def _own_adapters(self) -> AdapterSlots:
-        if self._adapters is None:
-            raise ValueError("enable_lora is False, so there are no adapters; allowed: True")
-        return self._adapters
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """The control calls that a rank answers: `metrics`, and those of features, such as `adapters.load`."""
+        own: dict[str, Callable[..., Any]] = {"metrics": self.metrics}
+        return own | {
+            f"{each.name}.{call}": getattr(each, call) for each in self._hooks.features for call in each.calls
+        }
 
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
@@ -448,7 +439,7 @@ class Runner:
             "draft_cache_entry": str(draft.compiled.lookup.folder) if draft and draft.compiled else None,
             **captured.counters.metrics(),
             **cache_size.metrics(graphs.bytes_used if graphs else 0),
-            **(self._state_rows.metrics() if self._state_rows else {}),
+            **{name: value for each in self._hooks.features for name, value in each.metrics().items()},
             "graph_bytes_predicted": cache_size.graph_bytes,
             "graph_bytes_used": graphs.bytes_used if graphs else 0,
             "graph_bytes_by_key": {name: r._asdict() for name, r in graphs.memory_by_key.items()} if graphs else {},
@@ -462,12 +453,12 @@ class Runner:
 
     def close(self) -> None:
         """Give the device's memory back."""
-        if self._traffic:
-            self._traffic.finish()
+        for feature in self._hooks.features:
+            feature.close()
         if self.captured.graphs:
             self.captured.graphs.close()
         self._kv_caches.clear()
-        self._state_rows = self._adapters = None
+        self._hooks = StepHooks(())
         self.model.close()
         if self._drafter is not None:
             self._drafter.close()
@@ -475,6 +466,50 @@ class Runner:
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None, hooks: StepHooks) -> None:
+    """Update rows before the step is prepared. sampler: None in a runner that does not sample. Raises what
+    Sampler.add_row raises."""
+    for request_id in step.removed:
+        row = states.remove(request_id)
+        if row is None:
+            continue
+        if sampler is not None:
+            sampler.remove_row(row)
+        for removed in hooks.removed:
+            removed(row)
+    if step.new:
+        starts = dict(zip(step.request_ids, step.starts, strict=True))
+        for request in step.new:
+            row = _add_row(request, starts[request.request_id], states, sampler)
+            for added in hooks.added:
+                added(row, request)
+    for request_id, (block_ids,) in step.new_block_ids.items():
+        states.append_blocks(states.row(request_id), block_ids)
+
+
+def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> int:
+    """A row in the states and in the sampler, or in neither."""
+    row = states.add(request, num_computed)
+    if sampler is None:
+        return row
+    params = request.sampling_params
+    assert params.seed is not None  # the engine core fills it in
+    try:
+        sampler.add_row(
+            row,
+            params,
+            params.seed,
+            request.token_ids,
+            request.num_prompt_tokens,
+            request.eos_token_ids,
+            masked="structured" in request.extras,
+        )
+    except BaseException:
+        states.remove(request.request_id)
+        raise
+    return row
 
 
 def _pass_counts(compiled: CompiledModel | None, prefix: str = "") -> dict[str, dict[str, dict[str, int]]]:

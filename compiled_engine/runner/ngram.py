@@ -18,7 +18,7 @@ from compiled_engine.runner.request_states import RequestStates
 
 def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:
     """Return how many drafts a step has room for, int [R]: a request has drafts once it has sampled."""
-    has_sampled_R = np.array(step.starts) >= states.num_known[rows_R]
+    has_sampled_R = np.array(step.starts) >= states.prefill_len[rows_R]
     return np.where(has_sampled_R, np.array(step.counts) - 1, 0)
 
 
@@ -59,7 +59,7 @@ class NgramProposer:
         rows = rows_R[wanted_drafts(step, states, rows_R) > 0]
         drafts_SK[rows] = -1
         for row in rows.tolist():
-            token_ids = states.known_ids(row)[: num_computed_S[row] + 1]
+            token_ids = states.all_token_ids(row)[: num_computed_S[row] + 1]
             drafts = ngram_drafts(token_ids, config.lookup_max, config.lookup_min, config.num_tokens)
             drafts_SK[row, : len(drafts)] = drafts
 
@@ -76,7 +76,7 @@ class NgramProposer:
             buffers.rows_R,
             buffers.draft_numbers_R,
             states.num_computed_S,
-            states.num_known_S,
+            states.prefill_len_S,
             states.history_SL,
             states.drafts_SK,
             self._config.lookup_max,

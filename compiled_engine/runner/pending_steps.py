@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +23,6 @@ from compiled_engine.runner.input_batch import (
     InputBuffers,
 )
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_pooling import PooledRows
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
@@ -63,7 +64,7 @@ def launch_advance(
         buffers.query_start_loc_R1,
         token_ids_R,
         states.num_computed_S,
-        states.num_known_S,
+        states.prefill_len_S,
         states.last_token_S,
         buffers.num_steps_1,
         buffers.tokens_KR1,
@@ -98,7 +99,7 @@ def advance_reference(
     if not again:
         computed_S[rows] += lens_R[real_R]
     samples_R = np.zeros(num_rows, bool)
-    samples_R[real_R] = computed_S[rows] >= states.num_known_S.numpy()[rows]
+    samples_R[real_R] = computed_S[rows] >= states.prefill_len_S.numpy()[rows]
     tokens_R = np.full(num_rows, -1, np.int32)
     tokens_R[samples_R] = token_ids_R.numpy()[np.flatnonzero(samples_R)]
     # An error code ends its request, but a step with it may be under way.
@@ -110,15 +111,12 @@ def advance_reference(
     ring_row[1 : num_rows + 1] = tokens_R
 
 
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """The rows of a request: the position of the first, and the chunks that hold them, see logprob_rows."""
+class Deferred(Protocol):
+    """A feature's result of a step, on its way to the host."""
 
-    first: int
-    chunks: list[torch.Tensor]
-
-    def rows(self) -> LogprobRows:
-        return LogprobRows.of_array(torch.cat(self.chunks).numpy())
+    def by_request(self) -> dict[str, Any]:
+        """Return plain data by request id; called once the step has ended on the device."""
+        ...
 
 
 class PendingSteps:
@@ -147,19 +145,13 @@ class PendingSteps:
             self._number = int(self._buffers.num_steps_1)
             self._is_known = True
 
-    def step(
-        self,
-        batch: InputBatch,
-        logprobs: BatchLogprobs | None,
-        prompt: dict[str, PromptLogprobs],
-        pooled: PooledRows | None = None,
-    ) -> PendingStep:
-        """Return the step whose tokens were launched last."""
+    def step(self, batch: InputBatch, logprobs: BatchLogprobs | None, results: Mapping[str, Deferred]) -> PendingStep:
+        """Return the step whose tokens were launched last. results: of features, by their names."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return PendingStep(self._ring_KR1, self._number, event, batch, logprobs, prompt, self._clock, pooled)
+        return PendingStep(self._ring_KR1, self._number, event, batch, logprobs, results, self._clock)
 
 
 class PendingStep:
@@ -172,13 +164,12 @@ class PendingStep:
         event: torch.cuda.Event | None,
         batch: InputBatch,
         logprobs: BatchLogprobs | None,
-        prompt: dict[str, PromptLogprobs],
+        results: Mapping[str, Deferred],
         clock: StepClock,
-        pooled: PooledRows | None = None,
     ):
-        self._clock, self._pooled = clock, pooled
+        self._clock = clock
         self._ring_KR1, self._number, self._event = ring_KR1, number, event
-        self._batch, self._logprobs, self._prompt = batch, logprobs, prompt
+        self._batch, self._logprobs, self._results = batch, logprobs, results
 
     def result(self) -> RunnerOutput:
         """Wait for what the step produced. Raises RuntimeError if its tokens are gone: it was asked for too late."""
@@ -197,16 +188,14 @@ class PendingStep:
         token_ids = tokens_R.tolist()
         if not samples_R.all():
             token_ids = list(compress(token_ids, samples_R.tolist()))
-        if self._pooled is not None:
-            return RunnerOutput(token_ids, vectors=self._pooled.vectors())
         if self._logprobs is None:
-            return RunnerOutput(token_ids, prompt_logprobs=self._prompt_logprobs())
+            return RunnerOutput(token_ids, extras=self._extras())
         few = None
         if self._logprobs.few_SW is not None:
             sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
         many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
-        return RunnerOutput(token_ids, few, many, self._prompt_logprobs())
+        return RunnerOutput(token_ids, few, many, extras=self._extras())
 
     def _result_of_drafts(self, drafted: DraftedRows, tokens_R: np.ndarray) -> RunnerOutput:
         """tokens_R: of each row; NOT_TAKEN where there is none, as behind a draft that was wrong, or NO_DRAFT."""
@@ -225,13 +214,13 @@ class PendingStep:
             tokens_R[taken_R].tolist(),
             few,
             {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
-            self._prompt_logprobs(),
-            counts,
+            counts=counts,
             num_drafts=(num_real - 1)[drafted.samples].tolist(),
+            extras=self._extras(),
         )
 
-    def _prompt_logprobs(self) -> dict[str, tuple[int, LogprobRows]]:
-        return {request_id: (found.first, found.rows()) for request_id, found in self._prompt.items()}
+    def _extras(self) -> dict[str, dict[str, Any]]:
+        return {name: result.by_request() for name, result in self._results.items()}
 
 
 @dataclass
@@ -243,7 +232,7 @@ class UnsampledStep:
 
     batch: InputBatch
     logits_RV: torch.Tensor
-    prompt: dict[str, PromptLogprobs]
+    results: dict[str, Deferred]
     sampled: PendingStep | None = None
 
     def result(self) -> RunnerOutput:

@@ -10,29 +10,25 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
-from compiled_engine.messages import NewRequest, SchedulerOutput
-from compiled_engine.passes.linear.adapters import ADAPTER_SLOT
+from compiled_engine.messages import NewRequest
 from compiled_engine.rows.row_fields import RowField, RowFields
-from compiled_engine.sampling.sampler import Sampler
 
 
 class RequestStates:
     """Assigns the rows of `fields`, in which other modules declare fields too. Suffix S: rows. On the device, int32:
 
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
-    num_known_S: tokens that the host knew when the request came; from there on each step samples.
+    prefill_len_S: tokens that the host knew when the request came; from there on each step samples.
     last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
-    known_row_S: index of the row's prompt in known_ids_KL. drafts_SK: guesses of the tokens behind the newest one,
+    token_row_S: index of the row's prompt in all_token_ids_KL. drafts_SK: guesses of the tokens behind the newest one,
     followed by -1 where there are fewer than num_drafts; None without drafts. history_SL: the tokens of the row;
-    None without drafts, or where known_ids_KL has them.
+    None without drafts, or where all_token_ids_KL has them.
 
-    On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
+    On the host: all_token_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
     them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
     used in turn, since a step may still read the prompt of the row's previous request. With drafts and without
-    history_SL, steps add the tokens that they sample. prompt_logprobs: number requested, by row. by_token: rows that
-    get a result for each token. adapted: rows of requests with an adapter.
-    num_known: as num_known_S. generation: changes when a request gets or loses a row.
+    history_SL, steps add the tokens that they sample.
+    prefill_len: as prefill_len_S. generation: changes when a request gets or loses a row.
     """
 
     def __init__(
@@ -45,21 +41,19 @@ class RequestStates:
         num_drafts: int = 0,
         *,
         has_history: bool = False,
-        has_token_types: bool = False,
-        has_adapters: bool = False,
     ):
         self.block_size = block_size
         self.fields = fields = RowFields(max_num_rows, device)
         self.writes = fields.writes
         fields.declare(
             RowField("num_computed"),
-            RowField("num_known"),
+            RowField("prefill_len"),
             RowField("last_token"),
-            RowField("known_row"),
+            RowField("token_row"),
             RowField("block_table", shape=(-(-max_model_len // block_size),)),
         )
-        self.num_computed_S, self.num_known_S = fields["num_computed"], fields["num_known"]
-        self.last_token_S, self.known_row_S = fields["last_token"], fields["known_row"]
+        self.num_computed_S, self.prefill_len_S = fields["num_computed"], fields["prefill_len"]
+        self.last_token_S, self.token_row_S = fields["last_token"], fields["token_row"]
         self.block_table_SB = fields["block_table"]
         self.drafts_SK: torch.Tensor | None = None
         self.history_SL: torch.Tensor | None = None
@@ -69,27 +63,18 @@ class RequestStates:
         if has_history:
             fields.declare(RowField("history", shape=(max_model_len + 1,)))
             self.history_SL = fields["history"]
-        self._has_token_types = has_token_types
-        if has_token_types:
-            fields.declare(RowField(SECOND_TEXT, initial=NO_SECOND_TEXT))
-        self._has_adapters = has_adapters
-        if has_adapters:
-            fields.declare(RowField(ADAPTER_SLOT, initial=-1))
-        self.known_ids_KL = torch.zeros(
+        self.all_token_ids_KL = torch.zeros(
             steps_in_flight * max_num_rows,
             max_model_len + 1,
             dtype=torch.int32,
             device="cpu",
             pin_memory=device.type == "cuda",
         )
-        self._known_ids_KL = self.known_ids_KL.numpy()
-        self._known_rows = list(range(max_num_rows))
+        self._all_token_ids_KL = self.all_token_ids_KL.numpy()
+        self._token_rows = list(range(max_num_rows))
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
-        self.num_known = np.zeros(max_num_rows, np.int64)
-        self.prompt_logprobs: dict[int, int] = {}
-        self.by_token: set[int] = set()
-        self.adapted: set[int] = set()
+        self.prefill_len = np.zeros(max_num_rows, np.int64)
         self.generation = 0
         self._num_blocks = [0] * max_num_rows
         self._row_of: dict[str, int] = {}
@@ -107,36 +92,25 @@ class RequestStates:
         row = self._free_rows.pop()
         self.generation += 1
         self._row_of[request.request_id] = row
-        num_known = len(request.token_ids)
-        self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self._known_ids_KL)
-        self._known_ids_KL[known_row, :num_known] = request.token_ids
+        prefill_len = len(request.token_ids)
+        self._token_rows[row] = token_row = (self._token_rows[row] + len(self._token_rows)) % len(
+            self._all_token_ids_KL
+        )
+        self._all_token_ids_KL[token_row, :prefill_len] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.num_known[row] = num_known
-        if (wanted := request.sampling_params.prompt_logprobs) is not None:
-            self.prompt_logprobs[row] = wanted
-        if request.by_token:
-            self.by_token.add(row)
-        self.fields.start(row, num_computed=num_computed, num_known=num_known, known_row=known_row)
-        if self._has_token_types and request.second_text is not None:
-            self.fields.set(row, **{SECOND_TEXT: request.second_text})
-        if self._has_adapters and request.adapter_slot >= 0:
-            self.fields.set(row, **{ADAPTER_SLOT: request.adapter_slot})
-            self.adapted.add(row)
+        self.prefill_len[row] = prefill_len
+        self.fields.start(row, num_computed=num_computed, prefill_len=prefill_len, token_row=token_row)
         if self.history_SL is not None:
-            self.fields.write("history", row, self.known_ids(row)[:num_known])
+            self.fields.write("history", row, self.all_token_ids(row)[:prefill_len])
         self._num_blocks[row] = 0
         for block_ids in request.block_ids:
             self.append_blocks(row, block_ids)
         return row
 
-    def has_adapter(self, request_ids: list[str]) -> bool:
-        """Return whether one of these requests has an adapter."""
-        return bool(self.adapted) and not self.adapted.isdisjoint(map(self._row_of.__getitem__, request_ids))
-
-    def known_ids(self, row: int) -> np.ndarray:
+    def all_token_ids(self, row: int) -> np.ndarray:
         """int32 [max_model_len + 1]: the known tokens of the request that has the row."""
-        known_ids_L: np.ndarray = self._known_ids_KL[self._known_rows[row]]
-        return known_ids_L
+        all_token_ids_L: np.ndarray = self._all_token_ids_KL[self._token_rows[row]]
+        return all_token_ids_L
 
     def append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
         start = self._num_blocks[row]
@@ -149,46 +123,6 @@ class RequestStates:
         if row is None:
             return None
         self.generation += 1
-        self.prompt_logprobs.pop(row, None)
-        self.by_token.discard(row)
-        self.adapted.discard(row)
         self._free_rows.append(row)
         self.fields.free(row)
         return row
-
-
-def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None) -> None:
-    """Update rows before the step is prepared. sampler: None in a runner that does not sample. Raises what
-    Sampler.add_row raises."""
-    for request_id in step.removed:
-        row = states.remove(request_id)
-        if row is not None and sampler is not None:
-            sampler.remove_row(row)
-    if step.new:
-        starts = dict(zip(step.request_ids, step.starts, strict=True))
-        for request in step.new:
-            _add_row(request, starts[request.request_id], states, sampler)
-    for request_id, (block_ids,) in step.new_block_ids.items():
-        states.append_blocks(states.row(request_id), block_ids)
-
-
-def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> None:
-    """A row in the states and in the sampler, or in neither."""
-    row = states.add(request, num_computed)
-    if sampler is None:
-        return
-    params = request.sampling_params
-    assert params.seed is not None  # the engine core fills it in
-    try:
-        sampler.add_row(
-            row,
-            params,
-            params.seed,
-            request.token_ids,
-            request.num_prompt_tokens,
-            request.eos_token_ids,
-            masked=request.masked,
-        )
-    except BaseException:
-        states.remove(request.request_id)
-        raise

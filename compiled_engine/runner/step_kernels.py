@@ -17,10 +17,10 @@ def prepare_kernel(
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     num_computed_ptr: tl.tensor,
-    num_known_ptr: tl.tensor,
+    prefill_len_ptr: tl.tensor,
     last_token_ptr: tl.tensor,
-    known_row_ptr: tl.tensor,
-    known_ids_ptr: tl.tensor,
+    token_row_ptr: tl.tensor,
+    all_token_ids_ptr: tl.tensor,
     state_table_ptr: tl.tensor,
     input_ids_ptr: tl.tensor,
     positions_ptr: tl.tensor,
@@ -34,7 +34,7 @@ def prepare_kernel(
     history_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_tokens: tl.tensor,
-    known_ids_stride: tl.tensor,
+    all_token_ids_stride: tl.tensor,
     history_stride: tl.tensor,
     NUM_DRAFTS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -89,8 +89,8 @@ def prepare_kernel(
 
     state = row.to(tl.int64)
     computed = tl.load(num_computed_ptr + state) + number
-    known = tl.load(num_known_ptr + state)
-    known_ids_ptr += tl.load(known_row_ptr + state).to(tl.int64) * known_ids_stride
+    known = tl.load(prefill_len_ptr + state)
+    all_token_ids_ptr += tl.load(token_row_ptr + state).to(tl.int64) * all_token_ids_stride
     last_token = tl.load(last_token_ptr + state)
     if numbers_ptr is not None:
         if number > 0:
@@ -104,7 +104,7 @@ def prepare_kernel(
         mask = token < end
         position = computed + token - start
         listed = mask & (position < known)
-        ids = tl.load(known_ids_ptr + position, mask=listed, other=0)
+        ids = tl.load(all_token_ids_ptr + position, mask=listed, other=0)
         ids = tl.where(listed, ids, last_token)
         block = tl.load(state_row_ptr + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
         tl.store(input_ids_ptr + token, ids.to(tl.int64), mask=mask)
@@ -128,7 +128,7 @@ def advance_kernel(
     query_start_loc_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     num_computed_ptr: tl.tensor,
-    num_known_ptr: tl.tensor,
+    prefill_len_ptr: tl.tensor,
     last_token_ptr: tl.tensor,
     num_steps_ptr: tl.tensor,
     ring_ptr: tl.tensor,
@@ -157,7 +157,7 @@ def advance_kernel(
             computed_R += tl.load(query_start_loc_ptr + request_R + 1, mask=real_R, other=0)
             computed_R -= tl.load(query_start_loc_ptr + request_R, mask=real_R, other=0)
         tl.store(num_computed_ptr + row_R, computed_R, mask=real_R)
-    samples_R = real_R & (computed_R >= tl.load(num_known_ptr + row_R, mask=real_R, other=0))
+    samples_R = real_R & (computed_R >= tl.load(prefill_len_ptr + row_R, mask=real_R, other=0))
     token_R = tl.load(token_ids_ptr + request_R, mask=samples_R, other=-1).to(tl.int32)
     # An error code ends its request, but a step with it may be in flight.
     tl.store(last_token_ptr + row_R, tl.maximum(token_R, 0), mask=samples_R)

@@ -37,16 +37,17 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, kernel_folder
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
-from compiled_engine.parallel.group import Group, stand_in_for
+from compiled_engine.parallel.group import Group, fake_group_for
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowFields
-from compiled_engine.runner.captured_steps import PaddedStep
 from compiled_engine.runner.draft_model import DraftModelProposer
-from compiled_engine.runner.eagle_graphs import EagleGraphs
+from compiled_engine.runner.eagle_drafter import EagleDrafter
 from compiled_engine.runner.input_batch import empty_batch, padding_starts
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
+from compiled_engine.runner.step_graphs import GraphedStep
+from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
@@ -71,30 +72,30 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 
 
 class BatchShape(NamedTuple):
-    """Requests that share `num_tokens`, see `padding_starts`; `max_seq_len` bounds their contexts. queries: rows in
+    """Requests that share `num_tokens`, see `padding_starts`; `max_seq_len` bounds their contexts. query_len: rows in
     turn that share a request, see AttentionInputs."""
 
     num_tokens: int
     num_requests: int
     max_seq_len: int
-    queries: int = 1
+    query_len: int = 1
 
     @property
     def host_3(self) -> tuple[int, int, int]:
         """See AttentionInputs."""
         if self.num_tokens == self.num_requests:
-            return self.num_requests, self.queries, self.max_seq_len
+            return self.num_requests, self.query_len, self.max_seq_len
         return 0, max(2, self.num_tokens // self.num_requests), self.max_seq_len
 
 
-def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[BatchShape]:
+def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> list[BatchShape]:
     """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    With drafts a request has several rows, one of `queries`: by default as many as a step may yield tokens.
+    With drafts a request has several rows, one of `query_lens`: by default as many as a step may yield tokens.
     Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
     contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
-    scheduler, graph, queries = config.scheduler, config.graph, queries or config.speculation.verified
+    scheduler, graph, query_lens = config.scheduler, config.graph, query_lens or config.speculation.verified
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = scheduler.max_model_len
     num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
@@ -123,11 +124,11 @@ def start_up_batches(config: EngineConfig, queries: Sequence[int] = ()) -> list[
     shapes = [*product(few, bounds), *product(without, bounds[:1])]
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     verified: list[BatchShape] = []
-    for number in queries:
+    for number in query_lens:
         kinds = [*((size, longest) for size in sizes), *graph.short_verified, *shapes]
         of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
         verified += [shape for shape in of_number if shape.num_tokens <= max_tokens]
-    most_rows = min(max_requests * max(queries, default=1), max_tokens)
+    most_rows = min(max_requests * max(query_lens, default=1), max_tokens)
     return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *verified, *short, *of_any_length]
 
 
@@ -141,16 +142,16 @@ def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[Bat
     of_decodes = {*dispatcher.decode_keys, *dispatcher.verify_keys, *dispatcher.short_keys}
 
     def runs(shape: BatchShape) -> bool:
-        if shape.num_tokens != shape.num_requests or (shape.queries == 1 and shape.max_seq_len == longest):
+        if shape.num_tokens != shape.num_requests or (shape.query_len == 1 and shape.max_seq_len == longest):
             return True
-        num_requests = shape.num_requests // shape.queries
-        key = dispatcher.dispatch(shape.num_tokens, num_requests, shape.queries, shape.max_seq_len)
+        num_requests = shape.num_requests // shape.query_len
+        key = dispatcher.dispatch(shape.num_tokens, num_requests, shape.query_len, shape.max_seq_len)
         return key not in of_decodes
 
     return [shape for shape in shapes if runs(shape)]
 
 
-def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
+def warm_up(config: EngineConfig, step: GraphedStep, progress: Progress) -> int:
     """Run the start-up batches; returns the peak bytes of a step beyond what was there before."""
     on_gpu = config.device.type == "cuda"
     shapes = not_captured(config, start_up_batches(config))
@@ -161,34 +162,33 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     with progress.stage("warm up", total=len(shapes)) as progressed:
         for shape in shapes:
             # On a GPU the largest batch comes first; its peak memory is measured.
-            _run_empty(step, shape, distinct=shape != shapes[0])
-            if step.model.has_adapters:
-                _run_empty(step, shape, distinct=shape != shapes[0], adapted=True)
+            for variant in step.model.variants:
+                _run_empty(step, shape, distinct=shape != shapes[0], variant=variant)
             progressed(1)
-        if config.speculation.head_rests:
+        if config.speculation.skips_head:
             _inputs(config, step)
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
-    if step.samples:
-        for sample in ways_of_sampling(step.sampling.sampler.vocabulary, config.model.dtype, config.device):
+    if isinstance(step.tail, StepSampling):
+        for sample in ways_of_sampling(step.tail.sampler.vocabulary, config.model.dtype, config.device):
             sample()
     torch.cuda.empty_cache()
     return peak
 
 
-def draft_batches(draft: DraftModelProposer | EagleGraphs) -> list[BatchShape]:
+def draft_batches(draft: DraftModelProposer | EagleDrafter) -> list[BatchShape]:
     """Return the batches of a draft model or a head: rows of its first pass, rows of its further passes, and
     prompts."""
     config = draft.config
     most = config.scheduler.max_num_seqs
-    shapes = start_up_batches(config, draft.queries)
+    shapes = start_up_batches(config, draft.query_lens)
     return [
-        shape if shape.queries > 1 else shape._replace(num_requests=min(shape.num_requests, most)) for shape in shapes
+        shape if shape.query_len > 1 else shape._replace(num_requests=min(shape.num_requests, most)) for shape in shapes
     ]
 
 
-def warm_up_draft(draft: DraftModelProposer | EagleGraphs, progress: Progress) -> int:
+def warm_up_draft(draft: DraftModelProposer | EagleDrafter, progress: Progress) -> int:
     """Run the start-up batches of a draft model; returns the peak bytes of a pass beyond what was there before."""
     device, shapes = draft.config.device, not_captured(draft.config, draft_batches(draft))
     on_gpu = device.type == "cuda"
@@ -207,25 +207,25 @@ def warm_up_draft(draft: DraftModelProposer | EagleGraphs, progress: Progress) -
     return peak
 
 
-def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool, adapted: bool = False) -> None:
-    states, buffers, sampling = step.states, step.buffers, step.sampling
+def _run_empty(step: GraphedStep, shape: BatchShape, *, distinct: bool, variant: str) -> None:
+    states, buffers, tail = step.states, step.buffers, step.tail
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
-    batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, adapted=adapted)
+    batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, variant=variant)
     states.writes.apply()
     step.prepare(batch)
     hidden = step.forward(batch, hidden_wanted=True, distinct=distinct)
-    if not step.samples:
+    if not isinstance(tail, StepSampling):
         step.forward(batch, distinct=distinct)
-        sampling.without_tokens(batch, num_requests)
+        tail.advance.without_tokens(batch, num_requests)
         return
     last_R = buffers.logits_index_R[:num_requests]
     logits_RV = step.model.logits_of(hidden.of_tokens(last_R))
     del hidden
-    if step.model.ends_at_logits(num_tokens, adapted=adapted):
+    if step.model.ends_at_logits(num_tokens, variant):
         logits_RV = step.forward(batch, distinct=distinct).tensor[last_R]
-    sampling.every_row(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
-    token_ids_R = sample_once(MOST_MEMORY, logits_RV, sampling.sampler.vocabulary)
-    sampling.again(batch, token_ids_R, num_requests)
+    tail.graphed(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
+    token_ids_R = sample_once(MOST_MEMORY, logits_RV, tail.sampler.vocabulary)
+    tail.advance(batch, token_ids_R, num_requests, again=True)
 
 
 def ways_of_sampling(
@@ -292,14 +292,15 @@ def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWor
 
 def compile_kernels(
     config: EngineConfig,
-    step: PaddedStep,
+    step: GraphedStep,
     workers: KernelWorkers,
     progress: Progress,
-    draft: DraftModelProposer | EagleGraphs | None = None,
+    draft: DraftModelProposer | EagleDrafter | None = None,
 ) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     with _asked(config, workers) as kernels:
-        sampling = _sampling(config, step.sampling.sampler.vocabulary, kernels) if step.samples else []
+        tail = step.tail
+        sampling = _sampling(config, tail.sampler.vocabulary, kernels) if isinstance(tail, StepSampling) else []
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # no other kernel differs for it
         for shape in others:
@@ -337,7 +338,7 @@ def _prepare_thread(config: EngineConfig) -> None:
 
 def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: KernelCollector) -> list[Future[Any]]:
     """Sampling is launched, each way by a thread: it indexes with what its kernels have computed."""
-    alone = replace(vocabulary, group=stand_in_for(vocabulary.group))  # the other ranks do not go through it
+    alone = replace(vocabulary, group=fake_group_for(vocabulary.group))  # the other ranks do not go through it
     return [kernels.launched(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
 
 
@@ -368,16 +369,17 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 def _forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
     """Go through the forwards of requests without slots and with empty contexts, on tensors of its own: that which
     ends with hidden states, and that of few tokens which ends with logits, if there is one."""
-    for adapted in (False, True) if forward.model.has_adapters else (False,):
-        asked = [tensor for tensor in forward.buffers.asked if adapted or not tensor.of_adapters]
+    for variant in forward.model.variants:
+        asked = forward.buffers.asked[variant]
         empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
         arguments = arguments_of(empty, inputs, forward.kv_caches)
-        tokens, ways = shape.num_tokens, {"distinct": True, "adapted": adapted}
-        output = forward.model.run(tokens, arguments, hidden_wanted=True, **ways)
-        if forward.model.ends_at_logits(tokens, adapted=adapted):
-            forward.model.run(tokens, arguments, **ways)
-        if adapted and config.model.pooling is None:  # without adapters logits need no kernel of ours
+        beside = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
+        tokens, run = shape.num_tokens, partial(forward.model.run, distinct=True, variant=variant, beside=beside)
+        output = run(tokens, arguments, hidden_wanted=True)
+        if forward.model.ends_at_logits(tokens, variant):
+            run(tokens, arguments)
+        if beside and config.model.pooling is None:  # otherwise logits need no kernel of ours
             forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
@@ -395,16 +397,17 @@ def _empty_step(
 
 
 @torch.inference_mode()
-def _inputs(config: EngineConfig, step: PaddedStep) -> None:
+def _inputs(config: EngineConfig, step: GraphedStep) -> None:
     """Go through the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
-    for num_tokens, plain in product(counts, (False, True) if config.speculation.head_rests else (False,)):
+    for num_tokens, no_head in product(counts, (False, True) if config.speculation.skips_head else (False,)):
         host_3 = BatchShape(num_tokens, 1, 2).host_3
-        batch = empty_batch(buffers, num_tokens, 1, host_3, adapted=step.model.has_adapters)
-        batch = replace(batch, plain=plain)
+        batch = empty_batch(buffers, num_tokens, 1, host_3, variant=step.model.variants[-1])
+        batch = replace(batch, no_head=no_head)
         states.writes.apply()
         step.prepare(batch)
-        step.sampling.without_tokens(batch, 1)
-        step.sampling.again(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1)
+        advance = step.tail.advance
+        advance.without_tokens(batch, 1)
+        advance(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1, again=True)
     buffers.forget_staged()  # what was not launched has not arrived

@@ -257,8 +257,8 @@ class SamplingParams:
         None,
         TEXT_OR_TEXTS,
         "end generation at this string",
-        "a list for several; needs `detokenize`; a special token's text ends it also where the text leaves special "
-        "tokens out",
+        "a list for several; needs `detokenize`; it is looked for in the text as it is given out, but the whole text "
+        "of a special token ends it also where `skip_special_tokens` leaves that out",
     )
     stop_token_ids: Sequence[int] | None = declare(
         None, TOKEN_IDS, "end generation at these token ids", flag="--stop-token-id"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from compiled_engine.parallel.group import Group, StandIn
+from compiled_engine.parallel.group import FakeGroup, Group
 from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.token_mask import BITS, num_words
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
@@ -57,7 +57,7 @@ class VocabularySlice:
     @classmethod
     def of(cls, vocab_size: int, group: Group | None) -> VocabularySlice:
         """Return the slice of the rank that `group` is, which divides the vocabulary; None has all of it."""
-        group = group or StandIn()
+        group = group or FakeGroup()
         size = vocab_size // group.size
         return cls(group.rank * size, size, group)
 

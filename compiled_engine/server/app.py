@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.tokenizer import read_json_if_there
-from compiled_engine.frontend.tokenizer_words import QUICK_TEXT
+from compiled_engine.frontend.tokenizer_backend import QUICK_TEXT
 from compiled_engine.server.adapter_names import AdapterNames
 from compiled_engine.server.adapters import LOAD, UNLOAD, load_adapter, unload_adapter
 from compiled_engine.server.chat_completions import chat_completions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_chat
 from compiled_engine.frontend.prompts import rendering_size
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
 from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork
@@ -28,30 +28,28 @@ from compiled_engine.server.parsers.registry import (
 
 
 class SpecialTokenGuard:
-    """The special tokens by their texts."""
+    """The texts that are special tokens in answers and in grammars."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer: Tokenizer | None = tokenizer
-        ids = {tokenizer.decode([token_id]): token_id for token_id in tokenizer.special_ids}
-        self._ids = {text: token_id for text, token_id in ids.items() if len(text) > 1}
+        self._tokenizer = tokenizer
 
     def literal(self, text: str) -> str:
         """A text as a grammar in Lark has it: a special token by its id, any other in quotes.
 
         Special is what grammars take for it: also any added token in angle brackets.
         """
-        token_id = self._ids.get(text, self._added_id(text))
+        token_id = self._tokenizer.ids_of_special.get(text, self._added_id(text))
         return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
     def _added_id(self, text: str) -> int | None:
-        if self._tokenizer is None or not (text.startswith("<") and text.endswith(">")):
+        if not (text.startswith("<") and text.endswith(">")):
             return None
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return ids[0] if len(ids) == 1 and self._tokenizer.decode(ids) == text else None
 
     def is_special(self, text: str) -> bool:
         """Return whether the id is that of a special token."""
-        return text in self._ids
+        return text in self._tokenizer.ids_of_special
 
 
 LONGEST_SETTING = 256
@@ -155,7 +153,10 @@ class ChatFormat:
         check: Callable[[str], None] = lambda text: None,
     ) -> tuple[str, tuple[int, ...]]:
         """The prompt, as text and as token ids. check: may refuse the text before it is tokenised. Raises ApiError 400
-        for what the template cannot render, or not in time, and for arguments of calls beyond the bounds of a body."""
+        for what the template cannot render, or not in time, and for arguments of calls beyond the bounds of a body.
+
+        How long a template takes nobody knows before: it never runs on the event loop."""
+        is_over = threading.Event()
 
         def render() -> tuple[str, tuple[int, ...]]:
             check_sizes("arguments of messages", _texts_of_arguments(messages), self.max_json_values)
@@ -168,19 +169,19 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 check=check,
+                is_stopped=is_over.is_set,
             )
             return prompt.text or "", prompt.token_ids or ()
 
         size = rendering_size([messages, tools, settings])
         try:
-            # The first conversation with a special token in a text takes a copy of the tokenizer.
-            if size < LONG_TEXT and not self.tokenizer.client_text.concerns([messages, tools, settings]):
-                return render()
             return await self.texts.run("messages", size, render)
         except ApiError:
             raise
         except (TypeError, ValueError) as error:
             raise bad_request("messages", without_internals(str(error))) from error
+        finally:
+            is_over.set()
 
 
 def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -212,7 +213,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
         _chosen(options.reasoning_parser, reasoning_format_of(template)),
         SpecialTokenGuard(tokenizer),
         texts,
-        options.chat_template_kwargs,
+        options.allow_chat_template_kwarg,
         template_variables("default_chat_template_kwargs", options.default_chat_template_kwargs or {}),
         tool_template,
         options.limits.max_json_values,

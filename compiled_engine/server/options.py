@@ -159,18 +159,16 @@ class ServerOptions:
         one_of("auto", "none", "qwen3", "deepseek_r1"),
         "`auto` (by the chat template), `none`, `qwen3` or `deepseek_r1`",
     )
-    chat_template_kwargs: tuple[str, ...] = declare(
+    allow_chat_template_kwarg: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),
         TEXTS,
         "name of a chat_template_kwargs entry that requests may set",
-        flag="--allow-chat-template-kwarg",
     )
     default_chat_template_kwargs: Mapping[str, Any] | str | None = declare(
         None,
         VARIABLES,
         'variables of the chat template in every request, such as `{"enable_thinking": false}`',
         "those of a request's `chat_template_kwargs` come before them",
-        flag="--chat-template-kwargs",
     )
     prefix_cache_salt_per_key: bool = declare(
         False,

@@ -67,13 +67,14 @@ OTHER_POOLING_FIELDS = tuple(
 RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots"))
 # Fields of a head that drafts.
 HEAD_FIELDS = tuple(
-    f"model.head.{name}" for name in ("target_size", "num_taps", "vocab_size", "norm_before_residual", "norm_before_fc")
+    f"model.head.{name}"
+    for name in ("target_size", "num_aux_layers", "vocab_size", "norm_before_residual", "norm_before_fc")
 )
 # Fields of an engine with adapters: the shapes of their slots.
 ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
 OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
 # The layers whose inputs are outputs too. Without any it is no factor.
-TAPS = "speculation.taps"
+AUX_LAYERS = "speculation.aux_layers"
 # A cache of 8 bits has other shapes, and scales. In the dtype of the model it is no factor.
 CACHE_FORMAT = "cache.kv_dtype"
 # These only count through model.rope.angle_scale, a constant of the graph.
@@ -180,14 +181,14 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
         *(*HEAD_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS),
     )
-    declared = {CACHE_FORMAT, TAPS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
+    declared = {CACHE_FORMAT, AUX_LAYERS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
     if flat[CACHE_FORMAT] != AUTO:
         factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
-    if flat[TAPS]:
-        factors[TAPS] = flat[TAPS]
+    if flat[AUX_LAYERS]:
+        factors[AUX_LAYERS] = flat[AUX_LAYERS]
     more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS, *HEAD_FIELDS, *ADAPTER_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

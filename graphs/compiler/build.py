@@ -23,14 +23,14 @@ from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.kv_format import FP8
 from compiled_engine.models.checkpoint.build_model import shards_of
-from compiled_engine.parallel.group import StandIn, in_group
+from compiled_engine.parallel.group import FakeGroup, in_group
 from compiled_engine.passes.framework.graph_inputs import describe_shards, shards_in
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.framework.graph_text import graph_text
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
-from compiled_engine.passes.layout.taps import Taps
+from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
@@ -95,7 +95,10 @@ class EntryBuilder:
                 graph, reports = apply_passes(self._config, traced, compile_range, whole)
             with timeline.span(f"split {place}{compile_range.name}"):
                 plan, unique = make_plan(graph.graph, split(graph.graph), signature.arguments)
-                returns = (*signature.returned(compile_range), *(f"input of layer {layer}" for layer in signature.taps))
+                returns = (
+                    *signature.returned(compile_range),
+                    *(f"input of layer {layer}" for layer in signature.aux_layers),
+                )
                 compiled = CompiledRange(name, compile_range, plan, returns, reports)
                 write_compiled_range(self._folder, compiled, graph_text(graph.graph))
             self._pieces |= unique
@@ -215,9 +218,9 @@ def fuse(
     """The graph of one range after its passes, with all fused ops. What is direct has those passes alone that give a
     graph its meaning. whole: result of `trace_whole`."""
     module = traced.for_range(compile_range)
-    structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.taps)
+    structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.aux_layers)
     others, enabled = fusion_passes(config, traced.signature)
-    with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
+    with in_group(FakeGroup(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
         reports = run_passes(
             module.graph,
             (*structure, *others),
@@ -255,11 +258,11 @@ def structure_passes(
     graph: fx.Graph,
     compile_range: CompileRange,
     whole: TracedGraph | None,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> tuple[GraphPass, ...]:
     """Passes that come before all others and cannot be switched off: they say what a graph means to its device.
 
-    graph: of the range, of what `trace_rank` returns. taps: see Signature.
+    graph: of the range, of what `trace_rank` returns. aux_layers: see Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []
@@ -273,6 +276,6 @@ def structure_passes(
             found.append(QuantiseExperts(config.model.quantisation, config.device, num_ranks, before))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
-    if taps:
-        found.append(Taps(taps))
+    if aux_layers:
+        found.append(AuxHiddenStates(aux_layers))
     return tuple(found)

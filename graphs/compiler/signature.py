@@ -33,6 +33,8 @@ from compiled_engine.recurrence.sequences import model_step_tensors
 FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"
 # Of steps in which a request has an adapter.
 ADAPTED, ADAPTED_LOGITS = "adapted", "adapted_logits"
+# Variants of the forward, with their logits.
+VARIANTS = {ADAPTED: ADAPTED_LOGITS}
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 
@@ -46,8 +48,8 @@ class Signature:
     results: Python for each value that may be returned, by name, of `model`, the arguments and the results before it.
     returns: the names of the returned results; small_returns: that of a small range, if it differs. ranges: the last
     one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code does, so that a
-    start can load them without a compiler. adapted: with the pass that adds the requests' adapters. taps: the layers
-    whose inputs are returned behind the results.
+    start can load them without a compiler. adapted: with the pass that adds the requests' adapters. aux_layers: the
+    layers whose inputs are returned behind the results.
     """
 
     arguments: tuple[str, ...]
@@ -60,7 +62,7 @@ class Signature:
     backend: str = ""
     direct: bool = False
     adapted: bool = False
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     @property
     def most_tokens(self) -> int:
@@ -152,7 +154,7 @@ def forward_signature(config: EngineConfig) -> Signature:
         small_returns=("logits_TV",) if model.pooling is None and model.head is None else (),
         asked=step_tensors(config.compile.passes),
         backend=config.attention_backend,
-        taps=config.speculation.taps,
+        aux_layers=config.speculation.aux_layers,
     )
 
 
@@ -185,9 +187,9 @@ def logits_signature(config: EngineConfig) -> Signature:
 def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
     """The features that a head makes of the model's hidden states."""
     return Signature(
-        ("taps_TE",),
-        (StepTensor("taps_TE", ("tokens", head.num_taps * head.target_size), config.model.dtype),),
-        {"features_TD": "model.combine(taps_TE)"},
+        ("aux_hidden_states_TE",),
+        (StepTensor("aux_hidden_states_TE", ("tokens", head.num_aux_layers * head.target_size), config.model.dtype),),
+        {"features_TD": "model.combine(aux_hidden_states_TE)"},
         returns=("features_TD",),
         ranges=compile_ranges(config)[-1:],
         direct=True,

@@ -24,12 +24,12 @@ class Dispatcher:
         graph: GraphConfig,
         scheduler: SchedulerConfig,
         fields: Sequence[KeyField] = (),
-        queries: Sequence[int] = (),
+        query_lens: Sequence[int] = (),
         rare: Sequence[int] = (),
     ):
-        """fields: what passes add to the keys; there is a graph of each size for each combination. queries, rare: see
-        SpeculationConfig.verified and .rare."""
-        most, longest = scheduler.max_num_seqs * max(queries, default=1), scheduler.max_model_len
+        """fields: what passes add to the keys; there is a graph of each size for each combination. query_lens, rare:
+        see SpeculationConfig.verified and .rare."""
+        most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
 
         def sizes_of(number: int) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class Dispatcher:
         short_decodes = (shape for shape in sorted(graph.short_decodes) if shape[0] in decode_sizes)
         short_keys = [decode_key(*shape, short=True) for shape in short_decodes]
         verify_keys: dict[int, tuple[GraphKey, ...]] = {}
-        for number in queries:
+        for number in query_lens:
             sizes = sizes_of(number)
             verify_keys[number] = tuple(verify_key(size, number, longest) for size in sizes)
             short_keys += [
@@ -59,7 +59,7 @@ class Dispatcher:
         )
         self._decode_table = _table(self.decode_keys)
         self._verify_tables = {number: _table(keys) for number, keys in verify_keys.items()}
-        # By queries of a request and size, short contexts first.
+        # By query tokens of a request and size, short contexts first.
         self._short_keys: dict[tuple[int, int], list[GraphKey]] = {}
         for key in self.short_keys:
             self._short_keys.setdefault((key.max_query_len, key.num_tokens), []).append(key)

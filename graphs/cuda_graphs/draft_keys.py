@@ -14,10 +14,10 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class StepKeys:
-    """The keys of the graphs of steps, by the keys that the dispatcher finds. plain: for steps that no head reads;
+    """The keys of the graphs of steps, by the keys that the dispatcher finds. no_head: for steps that no head reads;
     read: for other steps. They differ if a head may rest."""
 
-    plain: Mapping[GraphKey, GraphKey]
+    no_head: Mapping[GraphKey, GraphKey]
     read: Mapping[GraphKey, GraphKey]
 
     @classmethod
@@ -27,27 +27,27 @@ class StepKeys:
         keys = {key: key for key in dispatcher.keys}
         if sizes_read is None:
             return cls(keys, keys)
-        plain, read = dict(keys), dict(keys)
+        no_head, read = dict(keys), dict(keys)
         for key in keys:
             if key.is_decode and key.max_query_len == 1:
                 size = min((s for s in sizes_read if s >= key.num_requests), default=key.num_requests)
-                plain[key] = replace(key, plain=True)
+                no_head[key] = replace(key, no_head=True)
                 read[key] = replace(decode_key(size, longest), extra=key.extra)
-        return cls(plain, read)
+        return cls(no_head, read)
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
         """All keys, each once."""
-        return tuple(dict.fromkeys((*self.plain.values(), *self.read.values())))
+        return tuple(dict.fromkeys((*self.no_head.values(), *self.read.values())))
 
 
-def follow_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
-    """Return the keys of the graphs in which a head follows steps that it reads, by those of the steps.
+def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
+    """Return the keys of the graphs in which a head computes the tokens of steps that it reads, by those of the steps.
 
     One of them serves contexts of any length up to `longest`, and steps with further fields too.
     """
     decodes = (key for key in keys if key.is_decode)
-    return {key: replace(key, follows=True, short=False, max_seq_len=longest, extra=()) for key in decodes}
+    return {key: replace(key, prefills_head=True, short=False, max_seq_len=longest, extra=()) for key in decodes}
 
 
 def model_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> tuple[GraphKey, ...]:

@@ -25,9 +25,9 @@ class GraphKey:
     have one query token each, none more than max_query_len, and contexts of at most max_seq_len, which is less than the
     engine's limit in graphs for short contexts. Where all rows are decodes, max_query_len is the number of rows that
     share a request: its newest token and drafts. drafts: of each request, where the graph holds the passes of a draft
-    model; 0 otherwise. follows: the graph holds a head's pass over the tokens of a step. plain: a step without drafts
-    that no head reads, in an engine with a head. extra: the sizes of further fields, by name, for batches that use
-    them.
+    model; 0 otherwise. prefills_head: the graph holds a head's pass over the tokens of a step. no_head: a step without
+    drafts that no head reads, in an engine with a head. extra: the sizes of further fields, by name, for batches that
+    use them.
     """
 
     kind: GraphKind
@@ -38,8 +38,8 @@ class GraphKey:
     max_seq_len: int = 0
     short: bool = False
     drafts: int = 0
-    follows: bool = False
-    plain: bool = False
+    prefills_head: bool = False
+    no_head: bool = False
     extra: tuple[tuple[str, int], ...] = ()
 
     def __hash__(self) -> int:
@@ -52,6 +52,11 @@ class GraphKey:
         return self.num_decodes > 0
 
     @property
+    def variant(self) -> str:
+        """The variant of the forward that the graph holds, "" for the usual one."""
+        return self.extra[0][0] if self.extra else ""
+
+    @property
     def name(self) -> str:
         """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
         `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""
@@ -59,7 +64,7 @@ class GraphKey:
         if self.is_decode and (self.drafts or self.max_query_len > 1):
             purpose = f"draft-{self.drafts}" if self.drafts else f"verify-{self.max_query_len}"
             kind = f"{purpose}-{kind}" if self.short else purpose
-        kind = f"follow-{kind}" if self.follows else f"plain-{kind}" if self.plain else kind
+        kind = f"follow-{kind}" if self.prefills_head else f"plain-{kind}" if self.no_head else kind
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 
@@ -81,10 +86,10 @@ def decode_key(num_requests: int, max_seq_len: int, short: bool = False) -> Grap
     return GraphKey(GraphKind.FULL, num_requests, num_requests, num_requests, 1, max_seq_len, short)
 
 
-def verify_key(num_requests: int, queries: int, max_seq_len: int, short: bool = False) -> GraphKey:
-    """A full graph of num_requests decodes with drafts: as many rows for each as it has queries."""
-    num_rows = num_requests * queries
-    return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, queries, max_seq_len, short)
+def verify_key(num_requests: int, query_len: int, max_seq_len: int, short: bool = False) -> GraphKey:
+    """A full graph of num_requests decodes with drafts: query_len rows for each."""
+    num_rows = num_requests * query_len
+    return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, query_len, max_seq_len, short)
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:

@@ -92,11 +92,11 @@ class CudaGraphManager:
         """The remaining keys, the next one last."""
         return [key.name for key in self._pending]
 
-    def predict(self, least: Callable[[int], int]) -> int:
+    def predict(self, all_reduce_min: Callable[[int], int]) -> int:
         """Predict the bytes of all graphs: capture a few, measure and release them.
 
-        Call it when everything that a step uses is in memory, except the full KV cache. least: minimum over ranks,
-        which run the same steps but measure their own devices.
+        Call it when everything that a step uses is in memory, except the full KV cache. all_reduce_min: minimum over
+        ranks, which run the same steps but measure their own devices.
         """
         if not self._pending:
             return 0
@@ -111,7 +111,7 @@ class CudaGraphManager:
                     graph, reading = self._capture_one(key)
                     graphs.append(graph)
                     found.append(reading)
-                    if least(enough_samples(found)):
+                    if all_reduce_min(enough_samples(found)):
                         break
                 readings.append((found, len(family)))
         for captured in graphs:

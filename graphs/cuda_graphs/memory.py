@@ -68,8 +68,8 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     """Families of keys that differ only in size, the largest first, in the order of capture."""
     found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
-        queries = key.max_query_len if key.is_decode else 0
-        kind = key.kind, queries, key.drafts, key.follows, key.plain, key.extra
+        query_len = key.max_query_len if key.is_decode else 0
+        kind = key.kind, query_len, key.drafts, key.prefills_head, key.no_head, key.extra
         found.setdefault(kind, []).append(key)
     return list(found.values())
 
@@ -123,7 +123,7 @@ class Predicting(Protocol):
     @property
     def names_to_capture(self) -> list[str]: ...
 
-    def predict(self, least: Callable[[int], int]) -> int: ...
+    def predict(self, all_reduce_min: Callable[[int], int]) -> int: ...
 
     def expect(self, predicted: int) -> int: ...
 
@@ -132,23 +132,23 @@ def predicted_bytes(
     config: EngineConfig,
     lookup: Lookup | None,
     graphs: Predicting,
-    least: Callable[[int], int] = lambda value: value,
+    all_reduce_min: Callable[[int], int] = lambda value: value,
     stage: int = 0,
 ) -> int:
     """Bytes of all graphs: predicted by `graphs`, or by an earlier process with these factors.
 
     lookup: of the compiled model; without one, or without a cache, the prediction is made now. A damaged file, or
-    another user's, is ignored. least: minimum over ranks; all ranks predict, or none. stage: of a pipeline; each stage
-    has separate graphs.
+    another user's, is ignored. all_reduce_min: minimum over ranks; all ranks predict, or none. stage: of a pipeline;
+    each stage has separate graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":
         factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, stage)))
         path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
         kept = _read(path, factors)
-    if least(kept is not None) and kept is not None:
+    if all_reduce_min(kept is not None) and kept is not None:
         return graphs.expect(kept)
-    predicted = graphs.predict(least)
+    predicted = graphs.predict(all_reduce_min)
     if path is not None:
         _write(path, {"factors": factors, "bytes": predicted, "digest": _digest(factors, predicted)})
     return predicted

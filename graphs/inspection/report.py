@@ -19,7 +19,7 @@ from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.record import RECORD
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, StepKeys, follow_keys, head_keys, model_keys
+from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, StepKeys, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.graphs.inspection.kernels import Kernel, kernels_of
 from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, parameter_uses, with_pieces
@@ -240,17 +240,17 @@ def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
     scheduler, given, draft = SchedulerConfig(**config["scheduler"]), config.get("speculation", {}), None
     if of_draft := given.get("draft"):
         draft = _graph(of_draft["graph"])
-    most, adapts, taps = given.get("num_tokens", 0), given.get("adapts", False), given.get("taps", ())
-    speculation = SpeculationConfig(num_tokens=most, adapts=adapts, taps=tuple(taps))
-    dispatcher = Dispatcher(_graph(config["graph"]), scheduler, queries=speculation.verified, rare=speculation.rare)
+    most, adapts, aux_layers = given.get("num_tokens", 0), given.get("adapts", False), given.get("aux_layers", ())
+    speculation = SpeculationConfig(num_tokens=most, adapts=adapts, aux_layers=tuple(aux_layers))
+    dispatcher = Dispatcher(_graph(config["graph"]), scheduler, query_lens=speculation.verified, rare=speculation.rare)
     longest, lengths = scheduler.max_model_len, speculation.lengths
     if draft is None:
         return dispatcher.keys
-    if not taps:
-        return dispatcher.keys + model_keys(Dispatcher(draft, scheduler, queries=(FIRST,)), lengths)
-    steps = StepKeys.of(dispatcher, longest, draft.decode_sizes if speculation.head_rests else None)
-    follows = dict.fromkeys(follow_keys(steps.read.values(), longest).values())
-    return (*steps.captured, *head_keys(Dispatcher(draft, scheduler), lengths), *follows)
+    if not aux_layers:
+        return dispatcher.keys + model_keys(Dispatcher(draft, scheduler, query_lens=(FIRST,)), lengths)
+    steps = StepKeys.of(dispatcher, longest, draft.decode_sizes if speculation.skips_head else None)
+    prefills = dict.fromkeys(prefill_head_keys(steps.read.values(), longest).values())
+    return (*steps.captured, *head_keys(Dispatcher(draft, scheduler), lengths), *prefills)
 
 
 def _graph(config: Mapping[str, Any]) -> GraphConfig:

@@ -70,7 +70,7 @@ def head_shape(recipe: HeadRecipe) -> ModelConfig:
     model, _ = read_model_config(
         BUNDLED_MODEL_PATH, dtype="float32", max_model_len=None, load_format="auto", seed=0, device_type="cpu"
     )
-    head = HeadConfig(target_size=model.hidden_size, num_taps=len(LAYERS), vocab_size=recipe.draft_vocab)
+    head = HeadConfig(target_size=model.hidden_size, num_aux_layers=len(LAYERS), vocab_size=recipe.draft_vocab)
     return replace(
         model,
         architecture=EAGLE3,
@@ -162,10 +162,10 @@ def losses(
     model's, if those of all steps before were."""
     with torch.no_grad():
         output = target(input_ids=ids_BT[:, :-1], output_hidden_states=True, use_cache=False)
-        taps = torch.cat([output.hidden_states[layer] for layer in LAYERS], -1)[:, :-1]
+        aux_hidden_states = torch.cat([output.hidden_states[layer] for layer in LAYERS], -1)[:, :-1]
         wanted = output.logits[:, 1:].float()  # behind the token that is the head's input
         best, shares = wanted.argmax(-1), wanted.softmax(-1)[..., known_V]
-    passes = TrainingPasses(head, ids_BT[:, 1:-1], head.combine(taps))
+    passes = TrainingPasses(head, ids_BT[:, 1:-1], head.combine(aux_hidden_states))
     found: list[Tensor] = []
     agreed: list[Tensor] = []
     agrees: Tensor | None = None

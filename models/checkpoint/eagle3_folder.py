@@ -57,7 +57,7 @@ def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: 
     model, _ = textbook_model(layer.replaced(num_hidden_layers=1), path, target.dtype)
     head = HeadConfig(
         target_size=target_size,
-        num_taps=len(layers),
+        num_aux_layers=len(layers),
         vocab_size=draft_vocab_size,
         norm_before_residual=fields.boolean("norm_before_residual", SPECULATORS in fields),
         norm_before_fc=fields.boolean("norm_before_fc", False),

@@ -29,8 +29,8 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM | Eagle3Head:
     """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
 
     It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and
-    `logits(hidden_RD) -> logits_RV`. A head that drafts takes features too, and has `combine(taps_TE) -> features_TD`.
-    Buffers (rotary frequencies) are fp32 on the CPU.
+    `logits(hidden_RD) -> logits_RV`. A head that drafts takes features too, and has
+    `combine(aux_hidden_states_TE) -> features_TD`. Buffers (rotary frequencies) are fp32 on the CPU.
     """
     with torch.device("meta"):
         model = ARCHITECTURES[config.architecture](config) if config.head is None else Eagle3Head(config, config.head)

@@ -68,7 +68,7 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, config: ModelConfig, head: HeadConfig) -> None:
         super().__init__()
-        D, E = config.hidden_size, head.num_taps * head.target_size
+        D, E = config.hidden_size, head.num_aux_layers * head.target_size
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, D, dtype=config.dtype))
         self.input_norm = RMSNorm(E, config.rms_norm_eps, config.dtype) if head.norm_before_fc else nn.Identity()
         self.fc = nn.Linear(E, D, bias=False, dtype=config.dtype)
@@ -97,9 +97,9 @@ class Eagle3Head(nn.Module):
         )
         return hidden_TD
 
-    def combine(self, taps_TE: torch.Tensor) -> torch.Tensor:
+    def combine(self, aux_hidden_states_TE: torch.Tensor) -> torch.Tensor:
         """Features [T, D] of the model's hidden states, one behind the other in each row."""
-        features_TD: torch.Tensor = self.fc(self.input_norm(taps_TE))
+        features_TD: torch.Tensor = self.fc(self.input_norm(aux_hidden_states_TE))
         return features_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def _slots_of_tokens(step: Mapping[str, torch.Tensor], states: Any) -> torch.Ten
 
 
 ADAPTER_SLOTS = StepTensor(
-    "adapter_slots_T", ("tokens",), torch.int32, padding=-1, fill=_slots_of_tokens, of_adapters=True
+    "adapter_slots_T", ("tokens",), torch.int32, padding=-1, fill=_slots_of_tokens, variant="adapted"
 )
 
 

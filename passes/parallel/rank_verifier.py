@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.parallel.group import StandIn, in_group
+from compiled_engine.parallel.group import FakeGroup, in_group
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, PassResult
@@ -135,7 +135,7 @@ class _Rank:
         return value.contiguous() if is_contiguous else value
 
     def compute(self, node: fx.Node) -> Any:
-        with in_group(StandIn(self._num_ranks, self._rank)):
+        with in_group(FakeGroup(self._num_ranks, self._rank)):
             return run_call(node, {argument: self.slice(argument) for argument in node.all_input_nodes})
 
 

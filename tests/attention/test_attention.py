@@ -156,8 +156,8 @@ def test_a_case_that_no_backend_runs_is_refused_by_each(
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
 def test_any_number_of_queries_is_accepted(backend: str) -> None:
-    for queries in (None, 1, 4):
-        assert refusal(backend, replace(ASKED, queries=queries)) is None
+    for query_len in (None, 1, 4):
+        assert refusal(backend, replace(ASKED, query_len=query_len)) is None
 
 
 def test_too_large_a_group_is_refused() -> None:
@@ -340,11 +340,11 @@ def test_triton_compiles_nothing_after_its_first_batches() -> None:
         generator = torch.Generator().manual_seed(0)
         for _ in range(200):
             lens = torch.randint(1, 70, (int(torch.randint(1, 40, (), generator=generator)),), generator=generator)
-            queries = [min(int(n), int(torch.randint(1, 20, (), generator=generator))) for n in lens]
-            num_decodes = int(torch.randint(0, len(queries) + 1, (), generator=generator))
-            queries[:num_decodes] = [1] * num_decodes
+            query_lens = [min(int(n), int(torch.randint(1, 20, (), generator=generator))) for n in lens]
+            num_decodes = int(torch.randint(0, len(query_lens) + 1, (), generator=generator))
+            query_lens[:num_decodes] = [1] * num_decodes
             bound = int(torch.randint(0, 4096, (), generator=generator))
-            case = Case("", tuple(map(Request, lens.tolist(), queries)), bound=bound, **shape)
+            case = Case("", tuple(map(Request, lens.tolist(), query_lens)), bound=bound, **shape)
             batch = build(case, torch.bfloat16, "cuda")
             unaligned = {
                 name: torch.nn.functional.pad(getattr(batch.inputs, name), (1, 0))[..., 1:]

@@ -185,18 +185,18 @@ def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int,
 
 
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("queries", [4, 9])
+@pytest.mark.parametrize("query_len", [4, 9])
 @pytest.mark.parametrize("programs", [1, 2, SMALL])
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (32, 8, 128)), *VARIANTS])
 def test_draft_decode(
-    check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int, queries: int
+    check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int, query_len: int
 ) -> None:
     group = shape[0] // shape[1]
-    tile_queries = queries_of_tile(queries, group, dtype.itemsize)
+    tile_queries = queries_of_tile(query_len, group, dtype.itemsize)
     rows = max(16, triton.next_power_of_2(tile_queries * group))
     tiles = draft_tiles(shape[2], dtype.itemsize, programs, rows)
-    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True, "QUERIES": queries}
-    further |= {"TILE_QUERIES": tile_queries, "TILE_Q": triton.next_power_of_2(queries)}
+    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True, "QUERY_LEN": query_len}
+    further |= {"TILE_QUERIES": tile_queries, "TILE_Q": triton.next_power_of_2(query_len)}
     chosen = constants(*shape, TILE_M=rows, TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
     ptx = check(draft_decode_kernel, dtype, chosen, spilled=96 if programs == SMALL else 0, **options)
@@ -300,7 +300,7 @@ def test_combine(check: Callable[..., str], head_dim: int) -> None:
         "GRAIN": GRAIN,
         "DEPENDENT_LAUNCH": True,
     }
-    drafted = chosen | {"QUERIES": 4, "TILE_Q": 4}
+    drafted = chosen | {"QUERY_LEN": 4, "TILE_Q": 4}
     for kernel, values in ((combine_kernel, chosen), (combine_drafts_kernel, drafted)):
         ptx = check(kernel, torch.bfloat16, values, num_warps=4, launch_pdl=True)
         assert "ld.global.v4" in ptx

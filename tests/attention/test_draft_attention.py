@@ -39,8 +39,8 @@ def test_triton_on_cuda_with_short_contexts(seed: int, longest: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "group", "size", "expected"),
+    ("query_len", "group", "size", "expected"),
     [(4, 4, 2, 4), (4, 1, 2, 4), (65, 1, 2, 64), (65, 8, 2, 8), (65, 8, 4, 4), (3, 32, 2, 2), (2, 128, 2, 1)],
 )
-def test_a_tile_has_as_many_queries_as_fit(queries: int, group: int, size: int, expected: int) -> None:
-    assert queries_of_tile(queries, group, size) == expected
+def test_a_tile_has_as_many_queries_as_fit(query_len: int, group: int, size: int, expected: int) -> None:
+    assert queries_of_tile(query_len, group, size) == expected

@@ -132,7 +132,7 @@ def batch(num_decodes: int, longest: int, max_seq_len: int, num_requests: int, n
 
 
 @pytest.mark.parametrize(
-    ("decodes", "queries", "requests", "tokens", "listed", "min_keys", "found_queries"),
+    ("decodes", "query_len", "requests", "tokens", "listed", "min_keys", "found_query_len"),
     [
         # 132 multiprocessors and 8 K/V heads: decodes alone have a list where programs are more, but not twice as many.
         (16, 1, 16, 16, False, 256, 1),
@@ -149,10 +149,10 @@ def batch(num_decodes: int, longest: int, max_seq_len: int, num_requests: int, n
     ],
 )
 def test_facts_of_a_batch(
-    decodes: int, queries: int, requests: int, tokens: int, listed: bool, min_keys: int, found_queries: int
+    decodes: int, query_len: int, requests: int, tokens: int, listed: bool, min_keys: int, found_query_len: int
 ) -> None:
-    facts = BatchFacts.of(batch(decodes, queries, 900, requests, tokens), 8, H200_SMS)
-    assert facts == BatchFacts(tokens, requests, decodes, 900, listed, min_keys, found_queries)
+    facts = BatchFacts.of(batch(decodes, query_len, 900, requests, tokens), 8, H200_SMS)
+    assert facts == BatchFacts(tokens, requests, decodes, 900, listed, min_keys, found_query_len)
 
 
 @pytest.mark.parametrize(

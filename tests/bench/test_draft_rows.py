@@ -40,14 +40,14 @@ def test_an_ablation_leaves_the_drafts_out(as_json: bool) -> None:
         "compiled without drafts": None,
         "compiled with as many drafts as pay": DRAFTS | {"enable_adaptive_verification": True},
     }
-    assert plan.workload.most_new_tokens == 3
+    assert plan.workload.max_new_tokens_per_step == 3
 
 
 def test_an_ablation_adds_drafts_by_name() -> None:
     plan = make_ablation({"device": "cpu"}, None, Asked(quick=True, variants=("compiled with drafts of n-grams",)))
     (variant,) = plan.variants
     assert variant.options["speculative_config"]["method"] == "ngram"
-    assert plan.workload.most_new_tokens == 4
+    assert plan.workload.max_new_tokens_per_step == 4
     assert "drafts" not in " ".join(
         each.name for each in make_ablation({"device": "cpu"}, None, Asked(quick=True)).variants
     )

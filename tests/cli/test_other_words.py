@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
+from compiled_engine.cli.arguments import arguments_of
 from compiled_engine.cli.serve import ServeCommand, checked_options
 from compiled_engine.cli.word_division import divide
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.serve_words import SERVER
-from compiled_engine.server.options import ServerOptions
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.options import Limits, ServerOptions
 
 SERVE: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
 
@@ -105,9 +107,8 @@ SERVER_WORDS: list[tuple[str, dict[str, Any]]] = [
     ("--enable-auto-tool-choice --tool-call-parser llama4_json", {"tool_call_parser": "llama3_json"}),
     ("--reasoning-parser glm45", {"reasoning_parser": "qwen3"}),
     ("-asc 2", {"api_server_count": 2}),
-    ('--default-chat-template-kwargs {"a":1}', {"default_chat_template_kwargs": '{"a": 1}'}),
+    ('--default-chat-template-kwargs {"a":1}', {"default_chat_template_kwargs": '{"a":1}'}),
     ("--default-chat-template-kwargs.a.b 1", {"default_chat_template_kwargs": '{"a": {"b": 1}}'}),
-    ("--chat-template-kwargs.a true", {"default_chat_template_kwargs": '{"a": true}'}),
     ("--port 9000 --root-path /a", {"port": 9000, "root_path": "/a"}),
 ]
 
@@ -278,6 +279,17 @@ def test_no_word_of_another_server_hides_an_option_of_this_one() -> None:
     """A row with the name of an option is about its values."""
     own = {param.name for param in SERVE.params}
     assert own & SERVER.keys() == {"tool_call_parser", "reasoning_parser", "default_chat_template_kwargs"}
+
+
+def test_an_option_is_spelled_like_its_field_and_like_no_other() -> None:
+    """Errors name the field."""
+    for options in (EngineOptions, SamplingParams, ServerOptions, Limits):
+        arguments = arguments_of(options)
+        names = {each.name for each in arguments}
+        for each in arguments:
+            word = each.written.split("/")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+            assert word in each.name
+            assert word == each.name or word not in names
 
 
 WORDS = st.one_of(

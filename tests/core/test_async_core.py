@@ -13,7 +13,8 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
-from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.features.registry import plan_features
+from compiled_engine.messages import ControlCall, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress
@@ -56,6 +57,9 @@ class FakeExecutor:
             raise MemoryError("injected")
         return FakePending(self, step.step, self.runner.execute(step))
 
+    def call(self, call: ControlCall) -> list[Any]:
+        raise AssertionError(call)
+
     def metrics(self) -> dict[str, Any]:
         return {}
 
@@ -81,7 +85,7 @@ def config() -> EngineConfig:
 def make_core(config: EngineConfig, *, pipelined: bool = True) -> tuple[EngineCore, FakeExecutor]:
     config = replace(config, scheduler=replace(config.scheduler, async_scheduling=pipelined))
     executor = FakeExecutor(config)
-    return EngineCore(config, executor, StepClock(config.device)), executor
+    return EngineCore(config, executor, StepClock(config.device), features=plan_features(config, executor)), executor
 
 
 def request(request_id: str, max_tokens: int, **params: Any) -> EngineRequest:

@@ -20,19 +20,19 @@ class Target:
 
 
 def test_a_call_is_a_method_by_name() -> None:
-    names = ("add", "fail")
-    assert apply(ControlCall("add", {"a": 2}), Target(), names) == 3
-    assert apply(ControlCall("add", {"a": 2, "b": 5}), Target(), names) == 7
+    calls = {name: getattr(Target(), name) for name in ("add", "fail")}
+    assert apply(ControlCall("add", {"a": 2}), calls) == 3
+    assert apply(ControlCall("add", {"a": 2, "b": 5}), calls) == 7
     with pytest.raises(ControlError, match=r"^call is 'hidden'; allowed: add, fail$"):
-        apply(ControlCall("hidden"), Target(), names)
+        apply(ControlCall("hidden"), calls)
     with pytest.raises(ControlError, match=r"^fail: ValueError: odd$"):
-        apply(ControlCall("fail", {"kind": "value"}), Target(), names)
+        apply(ControlCall("fail", {"kind": "value"}), calls)
     with pytest.raises(ControlError, match=r"^add: TypeError: "):
-        apply(ControlCall("add", {"c": 1}), Target(), names)
+        apply(ControlCall("add", {"c": 1}), calls)
     with pytest.raises(FatalError, match=r"^gone$"):
-        apply(ControlCall("fail", {"kind": "fatal"}), Target(), names)
+        apply(ControlCall("fail", {"kind": "fatal"}), calls)
     with pytest.raises(ControlError, match=r"^no$"):
-        apply(ControlCall("fail", {"kind": "refused"}), Target(), names)
+        apply(ControlCall("fail", {"kind": "refused"}), calls)
 
 
 class OwnError(Exception):

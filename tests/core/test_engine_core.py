@@ -13,6 +13,7 @@ from token_masks import ByLastToken
 from compiled_engine.config import AdapterConfig, EngineConfig, Recurrences, RowState, SpeculationConfig
 from compiled_engine.core.control import ControlError
 from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.features.registry import plan_features
 from compiled_engine.messages import (
     NO_CACHE,
     AdapterRef,
@@ -71,7 +72,7 @@ class ScriptedExecutor:
 
 def made(config: EngineConfig = BASE, start_s: float = 0.0) -> tuple[EngineCore, ScriptedExecutor]:
     executor = ScriptedExecutor()
-    return EngineCore(config, executor, StepClock(config.device), start_s), executor
+    return EngineCore(config, executor, StepClock(config.device), start_s, plan_features(config, executor)), executor
 
 
 def request(name: str, *, adapter: str | None = None, grammar: str | None = None, **params: Any) -> EngineRequest:
@@ -156,19 +157,23 @@ def test_an_abort_is_known_once() -> None:
     assert (metrics["aborted"], metrics["finished"]) == (1, 1)
 
 
+def called(core: EngineCore, name: str, **arguments: Any) -> Any:
+    return core.call(ControlCall(name, arguments))
+
+
 class TestAdapters:
     def test_it_is_loaded_once_and_another_one_takes_its_place(self) -> None:
         core, executor = made(WITH_ADAPTERS)
         core.add(request("a", adapter="x", max_tokens=1))
         core.add(request("b", adapter="x", max_tokens=1))
         core.add(request("c", max_tokens=1))
-        assert executor.calls == [("load_adapter", {"path": "/x", "digest": "x"})]
+        assert executor.calls == [("adapters.load", {"path": "/x", "digest": "x"})]
         while core.has_unfinished():
             core.step()
         core.add(request("d", adapter="y"))
         assert executor.calls[1:] == [
-            ("load_adapter", {"path": "/y", "digest": "y"}),
-            ("drop_adapter", {"digest": "x"}),
+            ("adapters.load", {"path": "/y", "digest": "y"}),
+            ("adapters.drop", {"digest": "x"}),
         ]
 
     def test_one_that_does_not_fit_refuses_its_request(self) -> None:
@@ -182,36 +187,36 @@ class TestAdapters:
     def test_one_that_is_in_use_is_not_dropped(self) -> None:
         core, executor = made(WITH_ADAPTERS)
         core.add(request("a", adapter="x"))
-        core.unload_adapter("x")
+        called(core, "unload_adapter", digest="x")
         core.abort("a")
-        core.unload_adapter("y")
+        called(core, "unload_adapter", digest="y")
         assert len(executor.calls) == 1
-        core.unload_adapter("x")
-        assert executor.calls[1:] == [("drop_adapter", {"digest": "x"})]
+        called(core, "unload_adapter", digest="x")
+        assert executor.calls[1:] == [("adapters.drop", {"digest": "x"})]
 
     def test_it_is_read_beside_steps_unless_it_is_there(self) -> None:
         core, executor = made(WITH_ADAPTERS)
         executor.answers = [True, False]
-        core.begin_load_adapter("/x", "x")
-        assert not core.has_read_adapter("x")
+        called(core, "begin_load_adapter", path="/x", digest="x")
+        assert not called(core, "has_read_adapter", digest="x")
         executor.answers = [True, True]
-        assert core.has_read_adapter("x")
+        assert called(core, "has_read_adapter", digest="x")
         assert executor.calls == [
-            ("begin_load_adapter", {"path": "/x", "digest": "x"}),
-            *[("has_read_adapter", {"digest": "x"})] * 2,
+            ("adapters.begin_load", {"path": "/x", "digest": "x"}),
+            *[("adapters.has_read", {"digest": "x"})] * 2,
         ]
-        core.load_adapter("/x", "x")
+        called(core, "load_adapter", path="/x", digest="x")
         executor.answers = [False]
-        core.begin_load_adapter("/x", "x")
-        assert core.has_read_adapter("x")
-        assert executor.calls[3:] == [("load_adapter", {"path": "/x", "digest": "x"})]
+        called(core, "begin_load_adapter", path="/x", digest="x")
+        assert called(core, "has_read_adapter", digest="x")
+        assert executor.calls[3:] == [("adapters.load", {"path": "/x", "digest": "x"})]
 
     def test_without_slots_nothing_is_read(self) -> None:
         core, executor = made()
-        core.begin_load_adapter("/x", "x")
-        assert core.has_read_adapter("x")
+        called(core, "begin_load_adapter", path="/x", digest="x")
+        assert called(core, "has_read_adapter", digest="x")
         with pytest.raises(ControlError, match="enable_lora is False, so there are no adapters; allowed: True"):
-            core.load_adapter("/x", "x")
+            called(core, "load_adapter", path="/x", digest="x")
         assert executor.calls == []
 
 
@@ -224,7 +229,7 @@ def test_calls_between_steps() -> None:
     core.call(ControlCall("begin_load_adapter", {"path": "/y", "digest": "y"}))
     assert core.call(ControlCall("has_read_adapter", {"digest": "x"}))
     core.call(ControlCall("unload_adapter", {"digest": "x"}))
-    assert [name for name, _ in executor.calls] == ["load_adapter", "begin_load_adapter", "drop_adapter"]
+    assert [name for name, _ in executor.calls] == ["adapters.load", "adapters.begin_load", "adapters.drop"]
     for name in ("step", "close", "abort"):
         with pytest.raises(ControlError, match=f"call is '{name}'; allowed: metrics, reset_prefix_cache"):
             core.call(ControlCall(name))
@@ -248,11 +253,14 @@ def test_the_scheduler_has_what_is_configured() -> None:
     core.step()
     assert [(step.draft_sharpness, step.counts) for step in executor.steps] == [(2.5, [3]), (2.5, [3])]
     states = Recurrences((RowState("a", (1,), "float32"),), num_rows=8, num_snapshots=2)
-    for recurrences, snapshots in ((states, {"a": 0}), (replace(states, num_snapshots=0), {}), (None, {})):
-        core, executor = made(replace(BASE, model=replace(BASE.model, recurrences=recurrences)))
+    recurrent = replace(BASE, model=replace(BASE.model, recurrences=states))
+    no_snapshots = replace(BASE, model=replace(BASE.model, recurrences=replace(states, num_snapshots=0)))
+    uncached = replace(recurrent, cache=replace(BASE.cache, enable_prefix_caching=False))
+    for config, extras in ((recurrent, {"recurrence": {"a": 0}}), (no_snapshots, {}), (uncached, {}), (BASE, {})):
+        core, executor = made(config)
         core.add(EngineRequest("a", (1,) * 80, SamplingParams()))
         core.step()
-        assert executor.steps[0].snapshots == snapshots
+        assert executor.steps[0].extras == extras
 
 
 def test_a_step_with_masks_is_sampled_when_they_are_made() -> None:
@@ -262,7 +270,7 @@ def test_a_step_with_masks_is_sampled_when_they_are_made() -> None:
     while core.has_unfinished():
         core.step()
     assert executor.masked == [["masked"], ["masked"]]
-    assert [step.awaits_masks for step in executor.steps] == [True, True, False]
+    assert [step.samples_late for step in executor.steps] == [True, True, False]
 
 
 class Grammars:
@@ -295,7 +303,7 @@ class Grammars:
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Grammars:
     made = Grammars()
-    monkeypatch.setattr("compiled_engine.core.engine_core.GrammarQueue", lambda: made)
+    monkeypatch.setattr("compiled_engine.features.structured.plan.GrammarQueue", lambda: made)
     return made
 
 
@@ -330,9 +338,14 @@ def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) 
 def test_an_adapter_may_be_gone_when_a_grammar_is_ready(grammars: Grammars) -> None:
     core, executor = made(WITH_ADAPTERS)
     core.add(request("a", adapter="x", grammar="g"))
-    core.load_adapter("/y", "y")  # it takes the place of x, which no request of the scheduler uses
+    called(
+        core, "load_adapter", path="/y", digest="y"
+    )  # it takes the place of x, which no request of the scheduler uses
     grammars.ready, executor.refused = ["a"], {"x"}
     (output,) = core.step()
     assert (output.request_id, output.finish_reason) == ("a", "error")
     assert output.stop_reason == "request 'a': it does not fit"
     assert not core.has_unfinished()
+    core.add(request("a"))  # the grammar went with its request
+    core.step()
+    assert executor.steps[-1].new[0].extras == {}

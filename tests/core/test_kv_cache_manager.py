@@ -13,10 +13,8 @@ from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import RequestRows
 from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
-from compiled_engine.core.state_snapshots import StateSnapshots
 from compiled_engine.messages import NO_CACHE, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 BLOCK_SIZE = 4
 
@@ -30,9 +28,8 @@ def blocks_of(cache: KVCacheManager, request: Request) -> list[int]:
     return list(block_ids)
 
 
-def make_request(tokens: Sequence[int], *, prompt_logprobs: int | None = None) -> Request:
-    params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return Request.of(EngineRequest("r", tuple(tokens), params), order=(0, 0), max_total_tokens=1000, vocab_size=11)
+def make_request(tokens: Sequence[int]) -> Request:
+    return Request.of(EngineRequest("r", tuple(tokens), SamplingParams()), order=(0, 0), max_total_tokens=1000)
 
 
 def compute(cache: KVCacheManager, request: Request) -> None:
@@ -194,13 +191,12 @@ def test_the_reserve_stays_free() -> None:
     assert cache.num_free_blocks == 1
 
 
-def test_a_prompt_is_computed_as_long_as_its_logprobs_are_owed() -> None:
+def test_a_prompt_is_computed_as_long_as_its_tokens_yield_something_themselves() -> None:
     cache = make_cache()
     run_once(cache, range(12))
-    request = make_request(range(12), prompt_logprobs=0)
-    entry = TokenLogprobs((0,), (0.0,), 1)
-    for delivered, num_cached in [(0, 0), (5, 0), (6, 8)]:
-        request.take_prompt_logprobs(request.next_prompt_logprob, LogprobRows.of([entry] * delivered))
+    request = make_request(range(12))
+    for computes_every_token, num_cached in [(True, 0), (True, 0), (False, 8)]:
+        request.computes_every_token = computes_every_token
         assert cache.admit(request, reserve=0)
         assert request.num_computed_tokens == num_cached
         cache.free(request)
@@ -216,7 +212,9 @@ def test_only_first_admissions_that_look_count_for_the_hit_rate() -> None:
         cache.free(request)
     assert (cache.prefix_queries, cache.prefix_hits) == (20, 8)
     assert not cache.admit(make_request(range(200)), reserve=0)
-    assert cache.admit(make_request(range(10), prompt_logprobs=0), reserve=0)
+    owing = make_request(range(10))
+    owing.computes_every_token = True
+    assert cache.admit(owing, reserve=0)
     assert (cache.prefix_queries, cache.prefix_hits) == (20, 8)
 
 
@@ -225,7 +223,7 @@ def test_of_a_request_that_goes_on_its_prompt_alone_counts() -> None:
     cache = make_cache()
     run_once(cache, range(16))
     begun = EngineRequest("r", tuple(range(6)), SamplingParams(), output_token_ids=tuple(range(6, 15)))
-    request = Request.of(begun, order=(0, 0), max_total_tokens=1000, vocab_size=11)
+    request = Request.of(begun, order=(0, 0), max_total_tokens=1000)
     assert cache.admit(request, reserve=0)
     assert (request.num_computed_tokens, request.num_cached_tokens) == (12, 6)
     assert (cache.prefix_queries, cache.prefix_hits) == (16 + 6, 6)
@@ -257,15 +255,39 @@ def test_a_request_has_the_slots_of_the_smallest_group() -> None:
     assert KVCacheManager([], enable_prefix_caching=False).num_slots == NO_CACHE
 
 
-def test_snapshots_belong_to_the_prefix_cache() -> None:
-    for enabled in (True, False):
-        snapshots = StateSnapshots(2, BLOCK_SIZE, least_gain=1)
-        cache = KVCacheManager([BlockGroup(8, BLOCK_SIZE)], snapshots=snapshots, enable_prefix_caching=enabled)
-        request = make_request(range(9))
+class Findable(BlockGroup):
+    """Keeps places of its own. found: of the group, when a request took its share."""
+
+    def __init__(self, group: BlockGroup) -> None:
+        super().__init__(16, BLOCK_SIZE)
+        self._group, self.found = group, 0
+
+    def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        self.found = self._group.longest_prefix(request, num_tokens)
+        super().take(request, num_tokens, num_cached)
+
+
+def test_what_others_keep_is_found_with_the_blocks_and_taken_before_them() -> None:
+    group = BlockGroup(3, BLOCK_SIZE)
+    other = Findable(group)
+    cache = KVCacheManager([group], [RequestRows(1), other], enable_prefix_caching=True)
+    request = make_request(range(9))
+    for found, num_cached, registering in ((0, 0, [group]), (8, 0, [group, other]), (8, 8, [])):
         assert cache.admit(request, reserve=0)
-        assert (cache.snapshots is snapshots) == enabled
-        assert request.snapshot_ends == ((8,) if enabled else ())
-        assert len(cache.take_registered()) == 1 + enabled
+        assert (other.found, request.num_computed_tokens) == (found, num_cached)
+        for each in registering:
+            each.register(request, 8)
+        assert [len(places) for places in cache.take_registered()] == [
+            2 * (each in registering) for each in (group, other)
+        ]
+        cache.free(request)
+    cache.reset_prefix_cache()
+    assert other.longest_prefix(request, 8) == group.longest_prefix(request, 8) == 0
+    assert cache.admit(request, reserve=0)
+    group.register(request, 8)
+    other.register(request, 8)
+    cache.unregister(cache.take_registered())
+    assert other.longest_prefix(request, 8) == group.longest_prefix(request, 8) == 0
 
 
 def test_the_integrity_check_finds_a_request_that_was_not_freed() -> None:

@@ -79,12 +79,12 @@ def test_what_a_message_does_not_say_is_not_asked_for() -> None:
     request = EngineRequest("r", (1,), params)
     assert request == EngineRequest("r", (1,), params, frozenset(), 0, bytes(32), None, (), 1, "", None, None)
     new = NewRequest("r", (1,), 1, params, frozenset(), ())
-    assert new == NewRequest("r", (1,), 1, params, frozenset(), (), False, False, None, -1, -1)
+    assert new == NewRequest("r", (1,), 1, params, frozenset(), (), {})
     assert EngineOutput("r", ()) == EngineOutput("r", (), None, None, None, None, None, None, None, 0)
     assert StepOutputs() == StepOutputs((), (), (), None, None, None)
     step = SchedulerOutput(1, (), (), [], [], [], [], {})
-    assert step == SchedulerOutput(1, (), (), [], [], [], [], {}, False, {}, {}, 1.0, False)
-    assert RunnerOutput() == RunnerOutput((), None, {}, {}, None, {}, None)
+    assert step == SchedulerOutput(1, (), (), [], [], [], [], {}, False, 1.0, False, {})
+    assert RunnerOutput() == RunnerOutput((), None, {}, None, None, {})
     assert RequestLimits(9, 20, 100) == RequestLimits(9, 20, 100, False, False, None)
 
 

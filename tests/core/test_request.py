@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from token_masks import ByLastToken
 
 from compiled_engine.core.request import Request, RequestStatus, check_requests
 from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
-from compiled_engine.sampling.token_mask import MaskConstraint
-
-MASK = MaskConstraint(ByLastToken(11), 11)
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 
 
 def made(
@@ -26,31 +22,28 @@ def made(
     *,
     order: tuple[int, int] = (0, 0),
     longest: int = 100,
-    vocab_size: int = 11,
-    constraint: MaskConstraint | None = None,
-    most_new_tokens: int = 1,
+    max_new_tokens_per_step: int = 1,
     **rest: Any,
 ) -> Request:
     request = EngineRequest("r", prompt, params or SamplingParams(), **rest)
-    return Request.of(request, order, longest, vocab_size, constraint, most_new_tokens)
+    return Request.of(request, order, longest, max_new_tokens_per_step)
 
 
 @pytest.mark.parametrize(
-    ("params", "constraint", "most"),
+    ("params", "most"),
     [
-        (SamplingParams(), None, 4),
-        (SamplingParams(temperature=0, logprobs=3), None, 4),
-        (SamplingParams(), MASK, 1),
-        (SamplingParams(presence_penalty=0.5), None, 1),
-        (SamplingParams(bad_words_token_ids=[[1]]), None, 1),
-        (SamplingParams(disable_spec_decode=True), None, 1),
+        (SamplingParams(), 4),
+        (SamplingParams(temperature=0, logprobs=3), 4),
+        (SamplingParams(presence_penalty=0.5), 1),
+        (SamplingParams(bad_words_token_ids=[[1]]), 1),
+        (SamplingParams(disable_spec_decode=True), 1),
     ],
-    ids=["sampled", "greedy", "constraint", "penalty", "bad words", "no drafts wanted"],
+    ids=["sampled", "greedy", "penalty", "bad words", "no drafts wanted"],
 )
-def test_the_tokens_that_a_step_may_yield(params: SamplingParams, constraint: MaskConstraint | None, most: int) -> None:
-    request = made(params, constraint=constraint, most_new_tokens=4)
-    assert request.most_new_tokens == request.most_when_admitted == most
-    assert made(params, constraint=constraint).most_new_tokens == 1
+def test_the_tokens_that_a_step_may_yield(params: SamplingParams, most: int) -> None:
+    request = made(params, max_new_tokens_per_step=4)
+    assert request.max_new_tokens_per_step == request.most_when_admitted == most
+    assert made(params).max_new_tokens_per_step == 1
 
 
 def test_it_has_what_was_asked_for() -> None:
@@ -59,7 +52,6 @@ def test_it_has_what_was_asked_for() -> None:
     request = made(
         params,
         order=(3, 7),
-        constraint=MASK,
         eos_token_ids=frozenset({5}),
         prefix_root=b"root",
         pooling="token",
@@ -70,17 +62,12 @@ def test_it_has_what_was_asked_for() -> None:
     )
     assert (request.request_id, request.order, request.sampling_params) == ("r", (3, 7), params)
     assert (request.token_ids, request.num_prompt_tokens, request.num_tokens) == ([1, 2, 3, 8, 9], 3, 5)
-    assert (request.prefix_root, request.pooling, request.second_text, request.adapter) == (
-        b"root",
-        "token",
-        2,
-        adapter,
-    )
-    assert (request.constraint, request.num_accepted, request.next_prompt_logprob) == (MASK, 0, 3)
+    assert (request.prefix_root, request.asked.adapter) == (b"root", adapter)
+    assert (request.samples_late, request.yields_tokens, request.computes_every_token) == (False, True, False)
     assert request.eos_token_ids == {5}
     assert request.ending_ids == {4, 5} | NO_TOKENS
     assert (request.stop_rule.min_tokens, request.stop_rule.max_tokens, request.max_num_tokens) == (2, 20, 23)
-    assert (request.status, request.num_computed_tokens, request.lane) == (RequestStatus.WAITING, 0, None)
+    assert (request.status, request.num_computed_tokens, request.has_sampled) == (RequestStatus.WAITING, 0, False)
     assert request.num_cached_tokens is request.scheduled_time is None
     assert (request.steady_until_computed, request.steady_until_known) == (0, 22)  # its next token is not the first
 
@@ -94,21 +81,16 @@ def test_end_of_sequence_tokens_that_are_ignored_end_nothing() -> None:
     assert made(SamplingParams(ignore_eos=True), eos_token_ids=frozenset({5})).ending_ids == NO_TOKENS
 
 
-@pytest.mark.parametrize(
-    ("prompt_logprobs", "vocab_size", "most"),
-    [(None, 11, None), (-1, 1 << 16, 1 << 8), (0, 1 << 16, 1 << 24), (3, 1 << 16, 1 << 22), (-1, 1 << 25, 1)],
-)
-def test_a_step_computes_as_much_of_a_prompt_as_host_memory_holds(
-    prompt_logprobs: int | None, vocab_size: int, most: int | None
-) -> None:
-    """16 Mi log-probabilities; and up to where the states are to be kept."""
-    request = made(SamplingParams(prompt_logprobs=prompt_logprobs), vocab_size=vocab_size)
-    if most is None:
-        assert request.step_limit > 1 << 40
-    else:
+@pytest.mark.parametrize(("most", "limit"), [(None, 5), (9, 5), (4, 4)])
+def test_a_step_computes_a_part_of_a_prompt(most: int | None, limit: int) -> None:
+    """As much as is allowed, and up to where a step has to end."""
+    request = made()
+    assert request.step_limit > 1 << 40
+    if most is not None:
+        request.max_step_tokens = most
         assert request.step_limit == most
-    request.snapshot_ends, request.num_computed_tokens = (8, 16), 3
-    assert request.step_limit == min(5, request.step_limit if most is None else most)
+    request.step_ends, request.num_computed_tokens = (8, 16), 3
+    assert request.step_limit == limit
 
 
 def test_the_runner_gets_all_that_it_needs() -> None:
@@ -116,27 +98,25 @@ def test_the_runner_gets_all_that_it_needs() -> None:
     plain = made(params, eos_token_ids=frozenset({5}), output_token_ids=(8,))
     blocks = ((3, 4), (5,))
     new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
-    assert plain.as_new(blocks) == new
-    full = made(params, constraint=MASK, pooling="token", second_text=2)
-    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, True, True, 2, adapter_slot=6, snapshot=7)
-    assert full.as_new(blocks, 6, 7) == new
-    assert not made(params, pooling="sequence").as_new(blocks).by_token
+    assert plain.as_new(blocks, {}) == new
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, {"f": 7})
+    assert made(params).as_new(blocks, {"f": 7}) == new
 
 
 def test_it_runs_from_its_first_admission_on() -> None:
-    request = made(most_new_tokens=4)
+    request = made(max_new_tokens_per_step=4)
     before = time.perf_counter()
     request.start()
     first = request.scheduled_time
     assert first is not None
     assert before <= first <= time.perf_counter()
-    assert (request.status, request.rests) == (RequestStatus.RUNNING, False)
-    request.lane, request.num_slots, request.num_tokens, request.num_computed_tokens = 0, 8, 4, 3
-    request.rest()
-    assert (request.most_new_tokens, request.rests) == (1, True)
+    assert (request.status, request.has_stopped_drafting) == (RequestStatus.RUNNING, False)
+    request.has_sampled, request.num_slots, request.num_tokens, request.num_computed_tokens = True, 8, 4, 3
+    request.stop_drafting()
+    assert (request.max_new_tokens_per_step, request.has_stopped_drafting) == (1, True)
     assert request.steady_until_computed == 8
     request.start()
-    assert (request.most_new_tokens, request.rests, request.scheduled_time) == (4, False, first)
+    assert (request.max_new_tokens_per_step, request.has_stopped_drafting, request.scheduled_time) == (4, False, first)
 
 
 def test_tokens_in_flight() -> None:
@@ -153,48 +133,10 @@ def test_tokens_in_flight() -> None:
 @pytest.mark.parametrize(("status", "computed"), [(RequestStatus.RUNNING, 8), (RequestStatus.PREEMPTED, 10)])
 def test_a_step_may_yield_fewer_tokens_than_was_assumed(status: RequestStatus, computed: int) -> None:
     """The blocks of a request that was preempted are gone: nothing of it counts as computed."""
-    request = made(most_new_tokens=4)
+    request = made(max_new_tokens_per_step=4)
     request.status, request.num_tokens, request.num_computed_tokens = status, 11, 10
     request.take_in(4, 2)
     assert (request.num_tokens, request.num_computed_tokens) == (9, computed)
-
-
-@pytest.mark.parametrize(
-    ("params", "rest", "owes_logprobs", "owes_all"),
-    [
-        (SamplingParams(), {}, False, False),
-        (SamplingParams(prompt_logprobs=0), {}, True, True),
-        (SamplingParams(prompt_logprobs=0), {"next_prompt_logprob": 2}, True, True),
-        (SamplingParams(prompt_logprobs=0), {"next_prompt_logprob": 3}, False, False),
-        (SamplingParams(), {"pooling": "sequence"}, False, False),
-        (SamplingParams(), {"pooling": "token"}, False, True),
-    ],
-)
-def test_what_its_prompt_is_computed_for(
-    params: SamplingParams, rest: dict[str, Any], owes_logprobs: bool, owes_all: bool
-) -> None:
-    request = made(params, **rest)
-    assert (request.owes_prompt_logprobs, request.owes_every_token) == (owes_logprobs, owes_all)
-
-
-def test_prompt_logprobs_are_delivered_once() -> None:
-    """A prompt may be computed again, in other chunks."""
-    request = made(SamplingParams(prompt_logprobs=0), prompt=tuple(range(9)))
-    rows = LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in range(8)])
-
-    def computed(first: int, end: int) -> tuple[int, list[int]] | None:
-        found = request.take_prompt_logprobs(first, rows.select(slice(first - 1, end - 1)))
-        return None if found is None else (found[0], [row.token_ids[0] + 1 for row in found[1]])
-
-    assert computed(1, 4) == (1, [1, 2, 3])
-    assert computed(1, 3) is None
-    assert computed(1, 4) is None
-    assert computed(2, 5) == (4, [4])
-    assert computed(5, 6) == (5, [5])
-    with pytest.raises(RuntimeError, match="prompt_logprobs of 'r' start at 7, but 6 is next"):
-        computed(7, 9)
-    assert computed(6, 9) == (6, [6, 7, 8])
-    assert not request.owes_prompt_logprobs
 
 
 @given(
@@ -204,7 +146,7 @@ def test_prompt_logprobs_are_delivered_once() -> None:
     num_slots=st.integers(0, 16),
     max_num_tokens=st.integers(3, 16),
     most=st.integers(1, 4),
-    lane=st.sampled_from([None, 0, 1]),
+    has_sampled=st.booleans(),
     failure=st.sampled_from([None, None, "why"]),
     status=st.sampled_from([RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.FINISHED]),
 )
@@ -215,20 +157,21 @@ def test_what_is_ordinary_of_a_request(
     num_slots: int,
     max_num_tokens: int,
     most: int,
-    lane: int | None,
+    has_sampled: bool,
     failure: str | None,
     status: RequestStatus,
 ) -> None:
     """A share: it decodes, not for the first time, in slots that it has, and stays below the length whatever comes. A
     token: it is not the first, and with it the request is below the length."""
-    request = made(most_new_tokens=most)
+    request = made(max_new_tokens_per_step=most)
     request.token_ids += [0] * (num_known - 3)
     request.num_tokens, request.num_computed_tokens, request.num_slots = num_tokens, num_computed, num_slots
-    request.max_num_tokens, request.lane, request.failure, request.status = max_num_tokens, lane, failure, status
+    request.max_num_tokens, request.has_sampled = max_num_tokens, has_sampled
+    request.failure, request.status = failure, status
     until_computed, until_known = request.steady_limits()
     goes_on = failure is None and status is RequestStatus.RUNNING
     fits = num_computed + most <= num_slots and num_tokens + most < max_num_tokens
-    decodes = num_computed == num_tokens - 1 and lane is not None
+    decodes = num_computed == num_tokens - 1 and has_sampled
     assert (num_computed < until_computed) == (goes_on and decodes and fits)
     assert (num_known < until_known) == (goes_on and num_known > 3 and num_known + 1 < max_num_tokens)
 

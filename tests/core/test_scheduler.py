@@ -72,7 +72,7 @@ class TestBudget:
     @pytest.mark.parametrize("max_tokens", [8, 3, 2])
     def test_a_decode_with_few_drafts_bounds_prompts_too(self, max_tokens: int) -> None:
         """The last steps of a request verify fewer drafts than others."""
-        engine = SimulatedEngine(budget=20, max_prefill_tokens=5, most_new_tokens=4, num_blocks=64)
+        engine = SimulatedEngine(budget=20, max_prefill_tokens=5, max_new_tokens_per_step=4, num_blocks=64)
         engine.add("a", [1, 2], params=outputs_of(max_tokens))
         engine.step()
         engine.add("b", list(range(100, 130)))
@@ -94,10 +94,12 @@ class TestBudget:
         assert sizes == [8, 6, 6, 4, 4, 4]
         engine.run()
 
-    @pytest.mark.parametrize(("most_new_tokens", "budget", "left"), [(1, 8, 5), (2, 9, 3)])
-    def test_an_urgent_long_prompt_does_not_hold_up_decodes(self, most_new_tokens: int, budget: int, left: int) -> None:
+    @pytest.mark.parametrize(("max_new_tokens_per_step", "budget", "left"), [(1, 8, 5), (2, 9, 3)])
+    def test_an_urgent_long_prompt_does_not_hold_up_decodes(
+        self, max_new_tokens_per_step: int, budget: int, left: int
+    ) -> None:
         """Nor their drafts."""
-        engine = SimulatedEngine(budget=budget, policy="priority", most_new_tokens=most_new_tokens)
+        engine = SimulatedEngine(budget=budget, policy="priority", max_new_tokens_per_step=max_new_tokens_per_step)
         for request_id in "abc":
             engine.add(request_id, [1], priority=5)
         engine.step()
@@ -310,7 +312,7 @@ class TestPrefixCache:
 
     def test_a_block_that_a_chunk_of_one_token_completes_is_found_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing is sampled behind it."""
-        monkeypatch.setattr("compiled_engine.core.request.MOST_PROMPT_LOGPROBS", VOCAB_SIZE)
+        monkeypatch.setattr("compiled_engine.features.prompt_logprobs.plan.MOST_PROMPT_LOGPROBS", VOCAB_SIZE)
         engine = SimulatedEngine(block_size=4)
         engine.add("a", list(range(9)), params=outputs_of(1, prompt_logprobs=-1))
         for start in range(4):
@@ -341,7 +343,7 @@ class TestPrefixCache:
 class TestPromptLogprobs:
     def test_a_step_computes_as_much_of_a_prompt_as_there_is_memory_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The log-probabilities of its tokens are in host memory at once: of each, as many as the vocabulary has."""
-        monkeypatch.setattr("compiled_engine.core.request.MOST_PROMPT_LOGPROBS", 4 * VOCAB_SIZE)
+        monkeypatch.setattr("compiled_engine.features.prompt_logprobs.plan.MOST_PROMPT_LOGPROBS", 4 * VOCAB_SIZE)
         engine = SimulatedEngine(budget=20)
         engine.add("all", list(range(10)), params=outputs_of(1, prompt_logprobs=-1))
         engine.add("few", list(range(10)), params=outputs_of(1, prompt_logprobs=0))
@@ -389,7 +391,9 @@ class TestPromptLogprobs:
         step = engine.scheduler.schedule()
         assert step is not None
         with pytest.raises(RuntimeError, match="prompt_logprobs of 'a' start at 2, but 1 is next"):
-            engine.scheduler.update(step, RunnerOutput([1], prompt_logprobs={"a": (2, LogprobRows(0, b""))}))
+            engine.scheduler.update(
+                step, RunnerOutput([1], extras={"prompt_logprobs": {"a": (2, LogprobRows(0, b""))}})
+            )
 
 
 def test_metrics() -> None:
@@ -413,12 +417,7 @@ def test_metrics() -> None:
         "finished": 1,
         "aborted": 1,
         "steps": 2,
-        "drafted_requests": 0,
-        "draft_tokens": 0,
-        "accepted_tokens": 0,
-        "accepted_by_position": {},
-        "resting": 0,
-        "rested": 0,
+        "grammar_requests": 0,  # of a feature
     }
 
 

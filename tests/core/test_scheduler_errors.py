@@ -8,15 +8,18 @@ import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
 
 
-def bare_scheduler(most_new_tokens: int = 1, **changes: Any) -> Scheduler:
+def bare_scheduler(max_new_tokens_per_step: int = 1, **changes: Any) -> Scheduler:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 20, "policy": "fcfs"} | changes
     config, cache = SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True)
-    return Scheduler(config, cache, num_blocks=3, vocab_size=11, most_new_tokens=most_new_tokens)
+    most = max_new_tokens_per_step
+    features = [DraftPlan(most - 1, 4, 1)] if most > 1 else []
+    return Scheduler(config, cache, num_blocks=3, vocab_size=11, max_new_tokens_per_step=most, features=features)
 
 
 def next_step(scheduler: Scheduler) -> SchedulerOutput:
@@ -82,7 +85,7 @@ def test_a_step_yields_no_more_tokens_than_it_may() -> None:
     step = next_step(scheduler)
     with pytest.raises(RuntimeError, match="step 1 yields several tokens for a request; allowed: one"):
         scheduler.update(step, RunnerOutput([1, 2], counts=[2]))
-    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler = bare_scheduler(max_new_tokens_per_step=4)
     scheduler.add(request_of(3))
     scheduler.update(next_step(scheduler), RunnerOutput([1], counts=[1]))
     step = next_step(scheduler)
@@ -93,7 +96,7 @@ def test_a_step_yields_no_more_tokens_than_it_may() -> None:
 @pytest.mark.parametrize("why", sorted(NO_TOKENS))
 def test_what_comes_before_an_error_is_given_out(why: int) -> None:
     """A row of several tokens may end in a place where there is none."""
-    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler = bare_scheduler(max_new_tokens_per_step=4)
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(logprobs=0)))
     rows = LogprobRows.of([TokenLogprobs((token,), (-1.0,), 1) for token in range(4)])
     for tokens in ([1], [2, 3, why, 4]):
@@ -107,7 +110,7 @@ def test_what_comes_before_an_error_is_given_out(why: int) -> None:
 
 def test_each_output_says_how_many_drafts_its_step_verified() -> None:
     """Also the first one and the last, which are not as all others."""
-    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler = bare_scheduler(max_new_tokens_per_step=4)
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(max_tokens=7, ignore_eos=True)))
     for count, num_drafts in ((1, 0), (2, 3), (2, 3), (2, 1)):
         result = RunnerOutput([3] * count, counts=[count], num_drafts=[num_drafts])
@@ -122,7 +125,7 @@ def test_each_output_says_how_many_drafts_its_step_verified() -> None:
 @pytest.mark.parametrize(("tokens", "kept", "accepted"), [([5, 6, 7, 8], 2, 2), ([5, 6], 2, 1), ([6], 1, 0)])
 def test_a_draft_that_is_a_stop_token_is_accepted(tokens: list[int], kept: int, accepted: int) -> None:
     """It is part of the output, unlike those behind it. The last token of a step is no draft."""
-    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler = bare_scheduler(max_new_tokens_per_step=4)
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(stop_token_ids=[6])))
     scheduler.update(next_step(scheduler), RunnerOutput([1], counts=[1]))
     result = RunnerOutput(tokens, counts=[len(tokens)], num_drafts=[3])

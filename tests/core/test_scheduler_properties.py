@@ -17,8 +17,8 @@ from token_masks import ByLastToken
 from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
-# Steps in flight and lanes: a lone stage, then pipelines, each without and with scheduling ahead.
-LANES = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)]
+# Steps in flight and micro-batches: a lone stage, then pipelines, each without and with scheduling ahead.
+MICRO_BATCHES = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)]
 IDS = [f"r{i}" for i in range(12)]
 TOKENS = st.integers(0, 10)
 MASKS = [ByLastToken(VOCAB_SIZE), ByLastToken(VOCAB_SIZE, 2), ByLastToken(VOCAB_SIZE, 0, "allows nothing")]
@@ -43,9 +43,11 @@ def yields_of(seed: int) -> Callable[[int], int]:
     return lambda most: rng.choice([*range(most + 1), most])
 
 
-def draft_length_of(most_new_tokens: int, head_rests: bool) -> AnyLength | None:
+def draft_length_of(max_new_tokens_per_step: int, skips_head: bool) -> AnyLength | None:
     """Steps with any number of drafts, where the drafts are those of a head, which rests at times."""
-    return AnyLength(most_new_tokens - 1, head_rests=True) if head_rests and most_new_tokens > 1 else None
+    return (
+        AnyLength(max_new_tokens_per_step - 1, skips_head=True) if skips_head and max_new_tokens_per_step > 1 else None
+    )
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -65,31 +67,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(4, 50),
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
-        lanes=st.sampled_from(LANES),
-        most_new_tokens=st.sampled_from([1, 1, 2, 4]),
+        micro_batches=st.sampled_from(MICRO_BATCHES),
+        max_new_tokens_per_step=st.sampled_from([1, 1, 2, 4]),
         num_snapshots=st.sampled_from([0, 0, 1, 2, 20]),
-        head_rests=st.booleans(),
+        skips_head=st.booleans(),
         seed=st.integers(0, 99),
     )
     def start(
         self,
-        lanes: tuple[int, int],
+        micro_batches: tuple[int, int],
         budget: int,
-        most_new_tokens: int,
+        max_new_tokens_per_step: int,
         num_snapshots: int,
-        head_rests: bool,
+        skips_head: bool,
         seed: int,
         **limits: int | str | bool | None,
     ) -> None:
-        steps_in_flight, num_lanes = lanes
+        steps_in_flight, num_micro_batches = micro_batches
         self.engine = SimulatedEngine(
             steps_in_flight=steps_in_flight,
-            num_lanes=num_lanes,
-            budget=max(budget, most_new_tokens),
-            most_new_tokens=most_new_tokens,
+            num_micro_batches=num_micro_batches,
+            budget=max(budget, max_new_tokens_per_step),
+            max_new_tokens_per_step=max_new_tokens_per_step,
             yields=yields_of(seed),
-            num_snapshots=num_snapshots if most_new_tokens == 1 else 0,  # recurrences have no drafts
-            draft_length=draft_length_of(most_new_tokens, head_rests),
+            num_snapshots=num_snapshots if max_new_tokens_per_step == 1 else 0,  # recurrences have no drafts
+            draft_length=draft_length_of(max_new_tokens_per_step, skips_head),
             **limits,  # type: ignore[arg-type]
         )
 
@@ -173,16 +175,16 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize(("steps_in_flight", "num_lanes"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("steps_in_flight", "num_micro_batches"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("most_new_tokens", [1, 4])
+@pytest.mark.parametrize("max_new_tokens_per_step", [1, 4])
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.product(one_in=1000)) for part in range(1, 4))]
 )
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_a_heavy_load_is_served_in_full(
-    policy: str, steps_in_flight: int, num_lanes: int, most_new_tokens: int, part: int, seed: int
+    policy: str, steps_in_flight: int, num_micro_batches: int, max_new_tokens_per_step: int, part: int, seed: int
 ) -> None:
     """Dozens of requests over shared prefixes, in pools from ample to so small that most are preempted."""
     seed ^= part << 33  # other loads in each part
@@ -192,17 +194,17 @@ def test_a_heavy_load_is_served_in_full(
     engine = SimulatedEngine(
         block_size=block_size,
         num_blocks=rng.choice([60, 100, 200, 1000]) // block_size,
-        budget=max(rng.choice([1, 3, 16, 100]), most_new_tokens),
+        budget=max(rng.choice([1, 3, 16, 100]), max_new_tokens_per_step),
         max_num_seqs=rng.choice([1, 4, 32]),
         max_model_len=rng.choice([40, 80]),
         policy=policy,
         prefix_caching=rng.random() < 0.8,
         steps_in_flight=steps_in_flight,
-        num_lanes=num_lanes,
-        most_new_tokens=most_new_tokens,
+        num_micro_batches=num_micro_batches,
+        max_new_tokens_per_step=max_new_tokens_per_step,
         yields=yields_of(seed),
-        num_snapshots=rng.choice([0, 1, 3, 40]) if most_new_tokens == 1 else 0,
-        draft_length=draft_length_of(most_new_tokens, rng.random() < 0.5),
+        num_snapshots=rng.choice([0, 1, 3, 40]) if max_new_tokens_per_step == 1 else 0,
+        draft_length=draft_length_of(max_new_tokens_per_step, rng.random() < 0.5),
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
     for i in range(60):
@@ -223,7 +225,7 @@ def test_a_heavy_load_is_served_in_full(
     engine.run()
 
 
-@pytest.mark.parametrize("lanes", LANES, ids=str)
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES, ids=str)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     block_size=st.integers(1, 4),
@@ -231,27 +233,27 @@ def test_a_heavy_load_is_served_in_full(
     num_decodes=st.integers(0, 2),
     length=st.integers(1, 24),
     steps_before=st.integers(0, 4),
-    most_new_tokens=st.integers(1, 3),
+    max_new_tokens_per_step=st.integers(1, 3),
 )
 def test_prompts_that_go_on_after_one_that_is_being_computed(
-    lanes: tuple[int, int],
+    micro_batches: tuple[int, int],
     block_size: int,
     budget: int,
     num_decodes: int,
     length: int,
     steps_before: int,
-    most_new_tokens: int,
+    max_new_tokens_per_step: int,
 ) -> None:
     """The budget may leave the first prompt as many tokens as a decode has, which complete a block in the step that
     admits others."""
-    steps_in_flight, num_lanes = lanes
+    steps_in_flight, num_micro_batches = micro_batches
     engine = SimulatedEngine(
         block_size=block_size,
         num_blocks=64,
-        budget=max(budget, most_new_tokens),
+        budget=max(budget, max_new_tokens_per_step),
         steps_in_flight=steps_in_flight,
-        num_lanes=num_lanes,
-        most_new_tokens=most_new_tokens,
+        num_micro_batches=num_micro_batches,
+        max_new_tokens_per_step=max_new_tokens_per_step,
     )
     for i in range(num_decodes):
         engine.add(f"decode {i}", [i], params=outputs_of(12))
@@ -262,7 +264,7 @@ def test_prompts_that_go_on_after_one_that_is_being_computed(
             engine.finish_step()
         engine.try_step()
     for i in range(3):
-        engine.add(f"longer {i}", [*prompt, *[i] * most_new_tokens], params=outputs_of(2))
+        engine.add(f"longer {i}", [*prompt, *[i] * max_new_tokens_per_step], params=outputs_of(2))
     engine.run()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
@@ -17,10 +18,17 @@ def rows(*tokens: int) -> LogprobRows:
     return LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in tokens])
 
 
-def made(most_new_tokens: int, **limits: Any) -> Scheduler:
+def made(max_new_tokens_per_step: int, **limits: Any) -> Scheduler:
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 60, "policy": "fcfs"} | limits
     cache = CacheConfig(4, None, 0.9, True)
-    return Scheduler(SchedulerConfig(**given), cache, 40, 11, most_new_tokens=most_new_tokens)
+    return Scheduler(
+        SchedulerConfig(**given),
+        cache,
+        40,
+        11,
+        max_new_tokens_per_step=max_new_tokens_per_step,
+        features=[PromptLogprobs(11)],
+    )
 
 
 def add(scheduler: Scheduler, name: str, prompt: int = 3, output: tuple[int, ...] = (), **params: Any) -> None:
@@ -58,19 +66,21 @@ def test_rows_of_requests_that_ask_for_few_or_many(several: bool) -> None:
         assert found["many"].logprobs == many["many"]
 
 
-@pytest.mark.parametrize("most_new_tokens", [1, 3])
+@pytest.mark.parametrize("max_new_tokens_per_step", [1, 3])
 @pytest.mark.parametrize("output", [(), (8, 9)])
-def test_rows_of_a_prompt_come_with_its_token_beside_others(most_new_tokens: int, output: tuple[int, ...]) -> None:
+def test_rows_of_a_prompt_come_with_its_token_beside_others(
+    max_new_tokens_per_step: int, output: tuple[int, ...]
+) -> None:
     """Also where another core has generated the first tokens."""
-    scheduler = made(most_new_tokens)
+    scheduler = made(max_new_tokens_per_step)
     add(scheduler, "decodes", logprobs=0)
-    counts = None if most_new_tokens == 1 else [1]
+    counts = None if max_new_tokens_per_step == 1 else [1]
     update(scheduler, RunnerOutput([4], rows(4), counts=counts))
     update(scheduler, RunnerOutput([5], rows(5), counts=counts))
     add(scheduler, "prompt", output=output, prompt_logprobs=0)
-    counts = None if most_new_tokens == 1 else [1, 1]
+    counts = None if max_new_tokens_per_step == 1 else [1, 1]
     prompt = {"prompt": (1, rows(1, 1))}
-    found = update(scheduler, RunnerOutput([6, 7], rows(6, 7), prompt_logprobs=prompt, counts=counts))
+    found = update(scheduler, RunnerOutput([6, 7], rows(6, 7), extras={"prompt_logprobs": prompt}, counts=counts))
     assert (found["decodes"].new_token_ids, found["decodes"].logprobs) == ((6,), rows(6))
     assert (found["prompt"].new_token_ids, found["prompt"].prompt_logprobs) == ((7,), prompt["prompt"])
     assert found["prompt"].logprobs is None

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from token_masks import ByLastToken
 
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.core.steps import (
-    StepDraft,
+    StepBuilder,
     StepInFlight,
     StepsInFlight,
     all_but,
+    extra_fields,
+    extra_outputs,
     no_token,
-    prompt_outputs,
     step_outputs,
     tokens_output,
 )
-from compiled_engine.grammars.constraint import GrammarConstraint
-from compiled_engine.messages import EngineOutput, EngineRequest, NewRequest, RunnerOutput, Vectors
+from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, Vectors
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import (
     NOT_A_NUMBER,
@@ -31,20 +28,21 @@ from compiled_engine.sampling.sampled_tokens import (
     LogprobRows,
     TokenLogprobs,
 )
-from compiled_engine.sampling.token_mask import MaskConstraint
 
 
-def request(name: str, *, constraint: Any = None, prompt: int = 3, pooling: str = "", **params: Any) -> Request:
-    asked = EngineRequest(name, tuple(range(prompt)), SamplingParams(**params), pooling=pooling)
-    return Request.of(asked, (0, ord(name)), 100, 11, constraint)
+def request(name: str, *, samples_late: bool = False, prompt: int = 3, **params: Any) -> Request:
+    asked = EngineRequest(name, tuple(range(prompt)), SamplingParams(**params))
+    made = Request.of(asked, (0, ord(name)), 100)
+    made.samples_late = samples_late
+    return made
 
 
 def rows(*tokens: int) -> LogprobRows:
     return LogprobRows.of([TokenLogprobs((token,), (-float(token),), 1) for token in tokens])
 
 
-def in_flight(draft: StepDraft, *, constraints: bool = True, number: int = 7) -> StepInFlight:
-    return StepInFlight.of(number, draft, ("gone",), [[5], [6]], {1: "digest"}, 2.5, constraints=constraints)
+def in_flight(builder: StepBuilder, *, any_late: bool = True, number: int = 7) -> StepInFlight:
+    return StepInFlight.of(number, builder, ("gone",), [[5], [6]], any_late=any_late)
 
 
 def test_a_mask_of_indices() -> None:
@@ -52,70 +50,47 @@ def test_a_mask_of_indices() -> None:
     assert all_but([], 2) == [True, True]
 
 
-@pytest.mark.parametrize("constraints", [True, False])
-def test_a_step_has_its_decodes_first(constraints: bool) -> None:
+@pytest.mark.parametrize("any_late", [True, False])
+def test_a_step_has_its_decodes_first(any_late: bool) -> None:
     """Whatever the order in which its shares come."""
-    masked = request("m", constraint=MaskConstraint(ByLastToken(11), 11))
+    late = request("m", samples_late=True)
     other, prompt, chunk, unsampled = (request(name) for name in "opcu")
-    draft = StepDraft(lane=1, decode_tokens=2, snapshots={"p": 3}, head_rests=True)
-    draft.new_block_ids["m"] = ((4,),)
-    draft.bounds[masked] = 1
-    draft.add(prompt, 0, 3, True)
-    draft.add(other, 5, 2, True)
-    draft.add(unsampled, 0, 2, False)
-    draft.add(chunk, 4, 5, False)
-    draft.add(masked, 8, 2, True)
-    before = time.perf_counter()
-    step = in_flight(draft, constraints=constraints)
+    builder = StepBuilder(decode_tokens=2, draft_sharpness=2.5, skips_head=True)
+    builder.new_block_ids["m"] = ((4,),)
+    builder.bounds[late] = 1
+    builder.add(prompt, 0, 3, True)
+    builder.add(other, 5, 2, True)
+    builder.add(unsampled, 0, 2, False)
+    builder.add(chunk, 4, 5, False)
+    builder.add(late, 8, 2, True)
+    step = in_flight(builder, any_late=any_late)
     output = step.output
     assert (output.request_ids, output.starts) == (["o", "u", "m", "p", "c"], [5, 0, 8, 0, 4])
     assert (output.counts, output.samples) == ([2, 2, 2, 3, 5], [True, False, True, True, False])
-    assert (output.step, output.removed, output.new, output.placed_adapters) == (7, ("gone",), (), {1: "digest"})
-    assert (output.new_block_ids, output.snapshots) == ({"m": ((4,),)}, {"p": 3})
-    assert (output.draft_sharpness, output.head_rests, output.awaits_masks) == (2.5, True, constraints)
-    assert step.requests == [other, unsampled, masked, prompt, chunk]
-    assert (step.sampling, step.sampling_ids) == ([other, masked, prompt], ["o", "m", "p"])
-    assert step.constrained == ([masked] if constraints else [])
-    assert (step.registered, step.lane, step.bounds, step.decode_tokens) == ([[5], [6]], 1, {masked: 1}, 2)
-    assert before <= step.begun_s <= time.perf_counter()
+    assert (output.step, output.removed, output.new) == (7, ("gone",), ())
+    assert (output.new_block_ids, output.extras) == ({"m": ((4,),)}, {})
+    assert (output.draft_sharpness, output.skips_head, output.samples_late) == (2.5, True, any_late)
+    assert step.requests == [other, unsampled, late, prompt, chunk]
+    assert (step.sampling, step.sampling_ids) == ([other, late, prompt], ["o", "m", "p"])
+    assert step.late == ([late] if any_late else [])
+    assert (step.registered, step.bounds, step.decode_tokens) == ([[5], [6]], {late: 1}, 2)
 
 
-def test_a_step_that_samples_for_none_with_a_constraint_awaits_no_masks() -> None:
-    draft = StepDraft()
-    draft.add(request("m", constraint=MaskConstraint(ByLastToken(11), 11)), 0, 3, False)
-    step = in_flight(draft)
-    assert (step.constrained, step.output.awaits_masks) == ([], False)
-
-
-@pytest.mark.parametrize(
-    ("shares", "num_prefill_tokens", "is_new", "num_drafts"),
-    [
-        ((3, 3), 0, False, 2),
-        ((3, 1), 0, False, 2),
-        ((3, 1, 1), 0, False, None),
-        ((3, 3), 4, False, None),
-        ((3, 3), 0, True, None),
-    ],
-)
-def test_the_time_of_a_step_tells_of_drafts_if_half_of_its_requests_have_them(
-    shares: tuple[int, ...], num_prefill_tokens: int, is_new: bool, num_drafts: int | None
-) -> None:
-    draft = StepDraft(decode_tokens=3, num_prefill_tokens=num_prefill_tokens)
-    for name, count in zip("abc", shares, strict=False):
-        draft.add(request(name), 4, count, True)
-    if is_new:
-        draft.new.append(NewRequest("a", (1,), 1, SamplingParams(), frozenset(), ()))
-    assert in_flight(draft).num_drafts == num_drafts
+def test_a_step_samples_late_only_what_it_samples() -> None:
+    builder = StepBuilder()
+    builder.add(request("m", samples_late=True), 0, 3, False)
+    step = in_flight(builder)
+    assert (step.late, step.output.samples_late) == ([], False)
 
 
 @pytest.mark.parametrize(("most", "taken", "room"), [(None, 5, 9), (20, 5, 9), (8, 5, 3), (8, 8, 0)])
 def test_the_room_for_prompts(most: int | None, taken: int, room: int) -> None:
-    assert StepDraft(max_prefill_tokens=most, num_prefill_tokens=taken).room_for_prompts(9) == room
+    assert StepBuilder(max_prefill_tokens=most, num_prefill_tokens=taken).room_for_prompts(9) == room
 
 
 def test_steps_are_taken_in_in_order() -> None:
     steps = StepsInFlight(2)
-    first, second, third = (in_flight(StepDraft(), number=number) for number in range(3))
+    first, second, third = (in_flight(StepBuilder(), number=number) for number in range(3))
     with pytest.raises(RuntimeError, match="step 0 is not the oldest one in flight"):
         steps.oldest(first.output)
     for step in (first, second):
@@ -133,10 +108,10 @@ def test_steps_are_taken_in_in_order() -> None:
 
 
 def two_sampling() -> StepInFlight:
-    draft = StepDraft()
+    builder = StepBuilder()
     for name in "abc":
-        draft.add(request(name), 4, 1, True)
-    return in_flight(draft)
+        builder.add(request(name), 4, 1, True)
+    return in_flight(builder)
 
 
 def test_outputs_that_are_as_all_others_stay_in_columns() -> None:
@@ -150,86 +125,82 @@ def test_outputs_that_are_as_all_others_stay_in_columns() -> None:
     assert step_outputs(step, RunnerOutput([5, 6, 7]), [1], []).logprobs is None
 
 
+def vectors_of(asked: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    """A feature that has a vector for some."""
+    found = extras.get("f", {}).get(asked.request_id)
+    return {} if found is None else {"vectors": found}
+
+
+def rows_of(asked: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    """Another feature, that has rows for some."""
+    found = extras.get("g", {}).get(asked.request_id)
+    return {} if found is None else {"prompt_logprobs": found}
+
+
+TAKEN = (vectors_of, rows_of)
+
+
 def test_what_a_chunk_of_a_prompt_yields() -> None:
     """For those that have not come to the end of it, and have not ended."""
-    asked, pooled, nothing, ended, sampling = (
-        request("a", prompt_logprobs=0, prompt=9),
-        request("b", pooling="token", prompt=9),
-        request("c", prompt=9),
-        request("d", prompt_logprobs=0, prompt=9),
-        request("e", prompt_logprobs=0, prompt=9),
-    )
-    asked.num_cached_tokens = 4
+    one, other, nothing, ended, sampling = (request(name, prompt=9) for name in "abcde")
+    one.num_cached_tokens = 4
     ended.status = RequestStatus.FINISHED
-    draft = StepDraft()
-    for each in (asked, pooled, nothing, ended):
-        draft.add(each, 0, 4, False)
-    draft.add(sampling, 0, 9, True)
-    vectors = Vectors(0, 1, bytes(16))
-    found = (1, rows(1, 2, 3))
-    result = RunnerOutput([7], prompt_logprobs=dict.fromkeys("ade", found), vectors={"b": vectors})
-    assert prompt_outputs(in_flight(draft), result) == [
+    builder = StepBuilder()
+    for each in (one, other, nothing, ended):
+        builder.add(each, 0, 4, False)
+    builder.add(sampling, 0, 9, True)
+    vectors, found = Vectors(0, 1, bytes(16)), (1, rows(1, 2, 3))
+    result = RunnerOutput([7], extras={"f": {"b": vectors}, "g": dict.fromkeys("abde", found)})
+    assert extra_outputs(in_flight(builder), result, TAKEN) == [
         EngineOutput("a", (), prompt_logprobs=found, num_cached_tokens=4),
-        EngineOutput("b", (), num_cached_tokens=0, vectors=vectors),
+        EngineOutput("b", (), prompt_logprobs=found, num_cached_tokens=0, vectors=vectors),
     ]
-    assert (asked.next_prompt_logprob, ended.next_prompt_logprob) == (4, 1)
+    assert extra_fields(one, RunnerOutput([7]), TAKEN) == {}
 
 
 class TestTokensOutput:
-    RESULT = RunnerOutput(
-        [4, 5, 6],
-        rows(4, 5, 6),
-        many_logprobs={"m": rows(7, 8)},
-        prompt_logprobs={"a": (1, rows(1, 2))},
-        vectors={"v": Vectors(0, 1, bytes(4))},
-    )
+    RESULT = RunnerOutput([4, 5, 6], rows(4, 5, 6), many_logprobs={"m": rows(7, 8)})
 
     def test_it_has_what_the_request_asked_for(self) -> None:
-        asked = request("a", logprobs=0, prompt_logprobs=0)
+        asked = request("a", logprobs=0)
         asked.num_cached_tokens, asked.scheduled_time = 2, 1.5
-        output = tokens_output(asked, slice(1, 3), Finish("stop", 6), self.RESULT)
+        extras = {"prompt_logprobs": (1, rows(1, 2))}
+        output = tokens_output(asked, slice(1, 3), Finish("stop", 6), self.RESULT, extras)
         assert output == EngineOutput("a", (5, 6), rows(5, 6), (1, rows(1, 2)), "stop", 6, 2, 1.5)
 
     def test_it_has_nothing_else(self) -> None:
-        output = tokens_output(request("b"), slice(0, 1), None, self.RESULT)
+        output = tokens_output(request("b"), slice(0, 1), None, self.RESULT, {})
         assert output == EngineOutput("b", (4,), num_cached_tokens=0)
 
     def test_rows_of_many_tokens_are_as_many_as_it_got(self) -> None:
         asked = request("m", logprobs=5)
-        assert tokens_output(asked, slice(0, 1), None, self.RESULT).logprobs == rows(7)
-        assert tokens_output(asked, slice(0, 2), None, self.RESULT).logprobs == rows(7, 8)
+        assert tokens_output(asked, slice(0, 1), None, self.RESULT, {}).logprobs == rows(7)
+        assert tokens_output(asked, slice(0, 2), None, self.RESULT, {}).logprobs == rows(7, 8)
 
     def test_without_a_token_there_are_no_log_probabilities(self) -> None:
         for name in "am":
-            output = tokens_output(request(name, logprobs=0), slice(1, 1), Finish("error", "why"), self.RESULT)
+            output = tokens_output(request(name, logprobs=0), slice(1, 1), Finish("error", "why"), self.RESULT, {})
             assert (output.new_token_ids, output.logprobs, output.stop_reason) == ((), None, "why")
 
-    def test_a_vector_comes_without_tokens(self) -> None:
-        output = tokens_output(request("v", pooling="sequence"), slice(0, 1), Finish("length", None), self.RESULT)
-        assert (output.new_token_ids, output.vectors) == ((), self.RESULT.vectors["v"])
+    def test_a_token_may_be_no_output(self) -> None:
+        asked, vectors = request("v", logprobs=0), Vectors(0, 1, bytes(4))
+        asked.yields_tokens = False
+        output = tokens_output(asked, slice(0, 1), Finish("length", None), self.RESULT, {"vectors": vectors})
+        assert (output.new_token_ids, output.logprobs, output.vectors) == ((), None, vectors)
 
 
 @pytest.mark.parametrize("token_id", [0, 5, -1])
 def test_a_token_ends_nothing(token_id: int) -> None:
-    assert no_token(request("a"), token_id) is None
+    assert no_token(request("a"), token_id, ()) is None
 
 
 @pytest.mark.parametrize("why", [NOT_A_NUMBER, NOTHING_ALLOWED])
 def test_without_a_token_a_request_ends_with_the_reason(why: int) -> None:
-    for constraint in (None, MaskConstraint(ByLastToken(11), 11)):
-        assert no_token(request("a", constraint=constraint), why) == Finish("error", WHY_NO_TOKEN[why])
+    for nothing_allowed in ((), (lambda asked: None,)):
+        assert no_token(request("a"), why, nothing_allowed) == Finish("error", WHY_NO_TOKEN[why])
 
 
-@pytest.mark.parametrize(
-    ("why", "accepting", "finish"),
-    [
-        (NOTHING_ALLOWED, True, Finish("stop", None)),
-        (NOTHING_ALLOWED, False, Finish("error", WHY_NO_TOKEN[NOTHING_ALLOWED])),
-        (NOT_A_NUMBER, True, Finish("error", WHY_NO_TOKEN[NOT_A_NUMBER])),
-    ],
-)
-def test_a_text_that_is_complete_may_end_for_want_of_a_token(why: int, accepting: bool, finish: Finish) -> None:
-    """Only an end-of-sequence token could come, and something else forbids it."""
-    matcher: Any = SimpleNamespace(is_accepting=lambda: accepting)
-    executor: Any = None
-    assert no_token(request("a", constraint=GrammarConstraint(matcher, executor)), why) == finish
+def test_where_no_token_is_allowed_a_feature_may_know_of_a_better_end() -> None:
+    stop = Finish("stop", None)
+    assert no_token(request("a"), NOTHING_ALLOWED, (lambda asked: None, lambda asked: stop)) == stop
+    assert no_token(request("a"), NOT_A_NUMBER, (lambda asked: stop,)) == Finish("error", WHY_NO_TOKEN[NOT_A_NUMBER])

@@ -17,10 +17,11 @@ from torch import nn
 from compiled_engine import LLM, LoRARequest, SamplingParams, async_llm
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
+from compiled_engine.features.adapters import slots as adapter_slots
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.messages import ControlCall
 from compiled_engine.models.checkpoint import adapter_folder
 from compiled_engine.models.checkpoint.adapter_folder import Adapter, read_adapter
-from compiled_engine.runner import adapter_slots
 
 PROMPTS = [[3, 99, 5, 27, 64, 8, 120, 41], [7] * 20, list(range(1, 34)), [11, 12], [90, 2, 90, 2, 90], [55]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=0)
@@ -47,6 +48,10 @@ class Adapted(NamedTuple):
     def generate(self, names: Sequence[str | None], params: SamplingParams = GREEDY) -> list[RequestOutput]:
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(names)]]
         return self.llm.generate(prompts, params, lora_request=[self.request(name) for name in names])
+
+
+def called(core: Any, name: str, **arguments: Any) -> Any:
+    return core.call(ControlCall(name, arguments))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +134,7 @@ def test_files_that_are_replaced_between_the_digest_and_the_reading_are_refused(
     named = digest_of(folder)
     make_adapter(folder, adapted.model, 4, seed=12)
     with pytest.raises(ControlError, match="has changed since its adapter was named; name it again"):
-        adapted.llm.core.load_adapter(str(folder), named)
+        called(adapted.llm.core, "load_adapter", path=str(folder), digest=named)
 
 
 def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +143,14 @@ def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, mo
     monkeypatch.setattr(
         adapter_slots, "read_adapter", lambda path, **how: (may_read.wait(60), read_adapter(path, **how))[1]
     )
-    core.begin_load_adapter(str(folder), digest)
-    core.begin_load_adapter(str(folder), digest)  # is being read
+    called(core, "begin_load_adapter", path=str(folder), digest=digest)
+    called(core, "begin_load_adapter", path=str(folder), digest=digest)  # is being read
     assert_is_of(adapted.model, adapted.generate([None])[0])
-    assert not core.has_read_adapter(digest)
+    assert not called(core, "has_read_adapter", digest=digest)
     may_read.set()
-    wait_until(lambda: core.has_read_adapter(digest))
+    wait_until(lambda: called(core, "has_read_adapter", digest=digest))
     loads = adapted.llm.metrics()["adapter_loads"]
-    core.load_adapter(str(folder), digest)
+    called(core, "load_adapter", path=str(folder), digest=digest)
     assert adapted.llm.metrics()["adapter_loads"] == loads + 1
     output = adapted.llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=LoRARequest("read", 5, folder))
     assert_is_of(merged(adapted.base, folder), output[0])
@@ -161,10 +166,10 @@ def test_few_adapters_are_kept_that_were_read_and_never_loaded(
     )
     folders = [make_adapter(tmp_path / str(seed), adapted.model, 2, seed=20 + seed) for seed in range(5)]
     for folder in folders:
-        core.begin_load_adapter(str(folder), digest_of(folder))
-        wait_until(lambda folder=folder: core.has_read_adapter(digest_of(folder)))
+        called(core, "begin_load_adapter", path=str(folder), digest=digest_of(folder))
+        wait_until(lambda folder=folder: called(core, "has_read_adapter", digest=digest_of(folder)))
     for folder in (folders[-1], folders[0]):
-        core.load_adapter(str(folder), digest_of(folder))
+        called(core, "load_adapter", path=str(folder), digest=digest_of(folder))
     assert read == [*folders, folders[0]]
 
 

@@ -97,6 +97,23 @@ def test_deltas_join_to_the_outputs_of_llm(engine: AsyncLLM, llm: LLM) -> None:
         assert prompt_logprobs == (want.prompt_logprobs or [])
 
 
+def test_a_template_that_loops_holds_up_no_other_request(in_process: AsyncLLM) -> None:
+    """And loops no more once its caller has gone."""
+    looping = "{% for a in range(99999) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
+
+    async def main() -> None:
+        conversation = [{"role": "user", "content": "x"}]
+        for _ in range(3):  # more than there are threads
+            loop = asyncio.ensure_future(collect(in_process.chat(conversation, LONG, chat_template=looping)))
+            outputs = await collect(in_process.generate(PROMPTS[0], LONG))
+            assert (outputs[-1].finished, loop.done()) == (True, False)
+            loop.cancel()
+            await asyncio.wait([loop])
+        assert (await collect(in_process.chat(conversation, LONG, chat_template="{{ 1 }}")))[-1].finished
+
+    run(main())
+
+
 def test_chat_renders_as_llm_does(engine: AsyncLLM, llm: LLM) -> None:
     conversation = [{"role": "user", "content": "Write a class."}]
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -190,7 +190,7 @@ def draft(sizes: tuple[int, ...] = (1, 4)) -> DraftConfig:
 
 
 @pytest.mark.parametrize(
-    ("speculation", "lengths", "queries"),
+    ("speculation", "lengths", "query_lens"),
     [
         (SpeculationConfig(), (0,), (1,)),
         (SpeculationConfig("ngram", 5), (5,), (1, 6)),
@@ -198,23 +198,25 @@ def draft(sizes: tuple[int, ...] = (1, 4)) -> DraftConfig:
     ],
 )
 def test_rows_of_steps_with_drafts(
-    speculation: SpeculationConfig, lengths: tuple[int, ...], queries: tuple[int, ...]
+    speculation: SpeculationConfig, lengths: tuple[int, ...], query_lens: tuple[int, ...]
 ) -> None:
-    assert (speculation.lengths, speculation.queries) == (lengths, queries)
-    assert speculation.verified == queries[1:]
+    assert (speculation.lengths, speculation.query_lens) == (lengths, query_lens)
+    assert speculation.verified == query_lens[1:]
     config = replace(BASE, speculation=speculation)
-    assert (config.draft_lengths, config.most_new_tokens) == (lengths, queries[-1])
+    assert (config.draft_lengths, config.max_new_tokens_per_step) == (lengths, query_lens[-1])
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("taps", [(), (1, 2)])
+@pytest.mark.parametrize("aux_layers", [(), (1, 2)])
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_a_head_rests_where_the_number_of_drafts_is_chosen(
-    adapts: bool, taps: tuple[int, ...], has_draft: bool
+    adapts: bool, aux_layers: tuple[int, ...], has_draft: bool
 ) -> None:
-    speculation = SpeculationConfig("eagle3", 3, draft=draft() if has_draft else None, taps=taps, adapts=adapts)
-    assert speculation.head_rests == (adapts and taps != ())
-    assert speculation.sizes_read == ((1, 4) if adapts and taps and has_draft else None)
+    speculation = SpeculationConfig(
+        "eagle3", 3, draft=draft() if has_draft else None, aux_layers=aux_layers, adapts=adapts
+    )
+    assert speculation.skips_head == (adapts and aux_layers != ())
+    assert speculation.sizes_read == ((1, 4) if adapts and aux_layers and has_draft else None)
 
 
 def test_the_draft_model_has_the_settings_of_the_engine_but_its_own() -> None:

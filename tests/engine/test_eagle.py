@@ -21,7 +21,7 @@ from eagle_heads import (
 )
 from scripted_drafts import AnyLength, AtRest
 
-from compiled_engine.core import engine_core
+from compiled_engine.features import registry
 from compiled_engine.llm import LLM
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
@@ -85,8 +85,8 @@ def test_drafts_are_those_of_the_whole_sequence(
 ) -> None:
     """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
     config = head_config(target, **changes)
-    num_taps, before_fc = len(config["eagle_aux_hidden_state_layer_ids"]), config.get("norm_before_fc", False)
-    tensors = random_tensors(config, num_taps=num_taps, norm_before_fc=before_fc)
+    num_aux_layers, before_fc = len(config["eagle_aux_hidden_state_layer_ids"]), config.get("norm_before_fc", False)
+    tensors = random_tensors(config, num_aux_layers=num_aux_layers, norm_before_fc=before_fc)
     seen: dict[tuple[int, ...], list[int]] = {}
     propose = EagleProposer.propose
 
@@ -95,8 +95,8 @@ def test_drafts_are_those_of_the_whole_sequence(
         states = self._states
         assert states.drafts_SK is not None
         for row, start, count in zip(states.rows(step.request_ids), step.starts, step.counts, strict=True):
-            if start >= states.num_known[row] and count > 1:
-                known = tuple(states.known_ids(row)[: int(states.num_computed_S[row]) + 1].tolist())
+            if start >= states.prefill_len[row] and count > 1:
+                known = tuple(states.all_token_ids(row)[: int(states.num_computed_S[row]) + 1].tolist())
                 drafts = states.drafts_SK[row, : count - 1].tolist()
                 assert seen.setdefault(known, drafts)[: count - 1] == drafts[: len(seen[known])]
 
@@ -191,7 +191,7 @@ def test_requests_at_rest_have_the_same_tokens(
 ) -> None:
     """Beside others with drafts, behind a cached prefix that the head has not read, and computed again. No key or value
     of the head's cache is a number until it is written, and the head's weights are such that drafts may be none."""
-    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
     allocate = EagleProposer.allocate
 
     def allocate_poisoned(self: EagleProposer, num_blocks: int) -> None:
@@ -231,7 +231,7 @@ def test_a_head_at_rest_computes_nothing(
     target: Path, tmp_path: Path, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes as many steps as without a head."""
-    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    monkeypatch.setattr(registry, "DraftLength", AtRest)
     passes: list[int] = []
     one_pass = EagleProposer._pass
     monkeypatch.setattr(EagleProposer, "_pass", lambda *given: (passes.append(1), one_pass(*given)))

@@ -25,7 +25,7 @@ from recorded_capture import RecordedCapture
 from scripted_drafts import AnyLength, AtRest
 
 from compiled_engine.config import GraphMode
-from compiled_engine.core import engine_core
+from compiled_engine.features import registry
 from compiled_engine.messages import EngineRequest
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
@@ -86,7 +86,7 @@ def test_the_tokens_are_those_without_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the number of drafts changes, requests cease to have any, and some step has both kinds."""
-    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
     core = start_core(config_of(mode, of_head(fitted, num_drafts, adapts=adapts), **options), SilentProgress())
     assert run(core, requests(text, SAMPLING)) == expected
     metrics = core.metrics()
@@ -125,7 +125,7 @@ def test_a_lagging_device_drafts_for_what_is_there_then(
     adapts: bool, fitted: Path, text: Text, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps are in flight: the host stages the second before the first has run."""
-    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
     drafts = of_head(fitted, 3, adapts=adapts)
     core = start_core(config_of(GraphMode.FULL, drafts, async_scheduling=True), SilentProgress())
     with lagging_device():
@@ -140,7 +140,7 @@ def test_steps_at_which_the_head_rests_are_those_without_a_head(
     mode: GraphMode, fitted: Path, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launch by launch, from the first prompt on."""
-    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    monkeypatch.setattr(registry, "DraftLength", AtRest)
     found = []
     for drafts in (of_head(fitted, 3, adapts=True), None):
         core = start_core(config_of(mode, drafts, async_scheduling=True), SilentProgress())
@@ -207,7 +207,7 @@ def test_drafts_are_those_of_the_whole_sequence(
         known = {}
         for row in drafting.rows.tolist():
             computed = int(states.num_computed_S[row])
-            known[row] = tuple(states.known_ids(row)[: computed + 1].tolist())
+            known[row] = tuple(states.all_token_ids(row)[: computed + 1].tolist())
         pending = run_step(self, batch, hidden_wanted, **more)
         assert states.drafts_SK is not None
         for place, row in enumerate(drafting.rows.tolist()):

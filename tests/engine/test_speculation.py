@@ -222,8 +222,8 @@ class _Launched:
         for row, number in zip(buffers.rows_R[: batch.num_rows].tolist(), numbers, strict=False):
             computed = int(states.num_computed_S[row])
             assert row < 0 or computed + number < self._longest
-            if row >= 0 and number == 0 and computed >= int(states.num_known_S[row]):
-                found = ngram_drafts(states.known_ids(row)[: computed + 1], 3, 1, self._num_drafts)
+            if row >= 0 and number == 0 and computed >= int(states.prefill_len_S[row]):
+                found = ngram_drafts(states.all_token_ids(row)[: computed + 1], 3, 1, self._num_drafts)
                 states.drafts_SK[row] = -1
                 states.drafts_SK[row, : len(found)] = torch.from_numpy(found)
 

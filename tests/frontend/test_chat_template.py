@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from compiled_engine.frontend.chat import read_chat_template, render_chat
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from compiled_engine.process.smallest_first import WorkStopped
 
 # Like Qwen 3's: tools as JSON, thoughts of earlier answers are taken out, loops that look ahead.
 QWEN_3 = """
@@ -266,3 +267,43 @@ def test_a_field_that_holds_no_template(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [7]}))
     with pytest.raises(ValueError, match=r"chat_template must be a template or a list of .*, got \[7\]"):
         load_tokenizer(tmp_path)
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop within itself": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 99 }}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "calls of blocks": "{% macro f(n) %}{% if n %}{% for i in [1, 2] %}{% call f(n - 1) %}{% endcall %}{% endfor %}"
+    "{% endif %}{{ caller() }}{% endmacro %}{% call f(99) %}{% endcall %}",
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_whatever_may_be_endless_can_be_stopped(kind: str, tokenizer: Tokenizer) -> None:
+    """Also where it only learns which forms the template reads, before anything could stop it."""
+    asked = iter(range(1000))
+    with pytest.raises(WorkStopped):
+        render_chat(
+            tokenizer,
+            [{"role": "user", "content": "x"}],
+            chat_template=ENDLESS[kind],
+            is_stopped=lambda: next(asked, None) is None,
+        )
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 9) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages[0].content.format(1, 2).encode('latin').decode('utf-16') }}",
+        "{{ messages[0]['content']['x']['y'] }}",
+        "{{ {} | dictsort(by='no') }}",
+        "{{ [1, 'a'] | sort }}",
+        "{{ namespace(1) }}",
+    ],
+)
+def test_whatever_a_template_fails_with_is_an_error_of_the_conversation(failing: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="messages: the chat template cannot render it"):
+        render_chat(tokenizer, [{"role": "user", "content": "x{"}], chat_template=failing)

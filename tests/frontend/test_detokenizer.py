@@ -199,6 +199,18 @@ def test_tokens_that_make_no_character_are_decoded_a_bounded_number_of_times(kin
         assert text == whole(tokenizer, token_ids, skip=True)
 
 
+def test_tokens_that_came_at_once_are_not_decoded_with_each_that_is_held() -> None:
+    tokenizer = with_odd_tokens()
+    counting: Any = CountingTokenizer(tokenizer)
+    detokenizer = Detokenizer(counting)
+    words = tokenizer.encode("hello world " * 300, add_special_tokens=False)
+    text = detokenizer.push(words)
+    for token_id in ids_of(tokenizer, "Ģ") * 12:
+        text += detokenizer.push([token_id])
+    assert text.strip() == "hello world " * 299 + "hello world"
+    assert counting.num_decoded < 3 * len(words)
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["continuation bytes", "empty parts of words", "byte tokens and U+FFFD"]))
 def test_deltas_of_long_runs_join_to_the_whole_decode(data: st.DataObject, kind: str) -> None:

@@ -173,6 +173,20 @@ def test_a_special_tokens_text_stops_though_it_is_left_out(
     assert (parts[-1].text, parts[-1].stop_reason) == (text, "<|user|>")
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_is_found_in_the_text_as_it_is_given_out(skip: bool) -> None:
+    """One that holds more than a special token is not in a text that leaves special tokens out."""
+    stops = ["o<|user|>", "<|user|>w"]
+    for stop in stops:
+        asked = {"max_tokens": 50, "stop": stop, "skip_special_tokens": skip, "spaces_between_special_tokens": False}
+        (completion,) = Frontend("hello<|user|>world").run(**asked)[0].outputs
+        assert (completion.stop_reason, completion.text) == (
+            (None, "helloworld") if skip else (stop, "hello<|user|>world".partition(stop)[0])
+        )
+    (completion,) = Frontend("hello<|user|>world").run(max_tokens=50, stop="ow")[0].outputs
+    assert completion.stop_reason == "ow"
+
+
 def test_a_special_token_stops_once_min_tokens_have_come_before_it() -> None:
     before = len(TOKENIZER.encode("hello"))
     for min_tokens, reason in ((before, "<|user|>"), (before + 1, None)):

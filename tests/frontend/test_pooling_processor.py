@@ -123,6 +123,20 @@ def test_a_query_of_many_documents_is_tokenised_once(keep: int | None) -> None:
     assert counted.characters == len(query) + 500 * len("the dog")
 
 
+@pytest.mark.parametrize("instruction", [None, "words " * 50])
+def test_the_size_of_pairs_is_of_what_is_tokenised(instruction: str | None) -> None:
+    """By it they leave the event loop: a template holds the query and the instruction once for each document."""
+    documents = ["the dog"] * 50
+    for queries in ("fox " * 100, ["fox " * 100], ["fox " * 100] * 50):
+        counted = Counted(byte_level())
+        form = ("ab", "{instruction}{query}{document}", "c")
+        reranks = Pooling(CLASSIFY, LAST, (Dense("", 4, 2, tokens=(5, 6)),), SOFTMAX, ("yes",), form)
+        reranker = processor(counted, reranks)  # type: ignore[arg-type]
+        reranker.score(queries, documents, PoolingParams(truncate_prompt_tokens=8), instruction)
+        size = reranker.num_characters_of_pairs(queries, documents, instruction)
+        assert 0.9 * counted.characters < size < 1.1 * counted.characters
+
+
 def test_pairs_have_a_bound_on_what_they_are_together() -> None:
     for pooling, words in ((EMBEDS, None), (RERANKS, "words")):
         most = 10 * len("fox the dog" + (words or ""))

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from compiled_engine.frontend.chat import render_chat
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.frontend.tokenizer_words import UNKNOWN
+from compiled_engine.frontend.tokenizer_backend import UNKNOWN
 from compiled_engine.server.chat_format import ChatFormat, find_chat_format
 from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for_template, tools_for_template
 from compiled_engine.server.errors import ApiError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level
@@ -122,3 +123,23 @@ def test_those_of_a_prompt_join_to_its_text(text: str, cut: int) -> None:
     found = state.snapshot().prompt_logprobs
     assert found is not None
     assert "".join(str(entry[i].decoded_token) for i, entry in zip(prompt[1:], found[1:], strict=True) if entry) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "skip", "texts"),
+    [
+        (["<0xC3>", "<0xA9>", "o"], True, ["", "", "éo"]),
+        (["<0xC3>", "<0xA9>", "<s>", "o"], True, ["", "", "<s>", "éo"]),
+        (["<0xC3>", "<s>", "<0xA9>", "o"], True, ["", "<s>", "", "éo"]),
+        (["<0xC3>", "<0xA9>", "<s>"], True, ["", "", "é<s>"]),
+        (["<0xC3>", "<0xA9>", "<s>", "o"], False, ["", "", "é<s>", "o"]),
+        (["<0xC3>", "<s>", "<0xA9>", "o"], False, ["", "\ufffd<s>", "", "\ufffdo"]),
+    ],
+)
+def test_characters_of_byte_tokens_come_with_the_token_behind_their_run(
+    tokens: list[str], skip: bool, texts: list[str]
+) -> None:
+    """A special token ends a run only where it is part of the text."""
+    tokenizer = byte_fallback()
+    params = SamplingParams(logprobs=0, skip_special_tokens=skip, max_tokens=None)
+    assert decoded_tokens(complete(tokenizer, [5], ids_of(tokenizer, *tokens), params)) == texts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_engine.kernels.compile_ahead import triton_digests
-from compiled_engine.process.begin_gpu import cuda_context, index_of
+from compiled_engine.process.init_cuda import cuda_context, index_of
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_triton_is_digested_once() -> None:
 
 
 ON_A_GPU = """
-from compiled_engine.process.begin_gpu import cuda_context
+from compiled_engine.process.init_cuda import cuda_context
 made = cuda_context(0)
 import torch
 assert made.result()

@@ -17,8 +17,8 @@ from test_gpu_speculation import ACTIVITIES, ENGINE, FEW_BLOCKS, HERE, MODES, re
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.engine_steps import decodes
-from compiled_engine.core import engine_core
 from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.features import registry
 from compiled_engine.frontend.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
@@ -84,7 +84,7 @@ def test_drafts_of_a_head_change_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where their number changes, the head rests at times, and requests at rest run beside others."""
-    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
     prompts, params = workload(text)
     with LLM(**ENGINE | FEW_BLOCKS | MODES[mode], **eagle(head, num_drafts, **more)) as llm:
         found = llm.generate(prompts, params, use_tqdm=False)
@@ -153,7 +153,7 @@ def test_a_step_at_which_the_head_rests_is_that_of_an_engine_without_a_head(
     num_requests: int, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same launches of the host, and the same kernels on the device."""
-    monkeypatch.setattr(engine_core, "DraftLength", AtRest)
+    monkeypatch.setattr(registry, "DraftLength", AtRest)
     found = []
     for drafts in (eagle(head, 3, enable_adaptive_verification=True), {}):
         with LLM(**ENGINE | HERE, **drafts) as llm, decodes(llm, random.Random(0), num_requests, 20, 60) as core:
@@ -187,7 +187,7 @@ def test_warm_up_leaves_nothing_to_compile(head: Path, monkeypatch: pytest.Monke
     import triton
 
     compiled: list[str] = []
-    monkeypatch.setattr(engine_core, "DraftLength", AnyLength)
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
     with LLM(**ENGINE | HERE, **eagle(head, 3, enable_adaptive_verification=True)) as llm:
         triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: compiled.append(repr)
         try:

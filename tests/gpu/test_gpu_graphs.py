@@ -17,7 +17,7 @@ from other_padding import prepare_with, replay_with_other_padding
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
-from compiled_engine.runner import captured_steps
+from compiled_engine.runner import step_graphs
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.params import SamplingParams
 
@@ -178,7 +178,7 @@ def test_padding_changes_no_bit(
     mode: str, graph_mode: str, held_out_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     padding_1 = torch.zeros(1, dtype=torch.int64, device="cuda")
-    monkeypatch.setattr(captured_steps, "prepare", prepare_with(padding_1))
+    monkeypatch.setattr(step_graphs, "prepare", prepare_with(padding_1))
     with engine(mode, graph_mode, "bfloat16") as llm:
         checked = replay_with_other_padding(runner_of(llm), padding_1, monkeypatch)
         greedy(llm, prompts_of(held_out_ids, 37, 100), [1 + (5 * i) % 17 for i in range(37)])

@@ -13,8 +13,8 @@ import pytest
 from busy_threads import busy
 from token_masks import ByLastToken
 
-from compiled_engine.core import constraints
-from compiled_engine.core.constraints import GrammarQueue
+from compiled_engine.features.structured import constraints
+from compiled_engine.features.structured.constraints import GrammarQueue
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.compiler import GrammarCompiler
 from compiled_engine.grammars.constraint import fill_masks

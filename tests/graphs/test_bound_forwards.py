@@ -95,11 +95,11 @@ def test_a_model_that_pools_has_hidden_states_of_small_batches_too() -> None:
 
 
 def test_steps_with_adapters_have_forwards_of_their_own_and_the_same_logits() -> None:
-    forwards = MODEL.bind(PARAMETERS, adapted=True)
+    forwards = MODEL.bind(PARAMETERS, variant="adapted")
     assert (float(forwards.hidden(X)), float(forwards.logits(X))) == (OF_ADAPTERS, OF_HEAD)
     assert forwards.for_logits(1) is None
-    assert MODEL.has_adapters
-    assert not model_of(range_of("forward", WHOLE, "whole")).has_adapters
+    assert MODEL.variants == ("adapted",)
+    assert model_of(range_of("forward", WHOLE, "whole")).variants == ()
 
 
 def test_ranges_are_found_by_their_callable() -> None:

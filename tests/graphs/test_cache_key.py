@@ -32,12 +32,12 @@ from compiled_engine.graphs.cache.environment import (
 )
 from compiled_engine.graphs.cache.key import (
     ANGLE_SCALE_FIELDS,
+    AUX_LAYERS,
     CACHE_FORMAT,
     GRAPH_FIELDS,
     OTHER_FIELDS,
     RANK_PACKAGES,
     RECURRENCE_PACKAGES,
-    TAPS,
     cache_factors,
     graph_config,
 )
@@ -153,7 +153,7 @@ PERTURBED: dict[str, Any] = {
     "speculation.lookup_max": 5,
     "speculation.lookup_min": 2,
     "speculation.acceptance_rates": (0.5,),
-    "speculation.taps": (0,),
+    "speculation.aux_layers": (0,),
     "speculation.adapts": True,
     "speculation.sharpnesses": (3.0,),
 }
@@ -213,7 +213,9 @@ def test_every_field_is_perturbed(base: EngineConfig) -> None:
 
 
 def test_every_field_is_declared_once(base: EngineConfig) -> None:
-    assert sorted([CACHE_FORMAT, TAPS, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
+    assert sorted([CACHE_FORMAT, AUX_LAYERS, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(
+        flat_fields(base)
+    )
 
 
 def test_the_head_of_a_model_that_pools_changes_the_key(base: EngineConfig) -> None:

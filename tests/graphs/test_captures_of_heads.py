@@ -12,7 +12,7 @@ import pytest
 from compiled_engine.attention.backends.decode_splits import contexts_of_drafts, short_contexts_of, short_splits
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, draft_lengths, json_value
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, follow_keys, head_keys, model_keys
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, KeyField
 from compiled_engine.graphs.inspection.report import make_report
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, graphs_of_head
@@ -27,8 +27,13 @@ def captures(
     graph: GraphConfig, scheduler: SchedulerConfig, *, adapts: bool, draft: GraphConfig | None, head: bool
 ) -> list[str]:
     """The names of the graphs in the report."""
-    taps = (2, 4, 6) if head else ()
-    speculation = {"num_tokens": 3, "adapts": adapts, "taps": taps, "draft": draft and {"graph": json_value(draft)}}
+    aux_layers = (2, 4, 6) if head else ()
+    speculation = {
+        "num_tokens": 3,
+        "adapts": adapts,
+        "aux_layers": aux_layers,
+        "draft": draft and {"graph": json_value(draft)},
+    }
     config: dict[str, Any] = {
         "device": "cuda",
         "graph": json_value(graph),
@@ -125,16 +130,16 @@ def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
     """With their short contexts; the largest size that a step has room for is among them."""
     sizes, short = default_capture_sizes(256), ((1, 256), (24, 512), (32, 512))
     graph, scheduler = GraphConfig(GraphMode.FULL, sizes, (), short, short), SchedulerConfig(256, 200, 4096, "fcfs")
-    few = Dispatcher(graph, scheduler, queries=(2, 4), rare=(1, 2))
-    all_sizes = Dispatcher(graph, scheduler, queries=(2, 4))
+    few = Dispatcher(graph, scheduler, query_lens=(2, 4), rare=(1, 2))
+    all_sizes = Dispatcher(graph, scheduler, query_lens=(2, 4))
     assert [key.num_requests for key in few.decode_keys] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     of_two = [key.num_requests // 2 for key in few.verify_keys if key.max_query_len == 2]
     assert of_two == [1, 2, 4, 8, 16, 32, 64, 96]
     names = {
-        (count, queries): key.name
+        (count, query_len): key.name
         for count in (20, 70, 96)
-        for queries in (1, 2)
-        if (key := dispatched(few, count, queries))
+        for query_len in (1, 2)
+        if (key := dispatched(few, count, query_len))
     }
     assert names == {
         **{(20, 1): "short-512 32", (20, 2): "verify-2-short-512 64"},
@@ -142,8 +147,8 @@ def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
     }
     for count in range(1, 51):
         assert dispatched(few, count, 4) == dispatched(all_sizes, count, 4)
-        for queries in (1, 2):
-            key, exact = dispatched(few, count, queries), dispatched(all_sizes, count, queries)
+        for query_len in (1, 2):
+            key, exact = dispatched(few, count, query_len), dispatched(all_sizes, count, query_len)
             assert key is not None
             assert exact is not None
             assert exact.num_tokens <= key.num_tokens
@@ -153,18 +158,18 @@ def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
 @pytest.mark.parametrize("most_tokens", [256, 8192])
 def test_rare_numbers_of_queries_have_graphs_for_as_many_requests(most_tokens: int) -> None:
     for num_drafts in range(1, 17):
-        queries = tuple(1 + length for length in draft_lengths(num_drafts) if length)
+        query_lens = tuple(1 + length for length in draft_lengths(num_drafts) if length)
         for most in (1, 3, 16, 24, 40, 48, 72, 80, 100, 256):
             graph = GraphConfig(GraphMode.FULL_AND_PIECEWISE, default_capture_sizes(most), (), (), ())
             scheduler = SchedulerConfig(most, most_tokens, 4096, "fcfs")
-            few = Dispatcher(graph, scheduler, queries=queries, rare=(1, *queries))
-            every = Dispatcher(graph, scheduler, queries=queries)
-            for number, count in product((1, *queries), range(1, most + 1)):
+            few = Dispatcher(graph, scheduler, query_lens=query_lens, rare=(1, *query_lens))
+            every = Dispatcher(graph, scheduler, query_lens=query_lens)
+            for number, count in product((1, *query_lens), range(1, most + 1)):
                 assert (dispatched(few, count, number) is None) == (dispatched(every, count, number) is None)
 
 
-def dispatched(dispatcher: Dispatcher, num_requests: int, queries: int) -> GraphKey | None:
-    return dispatcher.dispatch(num_requests * queries, num_requests, queries, 300)
+def dispatched(dispatcher: Dispatcher, num_requests: int, query_len: int) -> GraphKey | None:
+    return dispatcher.dispatch(num_requests * query_len, num_requests, query_len, 300)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 8, 16, 24, 40, 72])
@@ -187,11 +192,11 @@ def test_the_numbers_of_drafts_are_halves() -> None:
 
 
 def test_each_number_of_drafts_has_its_graphs() -> None:
-    dispatcher = Dispatcher(GRAPH, SCHEDULER, queries=(2, 3, 4))
+    dispatcher = Dispatcher(GRAPH, SCHEDULER, query_lens=(2, 3, 4))
     names = {}
-    for queries in (1, 2, 3, 4, 5):
-        key = dispatcher.dispatch(2 * queries, 2, queries, 100)
-        names[queries] = None if key is None else key.name
+    for query_len in (1, 2, 3, 4, 5):
+        key = dispatcher.dispatch(2 * query_len, 2, query_len, 100)
+        names[query_len] = None if key is None else key.name
     assert names == {1: "decode 2", 2: "verify-2 4", 3: "verify-3 6", 4: "verify-4 8", 5: "full 16"}
 
 
@@ -205,9 +210,9 @@ def test_a_head_drafts_in_graphs_of_few_sizes() -> None:
 
 def test_steps_that_a_head_reads_have_fewer_graphs_without_drafts() -> None:
     """Padded to a size of the head, for contexts of any length; those at which it rests are as without a head."""
-    dispatcher = Dispatcher(GRAPH, SCHEDULER, queries=(2, 4))
+    dispatcher = Dispatcher(GRAPH, SCHEDULER, query_lens=(2, 4))
     steps = StepKeys.of(dispatcher, 128, (2, 8))
-    found = {key.name: (steps.plain[key].name, steps.read[key].name) for key in dispatcher.keys}
+    found = {key.name: (steps.no_head[key].name, steps.read[key].name) for key in dispatcher.keys}
     assert {name: keys for name, keys in found.items() if keys != (name, name)} == {
         **{"decode 1": ("plain-decode 1", "decode 2"), "decode 2": ("plain-decode 2", "decode 2")},
         **{"decode 8": ("plain-decode 8", "decode 8"), "short-50 2": ("plain-short-50 2", "decode 2")},
@@ -226,31 +231,31 @@ def launched_with(key: GraphKey) -> tuple[object, ...]:
 @pytest.mark.parametrize("sizes_read", [None, (2, 8), ()])
 def test_a_step_has_a_graph_that_holds_it_and_its_fields(sizes_read: tuple[int, ...] | None) -> None:
     """With adapters of each rank as without, at rest or read by the head; followed by one graph for all ranks."""
-    dispatcher = Dispatcher(GRAPH, SCHEDULER, [KeyField("rank", (8, 16))], queries=(2, 4))
+    dispatcher = Dispatcher(GRAPH, SCHEDULER, [KeyField("rank", (8, 16))], query_lens=(2, 4))
     steps = StepKeys.of(dispatcher, 128, sizes_read)
     assert len({key.name for key in steps.captured}) == len(steps.captured)
     assert {key.extra for key in steps.captured} == {(), (("rank", 8),), (("rank", 16),)}
     for key in dispatcher.keys:
-        for found in (steps.plain[key], steps.read[key]):
+        for found in (steps.no_head[key], steps.read[key]):
             assert launched_with(found) == launched_with(key)
             assert found.num_tokens >= key.num_tokens
             assert found.max_seq_len >= key.max_seq_len
-    follow = follow_keys(steps.read.values(), 128)
-    assert follow.keys() == {key for key in steps.read.values() if key.is_decode}
-    assert {key.extra for key in follow.values()} == {()}
-    for key, found in follow.items():
+    prefills = prefill_head_keys(steps.read.values(), 128)
+    assert prefills.keys() == {key for key in steps.read.values() if key.is_decode}
+    assert {key.extra for key in prefills.values()} == {()}
+    for key, found in prefills.items():
         assert (found.num_tokens, found.max_query_len, found.max_seq_len) == (key.num_tokens, key.max_query_len, 128)
 
 
 @pytest.mark.parametrize("keys_of", [model_keys, head_keys])
 def test_passes_that_draft_have_a_graph_for_each_size_context_and_number_of_drafts(keys_of: Any) -> None:
     """Those of a draft model begin with two tokens of each request, a head's with one."""
-    queries = 2 if keys_of is model_keys else 1
+    query_len = 2 if keys_of is model_keys else 1
     graph = GraphConfig(GraphMode.FULL_DECODE_ONLY, (1, 2, 8), short_decodes=SHORT, short_verified=SHORT)
-    dispatcher = Dispatcher(graph, SCHEDULER, queries=(2,) if queries == 2 else ())
+    dispatcher = Dispatcher(graph, SCHEDULER, query_lens=(2,) if query_len == 2 else ())
     keys = keys_of(dispatcher, (0, 1, 3))
-    found = {(key.drafts, key.num_tokens // queries, key.max_seq_len) for key in keys}
+    found = {(key.drafts, key.num_tokens // query_len, key.max_seq_len) for key in keys}
     shapes = [(1, 128), (2, 128), (8, 128), *SHORT]
     assert found == {(drafts, *shape) for drafts in (1, 3) for shape in shapes}
-    assert {key.max_query_len for key in keys} == {queries}
+    assert {key.max_query_len for key in keys} == {query_len}
     assert len({key.name for key in keys}) == len(keys) == len(found)

@@ -189,7 +189,7 @@ def test_drafts_of_short_contexts_have_graphs_of_their_own() -> None:
     """As many rows a request as it has queries; as far as a step has room for them."""
     graph = GraphConfig(GraphMode.FULL, (1, 2, 4, 8), (64,), short_decodes=((4, 50),))
     graph = replace(graph, short_verified=((1, 50), (4, 50), (4, 100), (8, 50)))
-    dispatcher = Dispatcher(graph, SchedulerConfig(8, 16, MAX_SEQ_LEN, "fcfs"), queries=(4,))
+    dispatcher = Dispatcher(graph, SchedulerConfig(8, 16, MAX_SEQ_LEN, "fcfs"), query_lens=(4,))
     assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys) == 12
     found = {}
     for requests in range(1, 5):

@@ -23,8 +23,8 @@ OTHER: dict[str, Any] = {
     "max_seq_len": 9,
     "short": True,
     "drafts": 9,
-    "follows": True,
-    "plain": True,
+    "prefills_head": True,
+    "no_head": True,
     "extra": (("rank", 16),),
 }
 
@@ -48,10 +48,10 @@ def test_keys_that_differ_in_any_value_are_different_keys(field: str) -> None:
         (replace(decode_key(16, 4096), drafts=3), "draft-3 16"),
         (replace(decode_key(16, 256, short=True), drafts=3), "draft-3-short-256 16"),
         (replace(verify_key(8, 2, 4096), drafts=3), "draft-3 16"),
-        (replace(verify_key(8, 4, 4096), follows=True), "follow-verify-4 32"),
-        (replace(decode_key(8, 4096), follows=True), "follow-decode 8"),
-        (replace(decode_key(8, 4096), plain=True), "plain-decode 8"),
-        (replace(decode_key(8, 256, short=True), plain=True), "plain-short-256 8"),
+        (replace(verify_key(8, 4, 4096), prefills_head=True), "follow-verify-4 32"),
+        (replace(decode_key(8, 4096), prefills_head=True), "follow-decode 8"),
+        (replace(decode_key(8, 4096), no_head=True), "plain-decode 8"),
+        (replace(decode_key(8, 256, short=True), no_head=True), "plain-short-256 8"),
         (mixed_key(512, 8, 4096), "full 512"),
         (replace(mixed_key(512, 8, 4096), drafts=3), "full 512"),
         (GraphKey(GraphKind.PIECEWISE, 512), "piecewise 512"),
@@ -68,7 +68,7 @@ def test_what_attention_is_launched_with_is_in_the_key_where_it_is_captured() ->
     values = ("kind", "num_tokens", "num_requests", "num_decodes", "max_query_len", "max_seq_len", "short")
 
     def of(key: GraphKey) -> tuple[Any, ...]:
-        assert (key.drafts, key.follows, key.plain, key.extra) == (0, False, False, ())
+        assert (key.drafts, key.prefills_head, key.no_head, key.extra) == (0, False, False, ())
         return tuple(getattr(key, value) for value in values)
 
     assert of(decode_key(8, 4096)) == (GraphKind.FULL, 8, 8, 8, 1, 4096, False)
@@ -90,10 +90,10 @@ def test_a_field_is_rounded_up_and_nothing_is_nothing() -> None:
     }
 
 
-@pytest.mark.parametrize(("queries", "num_rows"), [((), 5), ((4,), 17), ((2, 4), 17)])
-def test_a_mixed_graph_has_rows_for_all_queries_of_drafts(queries: tuple[int, ...], num_rows: int) -> None:
+@pytest.mark.parametrize(("query_lens", "num_rows"), [((), 5), ((4,), 17), ((2, 4), 17)])
+def test_a_mixed_graph_has_rows_for_all_queries_of_drafts(query_lens: tuple[int, ...], num_rows: int) -> None:
     graph = GraphConfig(GraphMode.FULL, (4,), (64,))
-    (key,) = Dispatcher(graph, SchedulerConfig(4, 64, 4096, "fcfs"), queries=queries).token_keys
+    (key,) = Dispatcher(graph, SchedulerConfig(4, 64, 4096, "fcfs"), query_lens=query_lens).token_keys
     assert key.num_requests == num_rows
 
 
@@ -101,10 +101,10 @@ def test_a_mixed_graph_has_rows_for_all_queries_of_drafts(queries: tuple[int, ..
 def test_passes_that_draft_are_captured_for_decodes_alone(keys_of: Any) -> None:
     """Though a mixed graph of two tokens has as long a query as the first pass of a draft model."""
     scheduler = SchedulerConfig(8, 64, 128, "fcfs")
-    mixed = Dispatcher(GraphConfig(GraphMode.FULL, (), (1, 2, 16)), scheduler, queries=(2,))
+    mixed = Dispatcher(GraphConfig(GraphMode.FULL, (), (1, 2, 16)), scheduler, query_lens=(2,))
     assert mixed.keys
     assert keys_of(mixed, (0, 1, 3)) == ()
-    both = Dispatcher(GraphConfig(GraphMode.FULL, (1, 2), (1, 2, 16)), scheduler, queries=(2,))
+    both = Dispatcher(GraphConfig(GraphMode.FULL, (1, 2), (1, 2, 16)), scheduler, query_lens=(2,))
     assert keys_of(both, (3,))
     assert {key.is_decode for key in keys_of(both, (3,))} == {True}
 
@@ -118,7 +118,7 @@ def test_the_order_of_sizes_is_of_no_account_with_drafts() -> None:
     ordered = GraphConfig(GraphMode.FULL, (1, 2, 8), (16, 64), short, short)
     turned = GraphConfig(GraphMode.FULL, (8, 2, 1), (64, 16), short[::-1], short[::-1])
     found, expected = (
-        Dispatcher(graph, SchedulerConfig(8, 64, 128, "fcfs"), queries=(2, 4)) for graph in (turned, ordered)
+        Dispatcher(graph, SchedulerConfig(8, 64, 128, "fcfs"), query_lens=(2, 4)) for graph in (turned, ordered)
     )
     assert found.keys == expected.keys
     for batch in BATCHES:
@@ -133,7 +133,7 @@ def test_drafts_are_verified_in_graphs_that_a_step_has_room_for() -> None:
     """With all their queries; up to the very number of tokens of a step."""
     graph = GraphConfig(GraphMode.FULL, (1, 4, 8), (), ((8, 50),), ((4, 50), (8, 50)))
     names = {
-        limit: [key.name for key in Dispatcher(graph, SchedulerConfig(8, limit, 128, "fcfs"), queries=(4,)).keys[3:]]
+        limit: [key.name for key in Dispatcher(graph, SchedulerConfig(8, limit, 128, "fcfs"), query_lens=(4,)).keys[3:]]
         for limit in (15, 16, 31, 32)
     }
     assert names == {

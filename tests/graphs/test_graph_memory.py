@@ -176,7 +176,7 @@ def test_a_prediction_leaves_nothing_behind() -> None:
 
 def test_kinds_are_sampled_and_counted_apart() -> None:
     """Two of a kind that takes much, all of one that takes little; each sample stands for the graphs of its kind."""
-    much, little = ([verify_key(size, queries, 4096) for size in range(1, 6)] for queries in (2, 4))
+    much, little = ([verify_key(size, query_len, 4096) for size in range(1, 6)] for query_len in (2, 4))
     capture = ScriptedCapture(lambda key: MemoryReading(0, (14 if key.max_query_len == 2 else 1) * MIB))
     predicted = manager_of(capture, [*much, *little]).predict(alone)
     assert sorted(capture.done("whole")) == sorted(["verify-2 10", "verify-2 8", *(key.name for key in little)])

@@ -29,7 +29,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import captured_steps, model_runner
+from compiled_engine.runner import model_runner, step_graphs
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.params import SamplingParams
 
@@ -180,7 +180,7 @@ def test_padding_rows_change_no_bit(
 ) -> None:
     """A padded batch is replayed again with other padding."""
     padding_1 = torch.zeros(1, dtype=torch.int64)
-    monkeypatch.setattr(captured_steps, "prepare", prepare_with(padding_1))
+    monkeypatch.setattr(step_graphs, "prepare", prepare_with(padding_1))
     core = make_core(make_config(mode))
     checked = replay_with_other_padding(runner_of(core), padding_1, monkeypatch)
     assert run(core, make_requests(14, 1)) == plain_tokens

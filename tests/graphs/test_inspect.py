@@ -227,9 +227,9 @@ def test_the_captures_are_those_of_the_dispatcher(num_drafts: int, has_draft_mod
         config["speculation"]["draft"] = {"graph": json_value(draft_graph)}
     captures = make_report(config, None, []).data["captures"]
     names = [f"{capture['kind']} {capture['size']}" for capture in captures]
-    keys = Dispatcher(graph, scheduler, queries=(1 + num_drafts,) if num_drafts else ()).keys
+    keys = Dispatcher(graph, scheduler, query_lens=(1 + num_drafts,) if num_drafts else ()).keys
     if has_draft_model:
-        keys += model_keys(Dispatcher(draft_graph, scheduler, queries=(FIRST,)), (num_drafts,))
+        keys += model_keys(Dispatcher(draft_graph, scheduler, query_lens=(FIRST,)), (num_drafts,))
     assert sorted(names) == sorted(key.name for key in keys)
 
 

@@ -35,7 +35,7 @@ class Graphs:
         self.expected: list[int] = []
         self.names_to_capture = ["decode_2", "decode_1"]
 
-    def predict(self, least: Callable[[int], int]) -> int:
+    def predict(self, all_reduce_min: Callable[[int], int]) -> int:
         self.predictions += 1
         return 1000 + self.predictions
 
@@ -72,12 +72,12 @@ def test_without_a_cache_each_process_predicts(
 def test_ranks_ask_one_another_as_often_whatever_their_caches_are(config: EngineConfig, tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def least(value: int) -> int:
+    def all_reduce_min(value: int) -> int:
         asked.append(value)
         return 0
 
     for lookup in (None, lookup_in(tmp_path, "off"), lookup_in(tmp_path, "miss")):
-        predicted_bytes(config, lookup, Graphs(), least)
+        predicted_bytes(config, lookup, Graphs(), all_reduce_min)
     assert asked == [0, 0, 0]
 
 
@@ -109,12 +109,12 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
 
     step, asked = Step(), []
 
-    def least(value: int) -> int:
+    def all_reduce_min(value: int) -> int:
         asked.append(value)
         return agreed
 
     keys = [GraphKey(GraphKind.FULL, n, n, n, 1, 64) for n in range(1, 6)]
-    CudaGraphManager(keys, Capture(torch.device("cpu")), step).predict(least)
+    CudaGraphManager(keys, Capture(torch.device("cpu")), step).predict(all_reduce_min)
     assert asked == [1] * (1 if agreed else len(keys))
     assert step.num_runs == step.num_warm_ups == len(asked)
 
@@ -125,8 +125,8 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
         {"kind": GraphKind.PIECEWISE},
         {"max_query_len": 2},
         {"drafts": 2},
-        {"follows": True},
-        {"plain": True},
+        {"prefills_head": True},
+        {"no_head": True},
         {"extra": (("rank", 16),)},
     ],
     ids=lambda other: next(iter(other)),

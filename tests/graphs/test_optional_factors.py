@@ -55,7 +55,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         HeadConfig(64, 3, 100),
         {
             "target_size": 128,
-            "num_taps": 2,
+            "num_aux_layers": 2,
             "vocab_size": 50,
             "norm_before_residual": True,
             "norm_before_fc": True,

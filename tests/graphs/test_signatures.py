@@ -117,10 +117,10 @@ def test_caches_of_another_format_have_its_shapes_and_dtype() -> None:
     assert coded.cache_dtype is not config.cache_dtype
 
 
-def test_tapped_layers_are_those_of_the_speculation() -> None:
+def test_layers_that_are_read_are_those_of_the_speculation() -> None:
     config = config_with()
-    tapped = replace(config, speculation=replace(config.speculation, taps=(0, 1)))
-    assert (forward_signature(config).taps, forward_signature(tapped).taps) == ((), (0, 1))
+    read = replace(config, speculation=replace(config.speculation, aux_layers=(0, 1)))
+    assert (forward_signature(config).aux_layers, forward_signature(read).aux_layers) == ((), (0, 1))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -137,7 +137,7 @@ def test_steps_with_adapters_read_their_slots(device: str) -> None:
 
 
 def test_what_is_called_beside_the_forward_takes_rows_of_its_own_width() -> None:
-    """Of hidden states, of the tapped layers side by side, or of what was pooled, which is in float32."""
+    """Of hidden states, of the layers that a head reads side by side, or of what was pooled, which is in float32."""
     generating = config_with(dtype=torch.bfloat16, hidden_size=48)
     pooled = callables_of(config_with(dtype=torch.bfloat16, pooling=pooling((96, 16), (16, 8))))["pooler"]
     found = {
@@ -147,18 +147,18 @@ def test_what_is_called_beside_the_forward_takes_rows_of_its_own_width() -> None
     }
     assert {name: (signature.arguments, signature.returns) for name, signature in found.items()} == {
         "logits": (("hidden_RD",), ("logits_RV",)),
-        "combine": (("taps_TE",), ("features_TD",)),
+        "combine": (("aux_hidden_states_TE",), ("features_TD",)),
         "pooler": (("pooled_RW",), ("result_RL",)),
     }
     tensors = {name: signature.tensors for name, signature in found.items()}
     assert tensors == {
         "logits": (StepTensor("hidden_RD", ("tokens", 48), torch.bfloat16),),
-        "combine": (StepTensor("taps_TE", ("tokens", 3 * 32), torch.bfloat16),),
+        "combine": (StepTensor("aux_hidden_states_TE", ("tokens", 3 * 32), torch.bfloat16),),
         "pooler": (StepTensor("pooled_RW", ("tokens", 96), torch.float32),),
     }
     assert {name: dict(signature.results) for name, signature in found.items()} == {
         "logits": {"logits_RV": "model.logits(hidden_RD)"},
-        "combine": {"features_TD": "model.combine(taps_TE)"},
+        "combine": {"features_TD": "model.combine(aux_hidden_states_TE)"},
         "pooler": {"result_RL": "model.pooler(pooled_RW)"},
     }
 
@@ -209,8 +209,8 @@ def test_tensors_are_passed_as_arguments_in_their_order() -> None:
 # Passes
 
 
-def names_of_structure(config: EngineConfig, taps: tuple[int, ...] = ()) -> list[str]:
-    return [each.name for each in structure_passes(config, fx.Graph(), WHOLE, None, taps)]
+def names_of_structure(config: EngineConfig, aux_layers: tuple[int, ...] = ()) -> list[str]:
+    return [each.name for each in structure_passes(config, fx.Graph(), WHOLE, None, aux_layers)]
 
 
 def test_passes_that_give_a_graph_its_meaning_are_run_where_there_is_something_to_say() -> None:
@@ -228,8 +228,8 @@ def test_passes_that_give_a_graph_its_meaning_are_run_where_there_is_something_t
     assert names_of_structure(quantised) == ["quantise"]
     assert names_of_structure(mixture) == ["quantise", "quantise_experts"]
     assert names_of_structure(coded) == ["kv_scales"]
-    assert names_of_structure(config, (1,)) == ["taps"]
-    in_order = ["tensor_parallel", "quantise", "quantise_experts", "kv_scales", "taps"]
+    assert names_of_structure(config, (1,)) == ["aux_hidden_states"]
+    in_order = ["tensor_parallel", "quantise", "quantise_experts", "kv_scales", "aux_hidden_states"]
     assert names_of_structure(all_of_them, (1,)) == in_order
 
 

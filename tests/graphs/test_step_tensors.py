@@ -51,7 +51,7 @@ NO_SLOT = 7
 
 def slots_of(step: Mapping[str, torch.Tensor], states: RequestStates) -> torch.Tensor:
     """Slot 0 for prompts of an odd number of tokens, 1 for others."""
-    return 1 - states.num_known_S[step["rows_R"]] % 2
+    return 1 - states.prefill_len_S[step["rows_R"]] % 2
 
 
 SLOTS = StepTensor("slots_R", ("requests",), torch.int32, padding=NO_SLOT, fill=slots_of)
@@ -238,7 +238,7 @@ def test_real_rows_have_their_values_and_padding_has_its_own(
     states = RequestStates(6, 32, 4, CPU)
     buffers = InputBuffers(64, 9, 8, states.writes, CPU, asked=(SLOTS, doubled))
     if warm:
-        for _, _, tensor in buffers.step:
+        for _, _, tensor in buffers.step[""]:
             tensor.fill_(31)  # of another batch
     lens = [1 if key is not None and key.is_decode else length if whole else 1 for length, whole in requests]
     if sum(lens) > (24 if key is not None else 64):
@@ -265,7 +265,7 @@ def test_real_rows_have_their_values_and_padding_has_its_own(
 
 def test_values_of_another_shape_are_an_error() -> None:
     states = RequestStates(6, 32, 4, CPU)
-    wrong = replace(SLOTS, fill=lambda step, states: states.num_known_S)
+    wrong = replace(SLOTS, fill=lambda step, states: states.prefill_len_S)
     buffers = InputBuffers(64, 7, 8, states.writes, CPU, asked=(wrong,))
     batch = empty_batch(buffers, 2, 2, (2, 1, 32))
     with pytest.raises(

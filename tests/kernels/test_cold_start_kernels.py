@@ -18,7 +18,7 @@ from compiled_engine.kernels.cache_folder import VARIABLE
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
-from compiled_engine.parallel.group import StandIn
+from compiled_engine.parallel.group import FakeGroup
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import warm_up
@@ -68,7 +68,7 @@ def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypat
 
     with LLM(mode="eager", attention_backend="torch", progress=False, num_blocks=20, **options) as llm:
         monkeypatch.setattr(TORCH, "attend", counted)
-        compile_kernels_ahead(llm.config, StandIn(), KernelWorkers(0, None))
+        compile_kernels_ahead(llm.config, FakeGroup(), KernelWorkers(0, None))
         heads = llm.config.model.heads_of(0)
     assert len(ways) == 1
     tokens = [shape.num_tokens for shape in start_up_batches(llm.config)]
@@ -92,7 +92,7 @@ def test_its_kernels_stay_apart_from_a_piece_that_another_thread_loads(
     config = resolve(EngineOptions(device="cpu", mode="eager"))
     on_gpu = replace(config, device=torch.device("cuda", 0), compile=replace(config.compile, cache_dir=tmp_path))
     with ThreadPoolExecutor(1) as caller:
-        caller.submit(compile_kernels_ahead, on_gpu, StandIn(), KernelWorkers(0, None)).result()
+        caller.submit(compile_kernels_ahead, on_gpu, FakeGroup(), KernelWorkers(0, None)).result()
     assert [path.is_relative_to(tmp_path / "kernels") for path in kept] == [True]
 
 

@@ -17,7 +17,6 @@ from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import input_batch, step_sampling, warm_up
-from compiled_engine.runner.captured_steps import PaddedStep
 from compiled_engine.runner.drafts import launch_verify
 from compiled_engine.runner.input_batch import InputBuffers, launch_prepare
 from compiled_engine.runner.model_forward import BatchForward, ModelForward
@@ -25,7 +24,8 @@ from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_sampling import StepSampling
+from compiled_engine.runner.step_graphs import GraphedStep
+from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
 from compiled_engine.runner.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.sampling.sampler import Sampler
 
@@ -58,7 +58,7 @@ def llm() -> Any:
         yield llm
 
 
-def step_of(llm: LLM, config: EngineConfig) -> PaddedStep:
+def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
     """The step that a GPU's runner would have, of the model of an engine on a CPU."""
     executor = llm.core.executor
     assert isinstance(executor, InProcessExecutor)
@@ -77,7 +77,10 @@ def step_of(llm: LLM, config: EngineConfig) -> PaddedStep:
     sampler = Sampler(states.fields, vocab_size)
     planned = planned_together(cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype))
     assert planned is not None
-    most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.most_new_tokens + 1
+    most_tokens, most_rows = (
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
+    )
     buffers = InputBuffers(
         most_tokens,
         most_rows,
@@ -88,10 +91,11 @@ def step_of(llm: LLM, config: EngineConfig) -> PaddedStep:
         has_drafts=in_each > 0,
     )
     pending = PendingSteps(buffers, device, runner._clock)
-    sampling = StepSampling(runner.model, sampler, states, buffers, pending, None, speculation)
+    advance = StepAdvance(states, buffers, speculation)
+    sampling = StepSampling(runner.model, sampler, states, buffers, pending, advance)
     forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
     proposer = NgramProposer(speculation, states) if in_each else None
-    return PaddedStep(forward, sampling, states, scheduler.max_model_len, True, proposer)
+    return GraphedStep(forward, sampling, states, scheduler.max_model_len, proposer)
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
@@ -191,7 +195,7 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
     warm_up.warm_up(config, step, SilentProgress())
     assert launched <= all_batches
     assert (launched < all_batches) == (speculated.num_tokens > 0)
-    for key in Dispatcher(graph, config.scheduler, queries=speculated.verified, rare=speculated.rare).keys:
+    for key in Dispatcher(graph, config.scheduler, query_lens=speculated.verified, rare=speculated.rare).keys:
         step.fill(key)
         before = set(launched)
         launched.clear()
@@ -201,5 +205,5 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
         launched |= before
     assert launched >= all_batches
     left = not_captured(config, shapes)
-    assert len(left) == len(shapes) - len(short) - len([shape for shape in shapes if shape.queries > 1])
+    assert len(left) == len(shapes) - len(short) - len([shape for shape in shapes if shape.query_len > 1])
     assert not_captured(replace(config, graph=replace(graph, decode_sizes=(1,))), shapes) != left

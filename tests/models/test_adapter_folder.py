@@ -362,6 +362,21 @@ def test_a_header_of_many_names_is_refused_before_it_is_read(tmp_path: Path) -> 
         tracemalloc.stop()
 
 
+def test_tensors_are_counted_before_their_header_is_parsed(tmp_path: Path) -> None:
+    """Parsed, each would take half a kilobyte."""
+    entries = b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(150_000))
+    header = b"{" + entries + b"}"
+    (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / CONFIG).write_text("{}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="must have at most 65,536 tensors"):
+            read_adapter(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(header)
+    finally:
+        tracemalloc.stop()
+
+
 @given(st.binary(max_size=200), st.sampled_from([None, 2, 1 << 20, 1 << 60]))
 @settings(max_examples=200, deadline=None)
 def test_any_bytes_for_weights_are_read_or_refused_in_a_line(content: bytes, length: int | None) -> None:

@@ -53,7 +53,7 @@ def test_three_spellings_are_one_head(target: ModelConfig, tmp_path: Path) -> No
     for folder in folders:
         head, layers = read(folder, target)
         assert layers == [1, 3, 5]
-        assert head.head == HeadConfig(target_size=256, num_taps=3, vocab_size=50)
+        assert head.head == HeadConfig(target_size=256, num_aux_layers=3, vocab_size=50)
         assert (head.vocab_size, head.num_heads, head.num_kv_heads, head.head_dim) == (4096, 4, 2, 16)
         assert (head.max_model_len, head.dtype) == (2048, torch.float32)
         assert not has_embedding(head)
@@ -73,7 +73,7 @@ def test_what_is_absent(target: ModelConfig, tmp_path: Path) -> None:
     first = write_head(tmp_path / "first", written, random_tensors(written) | embedding)
     head, layers = read(first, target)
     assert layers == [2, 3, 3]
-    assert head.head == HeadConfig(target_size=256, num_taps=3, vocab_size=4096)
+    assert head.head == HeadConfig(target_size=256, num_aux_layers=3, vocab_size=4096)
     assert has_embedding(head)
     assert torch.equal(draft_tokens(head), torch.arange(4096))
     second = write_head(tmp_path / "second", speculators_config(written), random_tensors(written))

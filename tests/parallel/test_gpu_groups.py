@@ -208,7 +208,7 @@ def test_rows_are_summed_by_their_ranks_and_gathered(
             own = group.reduce_scatter(x)
             assert group.rows(num_rows) == over.rows(num_rows)
             found.append((own, group.gather_rows(own, num_rows), group.rows(num_rows)))
-        assert group.least(5 + group.rank) == 5
+        assert group.all_reduce_min(5 + group.rank) == 5
         return found, over.asked, group._handle.barriers
 
     for found, asked, barriers in symmetric(count, monkeypatch, work)[0]:

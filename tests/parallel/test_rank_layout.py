@@ -18,7 +18,7 @@ from compiled_engine.config import ParallelConfig
 from compiled_engine.parallel import connect, gpu_groups
 from compiled_engine.parallel.connect import RankLayout, RankPlace, join_ranks
 from compiled_engine.parallel.gloo import join, leave, padded, rows_a_rank, rows_of
-from compiled_engine.parallel.group import StandIn
+from compiled_engine.parallel.group import FakeGroup
 from compiled_engine.parallel.stages import Stage, stages_of
 
 
@@ -150,13 +150,13 @@ def test_stages_hand_on_to_the_same_share_of_the_next_one(tmp_path: Path) -> Non
                 sampled.append(int(tokens))
         link.drain()
         total = group.all_reduce(torch.tensor([float(rank)])).item()
-        return link.stage, group.rank, group.size, total, group.least(5 + rank), seen, sampled
+        return link.stage, group.rank, group.size, total, group.all_reduce_min(5 + rank), seen, sampled
 
     found = on_processes(6, tmp_path, work)
     stages = stages_of((1, 2, 1), 4)
-    for rank, (stage, own, size, total, least, seen, sampled) in enumerate(found):
+    for rank, (stage, own, size, total, all_reduce_min, seen, sampled) in enumerate(found):
         assert (stage, own, size) == (stages[rank // 2], rank % 2, 2)
-        assert (total, least) == (2 * (rank - rank % 2) + 1, 5)
+        assert (total, all_reduce_min) == (2 * (rank - rank % 2) + 1, 5)
         before = sum(10**each for each in range(rank % 2, rank + 1, 2))
         assert seen == [[before * (step + 1)] * 2 for step in range(8)]
         assert sampled == ([100 * (rank + 4) + step for step in range(8)] if rank < 2 else [])
@@ -190,9 +190,9 @@ def test_collectives_of_processes(tmp_path: Path) -> None:
 
 def test_a_single_rank_has_no_connections() -> None:
     group, link = connect.connect(config_of(1, ()), 0)
-    assert isinstance(group, StandIn)
+    assert isinstance(group, FakeGroup)
     assert (group.size, group.rank, link) == (1, 0, None)
-    assert group.least(7) == 7
+    assert group.all_reduce_min(7) == 7
 
 
 def test_stages_of_one_rank_each_sum_nothing(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_stages_of_one_rank_each_sum_nothing(tmp_path: Path) -> None:
         group, link = connect.connect(config_of(1, (1, 1)), rank)
         assert link is not None
         link.drain()
-        return isinstance(group, StandIn), link.stage.index, group.least(9 - rank)
+        return isinstance(group, FakeGroup), link.stage.index, group.all_reduce_min(9 - rank)
 
     assert on_processes(2, tmp_path, work) == [(True, 0, 8), (True, 1, 8)]
 
@@ -228,7 +228,7 @@ class Nccl:
         self.summed += 1
         return x
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return int(value) if self.agrees else 0
 
 

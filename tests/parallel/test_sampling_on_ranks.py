@@ -12,7 +12,7 @@ from sampler_cases import EOS, logprob_entries, random_logits
 from test_push_kernel import Ranks
 from thread_ranks import ThreadGroup, on_ranks
 
-from compiled_engine.parallel.group import StandIn
+from compiled_engine.parallel.group import FakeGroup
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling import gumbel, gumbel_triton, ranks
 from compiled_engine.sampling.edits import StepMasks, mask_of
@@ -56,7 +56,7 @@ class Doubled:
 Outputs = list[tuple[list[int], list[TokenLogprobs | None]]]
 
 
-def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | StandIn, *, broken: bool) -> Outputs:
+def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | FakeGroup, *, broken: bool) -> Outputs:
     """Three steps of a request of each kind: tokens and log-probabilities."""
     sampler = Sampler(RowFields(NUM_ROWS, "cpu"), VOCAB_SIZE, processors=[Doubled()], group=group)
     masked = ["min_tokens" not in kind and kind in (KINDS["masked"], KINDS["masked, filtered"]) for kind in kinds]
@@ -85,7 +85,7 @@ def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | S
 
 def check(kinds: list[dict[str, object]], seed: int, num_ranks: int, *, broken: bool = False) -> list[list[int]]:
     """Returns how many numbers a row each rank handed out, by rank."""
-    expected = outputs_of(kinds, seed, StandIn(), broken=broken)
+    expected = outputs_of(kinds, seed, FakeGroup(), broken=broken)
 
     def work(group: ThreadGroup) -> tuple[Outputs, list[int]]:
         return outputs_of(kinds, seed, group, broken=broken), group.exchanged
@@ -117,7 +117,7 @@ def test_logits_processors_see_whole_rows() -> None:
 
 def test_why_there_is_no_token_is_known_to_all() -> None:
     kinds = [KINDS["greedy"], KINDS["seeded"], KINDS["allowed"]]
-    (tokens, _), *_ = outputs_of(kinds, 0, StandIn(), broken=True)
+    (tokens, _), *_ = outputs_of(kinds, 0, FakeGroup(), broken=True)
     assert {tokens[0], tokens[2]} == NO_TOKENS
     check(kinds, 0, 2, broken=True)
 
@@ -143,7 +143,7 @@ def check_kernels(num_ranks: int, rank: int) -> None:
     """One rank runs; what the others' kernels would write into its memory is put there before."""
     vocab_size, num_rows = 2 * 3 * 1050, 4
     ranks = Ranks(num_ranks, rank, torch.float32)
-    group = StandIn(num_ranks, rank, ranks.own)
+    group = FakeGroup(num_ranks, rank, ranks.own)
     generator = torch.Generator().manual_seed(0)
     seeds_N, inverse_N = torch.arange(num_rows), torch.tensor([0.0, 1.0, 2.0, 1.0])
     for count in (4, 2, 3):
@@ -154,7 +154,7 @@ def check_kernels(num_ranks: int, rank: int) -> None:
         expected_S, found_S = torch.zeros(count, dtype=torch.int64), torch.full((count,), -7)
         gumbel.sample(logits_SV, *arguments, expected_S)
         for peer in set(range(num_ranks)) - {rank}:
-            slice_ = VocabularySlice.of(vocab_size, StandIn(num_ranks, peer))
+            slice_ = VocabularySlice.of(vocab_size, FakeGroup(num_ranks, peer))
             scores_S, tokens_S = torch.empty(count), torch.zeros(count, dtype=torch.int64)
             gumbel.sample(slice_.of_whole(logits_SV), *arguments, tokens_S, Best(slice_.first, scores_S))
             keys_S = keys_of(torch.where(scores_S.isnan(), torch.inf, scores_S), tokens_S)

@@ -12,15 +12,15 @@ from thread_ranks import ThreadGroup, on_ranks
 from torch import nn
 
 from compiled_engine.parallel.group import (
+    FakeGroup,
     PushBuffer,
-    StandIn,
     buffer_bytes,
     current_group,
     data_offset,
+    fake_group_for,
     in_group,
     num_slots_for,
     num_tagged_slots,
-    stand_in_for,
     tagged_offset,
 )
 from compiled_engine.parallel.shards import Section, Shard, add_collectives, compare_shapes, shard_of
@@ -202,10 +202,10 @@ def test_slots_are_for_rows_that_all_ranks_write_at_once(
 
 
 def test_a_stand_in_runs_without_peers() -> None:
-    """A stand-in has the shapes of the group's results, and a push buffer of its own."""
+    """A fake group has the shapes of the group's results, and a push buffer of its own."""
     made = buffer(4, 3, 32)
     group: Any = type("Group", (), {"size": 3, "rank": 2, "pushed": made})()
-    alone = stand_in_for(group)
+    alone = fake_group_for(group)
     assert (alone.size, alone.rank, alone.kind) == (3, 0, "none")
     own = alone.pushed
     assert own is not None
@@ -221,13 +221,13 @@ def test_a_stand_in_runs_without_peers() -> None:
         assert found.data_ptr() != x_TD.data_ptr()
     assert alone.rows(5) == slice(0, 5)
     assert torch.equal(alone.gather_rows(x_TD, 2), x_TD)
-    assert alone.least(3) == 3
-    assert StandIn(least=lambda value: value - 1).least(3) == 2
+    assert alone.all_reduce_min(3) == 3
+    assert FakeGroup(all_reduce_min=lambda value: value - 1).all_reduce_min(3) == 2
     group.pushed = None
-    assert stand_in_for(group).pushed is None
+    assert fake_group_for(group).pushed is None
 
 
-def fail_in(group: StandIn) -> None:
+def fail_in(group: FakeGroup) -> None:
     with in_group(group):
         assert current_group() is group
         raise KeyError
@@ -235,7 +235,7 @@ def fail_in(group: StandIn) -> None:
 
 def test_collectives_go_to_the_innermost_group() -> None:
     """Until it is left, however that is."""
-    outer, inner = StandIn(), StandIn(2)
+    outer, inner = FakeGroup(), FakeGroup(2)
     with pytest.raises(RuntimeError, match="a collective was called outside of a group of ranks"):
         current_group()
     with in_group(outer):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scripted_hopper import scripted_hopper
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
 
-from compiled_engine.parallel.group import PushBuffer, StandIn, in_group
+from compiled_engine.parallel.group import FakeGroup, PushBuffer, in_group
 from compiled_engine.passes.framework.op_library import implementation
 from compiled_engine.passes.linear import gated_linear, hopper_linear, hopper_product, silu_mul, small_batch_linear_op
 from compiled_engine.passes.linear.hopper_linear import HopperTiles
@@ -281,10 +281,10 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def group(has_memory: bool) -> StandIn:
+def group(has_memory: bool) -> FakeGroup:
     none = torch.zeros(0, dtype=torch.uint8)
     epochs = torch.zeros(SLOTS, dtype=torch.int32)
-    return StandIn(1, 0, PushBuffer(none, none, epochs, epochs, 0, 1, D * 4) if has_memory else None)
+    return FakeGroup(1, 0, PushBuffer(none, none, epochs, epochs, 0, 1, D * 4) if has_memory else None)
 
 
 def rows(tokens: int, width: int = D) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from compiled_engine.graphs.compiler.build import fusion_passes, structure_passes
 from compiled_engine.options import EngineOptions
-from compiled_engine.parallel.group import StandIn, in_group
+from compiled_engine.parallel.group import FakeGroup, in_group
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.matching import change, named
@@ -46,7 +46,7 @@ def rewritten(
     others, enabled = fusion_passes(config, traced_graph.signature)
     of_ranks = (AllReduceResidualRMSNorm.name,) if num_ranks > 1 else ()
     names = (*(each.name for each in structure), *(name for name in (*enabled, *of_ranks) if name not in without))
-    with in_group(StandIn(num_ranks)):
+    with in_group(FakeGroup(num_ranks)):
         reports = run_passes(graph, (*structure, *others), names, compile_range, CPU)
     bound = next(each for each in others if isinstance(each, QuantiseActivations))
     return graph, {report.name: report for report in reports}, bound

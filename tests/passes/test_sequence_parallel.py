@@ -21,7 +21,7 @@ from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.gloo import rows_of
-from compiled_engine.parallel.group import StandIn, in_group
+from compiled_engine.parallel.group import FakeGroup, in_group
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.verifier import VerificationError
@@ -56,7 +56,7 @@ def run_on_a_rank(
     module = graphs.for_range(compile_range)
     first, passes = structure_passes(config, module.graph, compile_range, None), passes or registered_passes()
     names = [graph_pass.name for graph_pass in (*first, *passes)]
-    with in_group(StandIn(2)):
+    with in_group(FakeGroup(2)):
         run_passes(module.graph, first, names, compile_range, CPU)
         reports = run_passes(module.graph, passes, names, compile_range, CPU, **options)
     return module, {report.name: report for report in reports}

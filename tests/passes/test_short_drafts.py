@@ -31,15 +31,15 @@ SHAPES = ((16, 8, 128), (32, 8, 128), (8, 2, 64), (16, 8, 64), (4, 1, 128))
 
 @OF_TILES
 @pytest.mark.parametrize(
-    ("head_dim", "group", "queries", "window"),
+    ("head_dim", "group", "query_len", "window"),
     [(128, 4, 4, 0), pytest.param(64, 2, 7, 100, marks=pytest.mark.product(one_in=1000))],
 )
 def test_it_fits_and_reads_keys_before_the_wait(
-    head_dim: int, group: int, queries: int, window: int, tiles: ShortTiles
+    head_dim: int, group: int, query_len: int, window: int, tiles: ShortTiles
 ) -> None:
     constants: dict[str, Any] = {f"{name}_HEAD_STRIDE": head_dim for name in ("Q", "K", "V", "OUT")}
     constants |= {"STRIDE_MULTIPLE": 8, "OFFSET": 0.0, "WIDE": False, "WINDOW": window, "CAP_SCALE": 0.0}
-    constants |= {"GROUP": group, "BLOCK_SIZE": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "QUERIES": queries}
+    constants |= {"GROUP": group, "BLOCK_SIZE": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "QUERY_LEN": query_len}
     constants |= {"KEYS": tiles.keys, "WARPS": tiles.warps, "sinks_ptr": None}
     types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
     types |= {"eps": "fp32", "scale_log2": "fp32"}
@@ -60,8 +60,8 @@ def arguments_of(seed: int, dtype: torch.dtype, longest: int) -> tuple[list[Any]
     """Of the op, with q, k and v as views of one tensor, and the rows of each request."""
     while True:
         case, batch = drafted(seed, dtype, "cuda", shapes=SHAPES, longest=longest, storages=(AUTO,))
-        queries = int(batch.inputs.host_3[1])
-        if fits_one_tile(queries, case.num_heads // case.num_kv_heads):
+        query_len = int(batch.inputs.host_3[1])
+        if fits_one_tile(query_len, case.num_heads // case.num_kv_heads):
             break
         seed += 1000
     generator = torch.Generator().manual_seed(seed)
@@ -78,7 +78,7 @@ def arguments_of(seed: int, dtype: torch.dtype, longest: int) -> tuple[list[Any]
     )
     inputs = replace(batch.inputs, backend="triton")
     out = torch.full_like(batch.q_THd, math.nan)
-    return [q, k, v, batch.kv_cache_N2PKd, out, *rotation, *batch.scoring, *inputs.flat()], queries
+    return [q, k, v, batch.kv_cache_N2PKd, out, *rotation, *batch.scoring, *inputs.flat()], query_len
 
 
 def wide(argument: Any, dtype: torch.dtype) -> Any:
@@ -96,16 +96,16 @@ def test_it_is_the_two_ops(dtype: torch.dtype, fills: bool, tiles: ShortTiles) -
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for compute capability 9")
     for seed in range(6):
-        arguments, queries = arguments_of(seed, dtype, tiles.keys + 1 if fills else 40)
+        arguments, query_len = arguments_of(seed, dtype, tiles.keys + 1 if fills else 40)
         one, two = ([*arguments[:3], arguments[3].clone(), arguments[4].clone(), *arguments[5:]] for _ in range(2))
         exact = [wide(argument, dtype) for argument in two]
         rotation, inputs = Rotation(*one[5 : 5 + op.OF_ROTATION]), op.inputs_of(tuple(one))
         scoring = Scoring(*op.without_inputs(tuple(one[5:]))[op.OF_ROTATION :])
-        short_drafts(*one[:3], rotation, one[3], one[4], inputs, queries, scoring, tiles)
+        short_drafts(*one[:3], rotation, one[3], one[4], inputs, query_len, scoring, tiles)
         # Without slots all keys and values are those of the cache, where they stand now.
         reads = replace(inputs, slot_mapping_T=torch.full_like(inputs.slot_mapping_T, -1))
         read = torch.full_like(one[4], math.nan)
-        short_drafts(*one[:3], rotation, one[3], read, reads, queries, scoring, tiles)
+        short_drafts(*one[:3], rotation, one[3], read, reads, query_len, scoring, tiles)
         op.unfused(attend, *two)
         op.unfused(attend, *exact)
         ulp = torch.finfo(dtype).eps
@@ -118,7 +118,7 @@ def test_it_is_the_two_ops(dtype: torch.dtype, fills: bool, tiles: ShortTiles) -
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "queries", "context", "keys"),
+    ("num_requests", "query_len", "context", "keys"),
     [
         (8, 4, 512, 512),
         (9, 4, 512, 0),
@@ -131,18 +131,18 @@ def test_it_is_the_two_ops(dtype: torch.dtype, fills: bool, tiles: ShortTiles) -
     ],
 )
 def test_the_backend_has_it_for_short_contexts_of_few_requests_and_drafts(
-    num_requests: int, queries: int, context: int, keys: int, monkeypatch: pytest.MonkeyPatch
+    num_requests: int, query_len: int, context: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 16 multiprocessors, with two K/V heads of two heads each: with tiles of these keys."""
     served: list[Any] = []
     monkeypatch.setattr(triton_backend, "short_drafts", lambda *arguments: served.append(arguments[-3::2]))
     monkeypatch.setattr(triton_backend, "short_contexts", lambda *arguments: SHORT_CONTEXTS)
     monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 16)
-    rows = num_requests * queries
+    rows = num_requests * query_len
     q, k, cache = torch.zeros(rows, 4, 64), torch.zeros(rows, 2, 64), torch.zeros(1, 2, 16, 2, 64)
     seq_lens, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
-    host, slots = torch.tensor([rows, queries, context], dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    host, slots = torch.tensor([rows, query_len, context], dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     inputs = AttentionInputs(torch.arange(rows + 1).int(), seq_lens, table, slots, host, "triton")
     operands = q, k, k, Rotation(None, None, 0.0, *torch.ones(2, rows, 1, 64)), cache, torch.empty_like(q)
     assert triton_backend.BACKEND.attend_unrotated(*operands, inputs, Scoring(1.0)) == (keys > 0)
-    assert served == ([(queries, ShortTiles(keys))] if keys else [])
+    assert served == ([(query_len, ShortTiles(keys))] if keys else [])

@@ -22,7 +22,7 @@ from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
 from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.connect import RankLayout
-from compiled_engine.parallel.group import StandIn, current_group, in_group
+from compiled_engine.parallel.group import FakeGroup, current_group, in_group
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import ContractError, run_passes
@@ -164,7 +164,7 @@ def test_slices_of_parameters() -> None:
 def test_a_collective_needs_a_group() -> None:
     with pytest.raises(RuntimeError, match="outside of a group"):
         current_group()
-    with in_group(StandIn(2)):
+    with in_group(FakeGroup(2)):
         assert torch.equal(all_reduce(torch.ones(2, 3)), torch.ones(2, 3))
 
 

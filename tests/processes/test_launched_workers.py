@@ -16,7 +16,7 @@ from small_engines import SMALL
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
-from compiled_engine.process.begin_gpu import core_has_device
+from compiled_engine.process.init_cuda import core_has_device
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes.monitor import WorkerError
 from compiled_engine.processes.multiprocess_executor import MultiprocessExecutor

@@ -42,8 +42,8 @@ def of(
     return replace(config, parallel=parallel, scheduler=replace(config.scheduler, **scheduler or {}), **changes)
 
 
-def step(number: int, *, awaits_masks: bool = False) -> SchedulerOutput:
-    return SchedulerOutput(number, (), (), ["a"], [0], [1], [True], {}, awaits_masks=awaits_masks)
+def step(number: int, *, samples_late: bool = False) -> SchedulerOutput:
+    return SchedulerOutput(number, (), (), ["a"], [0], [1], [True], {}, samples_late=samples_late)
 
 
 def masks(*request_ids: str) -> TokenMasks:
@@ -79,7 +79,7 @@ def test_a_step_that_awaits_masks_is_sampled_with_them(ranks: Any) -> None:
     """Its result has their effect, whether or not the steps before and after it are masked."""
     with ranks() as (executor, launch):
         first = executor.submit(step(1))
-        second = executor.submit(step(2, awaits_masks=True))
+        second = executor.submit(step(2, samples_late=True))
         executor.sample(masks("a", "b", "c"))
         third = executor.submit(step(3))
         assert [list(each.result().token_ids) for each in (first, second, third)] == [[1, 0], [2, 3], [3, 0]]
@@ -90,7 +90,7 @@ def test_a_step_that_awaits_masks_is_sampled_with_them(ranks: Any) -> None:
 def test_a_step_whose_masks_never_come_has_a_result_all_the_same(ranks: Any) -> None:
     """Once, before that of the next step; masks that come later belong to no step."""
     with ranks() as (executor, _):
-        first = executor.submit(step(1, awaits_masks=True))
+        first = executor.submit(step(1, samples_late=True))
         second = executor.submit(step(2))
         executor.sample(masks("a"))
         third = executor.submit(step(3))
@@ -100,7 +100,7 @@ def test_a_step_whose_masks_never_come_has_a_result_all_the_same(ranks: Any) -> 
 def test_a_stage_that_samples_nothing_waits_for_no_masks(ranks: Any) -> None:
     """The first stage of two goes on with the next step; only the last one is told the masks' effect."""
     with ranks(tensor=1, stage_layers=(1, 1)) as (executor, launch):
-        first = executor.submit(step(1, awaits_masks=True))
+        first = executor.submit(step(1, samples_late=True))
         executor.sample(masks("a"))
         assert list(first.result().token_ids) == [1, 1]
         executor.call(ControlCall("metrics"))
@@ -117,7 +117,7 @@ def test_a_step_that_all_ranks_fail_at_one_place_fails_alone(ranks: Any, masked:
             runner.runs_begun = runner.runs_ended = 3
 
     with ranks(fail) as (executor, launch):
-        pending = [executor.submit(step(number, awaits_masks=masked and number == 2)) for number in (1, 2)]
+        pending = [executor.submit(step(number, samples_late=masked and number == 2)) for number in (1, 2)]
         if masked:
             executor.sample(masks("a"))  # for a step that has failed
         pending.append(executor.submit(step(3)))
@@ -137,7 +137,7 @@ def test_a_step_that_fails_awaits_no_masks(ranks: Any) -> None:
             runner.fails[1] = KeyError("injected")
 
     with ranks(fail) as (executor, _), pytest.raises(StepError, match="injected"):
-        executor.submit(step(1, awaits_masks=True)).result()
+        executor.submit(step(1, samples_late=True)).result()
 
 
 def apart(runners: list[ScriptedRunner]) -> None:
@@ -258,16 +258,16 @@ def test_a_call_reaches_every_rank_behind_the_steps_before_it(ranks: Any) -> Non
         pending = executor.submit(step(1))
         assert [found["steps"] for found in executor.call(ControlCall("metrics"))] == [[1], [1]]
         pending.result()
-        for name in ("begin_load_adapter", "load_adapter"):
+        for name in ("adapters.begin_load", "adapters.load"):
             assert executor.call(ControlCall(name, {"path": "p", "digest": "d"})) == [None, None]
-        assert executor.call(ControlCall("has_read_adapter", {"digest": "1"})) == [False, True]
-        executor.call(ControlCall("drop_adapter", {"digest": "d"}))
+        assert executor.call(ControlCall("adapters.has_read", {"digest": "1"})) == [False, True]
+        executor.call(ControlCall("adapters.drop", {"digest": "d"}))
         assert [runner.told for runner in launch.runners] == [
             [1, ("begin", "p", "d"), ("load", "p", "d"), ("drop", "d")]
         ] * 2
-        said = "drop_adapter: KeyError: 'missing'"
+        said = "adapters.drop: KeyError: 'missing'"
         with pytest.raises(ControlError, match=f"^rank 0 of 2: {said}; rank 1 of 2: {said}$"):
-            executor.call(ControlCall("drop_adapter", {"digest": "missing"}))
+            executor.call(ControlCall("adapters.drop", {"digest": "missing"}))
 
 
 def test_the_metrics_are_those_of_the_rank_that_samples(ranks: Any) -> None:
@@ -324,8 +324,8 @@ def test_ranks_start_with_what_the_engine_was_given(
             assert names == ["read the options", "start the workers", "connect the ranks"]
             waited = runner.arguments[2].spans[1]
             assert waited.start_s == 0.25  # where the timeline ended so far
-            assert runner.arguments[4] == (FaultyRank,)
-            assert runner.arguments[5].rank == runner.rank
+            assert runner.arguments[5] == (FaultyRank,)
+            assert runner.arguments[6].rank == runner.rank
 
 
 GPU = torch.device("cuda", 0)

@@ -55,6 +55,14 @@ LAYERS = (
     "grammars",
     "runner",
     "core",
+    "features.adapters",
+    "features.pipeline",
+    "features.pooling",
+    "features.prompt_logprobs",
+    "features.recurrence",
+    "features.speculation",
+    "features.structured",
+    "features",
     "graphs.inspection",
     "resolve",
     "processes",
@@ -75,16 +83,32 @@ LAYERS = (
 ON_PAPER = (
     "block_pool",
     "cache_resource",
+    "hooks",
     "kv_cache_manager",
     "request",
     "request_table",
     "steps",
     "scheduler",
-    "constraints",
+)
+# The same of features.
+PLANNING = (
+    "features.adapters.overtaking",
+    "features.adapters.plan",
+    "features.adapters.table",
+    "features.pipeline.micro_batches",
+    "features.pooling.plan",
+    "features.prompt_logprobs.plan",
+    "features.recurrence.snapshots",
+    "features.speculation.draft_length",
+    "features.speculation.draft_plan",
+    "features.speculation.draft_sharpness",
+    "features.structured.constraints",
+    "features.structured.plan",
 )
 # Packages, and modules, that may not import some others below them.
 FORBIDDEN = {
     **{f"core.{name}": ("graphs", "passes", "models", "attention", "kernels", "runner") for name in ON_PAPER},
+    **dict.fromkeys(PLANNING, ("graphs", "passes", "models", "attention", "kernels", "runner")),
     "models.textbook": ("kernels", "process"),
     "sampling": ("graphs", "passes", "models", "attention"),
     "grammars": ("graphs", "passes", "models", "attention", "kernels"),

@@ -32,8 +32,19 @@ PARAMS = SamplingParams(
     extra_args={"schema": {"type": "object", "depth": [1, 2.5, None, True]}},
 )
 LOGPROBS = LogprobRows.of([TokenLogprobs((5, 7), (-0.25, -1.5), 1)])
-NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), ((4, 5),), masked=True)
-STEP = SchedulerOutput(7, ("gone",), (NEW,), ["r", "s"], [3, 0], [1, 5], [True, False], {"s": ((6,),)}, True)
+NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), ((4, 5),), {"structured": True})
+STEP = SchedulerOutput(
+    7,
+    ("gone",),
+    (NEW,),
+    ["r", "s"],
+    [3, 0],
+    [1, 5],
+    [True, False],
+    {"s": ((6,),)},
+    True,
+    extras={"f": {0: "x"}, "g": {"r": 3}},
+)
 MESSAGES = (
     EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5, b"root" * 8, "a grammar"),
     GrammarVocabulary("a tokenizer", 9, frozenset({0, 2})),
@@ -44,7 +55,7 @@ MESSAGES = (
     STEP,
     EngineOutput("r", (5, 6), num_drafts=3, num_accepted=1),
     StepOutputs(["r", "s"], [5, 6, 7], [], counts=[1, 2], num_drafts=[0, 3]),
-    RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}, {"s": (1, LOGPROBS)}),
+    RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}),
     RunnerOutput([5, 6], counts=[2, 0]),
 )
 

@@ -285,9 +285,9 @@ def test_a_head_and_the_sharpness_of_its_drafts(
     found = resolve_speculation(EngineOptions(speculative_config=drafts), config, SilentProgress())
     assert found.sharpnesses == sharpnesses
     assert ("speculation.sharpnesses" in config.reasons) == is_chosen
-    assert len(found.taps) == 3
-    assert all(0 <= layer < config.model.num_layers for layer in found.taps)
-    assert ", ".join(map(str, found.taps)) in config.reasons["speculation.taps"]
+    assert len(found.aux_layers) == 3
+    assert all(0 <= layer < config.model.num_layers for layer in found.aux_layers)
+    assert ", ".join(map(str, found.aux_layers)) in config.reasons["speculation.aux_layers"]
     assert found.acceptance_rates == ((1, 0, 0) if "synthetic_acceptance_length" in more else ())
 
 
@@ -315,7 +315,12 @@ def test_a_draft_model_has_reasons_and_rates_of_its_own(adapts: bool, bundled_mo
         speculative_config=value | {"enable_adaptive_verification": adapts}, disable_passes=("rms_norm",)
     )
     found = resolve_speculation(given, replace(config, attention_backend="torch"), SilentProgress())
-    assert (found.acceptance_rates, found.adapts, found.taps, found.sharpnesses) == ((1, 0.5, 0), adapts, (), (1.0,))
+    assert (found.acceptance_rates, found.adapts, found.aux_layers, found.sharpnesses) == (
+        (1, 0.5, 0),
+        adapts,
+        (),
+        (1.0,),
+    )
     assert found.draft is not None
     assert "rms_norm" not in found.draft.compile.passes
     assert found.draft.graph.mode is GraphMode.NONE

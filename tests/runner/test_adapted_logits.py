@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_engine.graphs.compiled_model import Forwards
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key, mixed_key
-from compiled_engine.runner.captured_steps import ADAPTERS, PaddedStep
-from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.model_forward import ForwardOutput, ModelForward, _Variant
+from compiled_engine.runner.step_graphs import GraphedStep
 
 HIDDEN_TD = torch.arange(10.0).view(5, 2)
 SLOTS_T = torch.tensor([3, -1, 2, 0, 1], dtype=torch.int32)
@@ -21,29 +22,31 @@ SMALL = 4  # tokens, up to which forwards end at logits
 def model() -> ModelForward:
     """Logits of hidden states are these, or where rows have slots these plus 100 times the slots."""
     made = object.__new__(ModelForward)
-    made.logits = lambda hidden: hidden.clone()  # type: ignore[assignment]
-    made._adapted_logits = lambda hidden, slots: hidden + 100 * slots.view(-1, 1)  # type: ignore[assignment]
+    usual = Forwards(torch.nn.Identity(), logits=lambda hidden: hidden.clone())
+    adapted = Forwards(torch.nn.Identity(), logits=lambda hidden, slots: hidden + 100 * slots.view(-1, 1))
+    made._variants = {"": _Variant.of(usual), "adapted": _Variant.of(adapted)}
     return made
 
 
 @pytest.mark.parametrize("tokens", [slice(3), slice(1, 4), torch.tensor([4, 1])], ids=["first", "inner", "chosen"])
 def test_rows_keep_their_own_slots(tokens: Any) -> None:
-    hidden = ForwardOutput(HIDDEN_TD, is_logits=False, slots_T=SLOTS_T)
+    hidden = ForwardOutput(HIDDEN_TD, False, variant="adapted", beside=(SLOTS_T,))
     expected = HIDDEN_TD[tokens] + 100 * SLOTS_T[tokens].view(-1, 1)
     assert torch.equal(model().logits_of(hidden.of_tokens(tokens)), expected)
-    plain = replace(hidden, slots_T=None)
+    plain = ForwardOutput(HIDDEN_TD, is_logits=False)
     assert torch.equal(model().logits_of(plain.of_tokens(tokens)), HIDDEN_TD[tokens])
     logits = replace(hidden, is_logits=True)
     assert torch.equal(model().logits_of(logits.of_tokens(tokens)), HIDDEN_TD[tokens])
 
 
-def step() -> PaddedStep:
+def step() -> GraphedStep:
     """One whose buffers have slots of more tokens than a graph has."""
-    buffers = SimpleNamespace(adapter_slots_T=torch.cat((SLOTS_T, torch.full((9,), 7, dtype=torch.int32))))
-    of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, adapted: num_tokens <= SMALL)
+    slots_T = torch.cat((SLOTS_T, torch.full((9,), 7, dtype=torch.int32)))
+    buffers = SimpleNamespace(beside=lambda variant, num_tokens: (slots_T[:num_tokens],))
+    of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, variant: num_tokens <= SMALL)
     forward: Any = SimpleNamespace(model=of_model, buffers=buffers, kv_caches=[])
     nothing: Any = None
-    return PaddedStep(forward, nothing, nothing, 64)
+    return GraphedStep(forward, nothing, nothing, 64)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +57,8 @@ def step() -> PaddedStep:
 def test_what_a_graph_leaves_has_the_slots_of_its_batch(key: GraphKey, is_logits: bool) -> None:
     padded_TD, slots_T = HIDDEN_TD[: key.num_tokens], SLOTS_T[: key.num_tokens]
     plain = step().output(key, padded_TD)
-    assert (plain.is_logits, plain.slots_T) == (is_logits, None)
-    adapted = step().output(replace(key, extra=((ADAPTERS.name, 1),)), padded_TD)
-    assert adapted.slots_T is not None
-    assert (adapted.is_logits, adapted.slots_T.tolist()) == (is_logits, slots_T.tolist())
+    assert (plain.is_logits, plain.beside) == (is_logits, ())
+    adapted = step().output(replace(key, extra=(("adapted", 1),)), padded_TD, "adapted")
+    assert (adapted.is_logits, [each.tolist() for each in adapted.beside]) == (is_logits, [slots_T.tolist()])
     logits = model().logits_of(adapted)
     assert torch.equal(logits, padded_TD if is_logits else padded_TD + 100 * slots_T.view(-1, 1))

@@ -78,7 +78,7 @@ def test_lengths_are_there_before_attention_waits() -> None:
     device, num_tokens = torch.device("cuda"), 1 << 16
     states = RequestStates(2, num_tokens + 64, 16, device)
     buffers = InputBuffers(num_tokens, 2, states.block_table_SB.shape[1], states.writes, device)
-    states.num_known_S.fill_(num_tokens)
+    states.prefill_len_S.fill_(num_tokens)
     buffers.rows_R.zero_()
     buffers.query_start_loc_R1.copy_(torch.tensor([0, num_tokens, num_tokens]))
     seen_1 = torch.zeros(1, dtype=torch.int32, device=device)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 
 from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
@@ -185,7 +184,7 @@ def test_rows_are_permanent_and_come_free_again(states: RequestStates) -> None:
     states.append_blocks(resumed, (6, 5))
     states.writes.apply()
     assert resumed == rows[3]
-    assert (int(states.num_known_S[resumed]), int(states.num_computed_S[resumed])) == (3, 2)
+    assert (int(states.prefill_len_S[resumed]), int(states.num_computed_S[resumed])) == (3, 2)
     assert states.num_prompt_tokens[resumed] == 1
     assert states.block_table_SB[resumed].tolist() == [9, 8, 7, 6, 5, 0, 0, 0]
 
@@ -301,7 +300,7 @@ def test_a_prompt_that_ends_with_one_token_has_no_drafts(known: bool) -> None:
     """Its share is as large as that of a request that has sampled, and one token of it is computed."""
     states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
     states.add(new_request("ends", [1, 2, 3, 4, 5], [0, 1]), 4)
-    rows = StepRows.of(step_of(scheduled("ends", 4, 4)), states, known=known, queries=(1, 4))
+    rows = StepRows.of(step_of(scheduled("ends", 4, 4)), states, known=known, query_lens=(1, 4))
     assert (rows.number_A.tolist(), rows.lens_A.tolist(), rows.exists_A.tolist()) == ([0], [1], [True])
 
 
@@ -313,10 +312,10 @@ def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> 
     states.writes.apply()
     step = step_of(scheduled("r", 0, 3))
     buffers.rows_R[:] = -5
-    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True, queries=(1, 4)))
+    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True, query_lens=(1, 4)))
     states.writes.discard()
     buffers.forget_staged()
-    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True, queries=(1, 4)))
+    make_drafted_batch(step, states, buffers, StepRows.of(step, states, known=True, query_lens=(1, 4)))
     states.writes.apply()
     assert buffers.rows_R[0] == row
     assert buffers.query_start_loc_R1[:2].tolist() == [0, 3]
@@ -354,7 +353,7 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
         rows = steps.rows(step)
         taken_over += rows is before
         in_parts = GraphKey(GraphKind.PIECEWISE, 24)  # attention is not captured: its bound follows the contexts
-        key = generator.choice([None, in_parts, verify_key(5, rows.queries or 1, MAX_MODEL_LEN)])
+        key = generator.choice([None, in_parts, verify_key(5, rows.query_len or 1, MAX_MODEL_LEN)])
         batch = steps.make_batch(step, rows, key)
         if generator.random() < 0.2:  # the step fails
             states.writes.discard()
@@ -362,7 +361,7 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
             batch = steps.make_batch(step, steps.rows(step), key)
         states.writes.apply()
         own = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_drafts=True)
-        fresh = StepRows.of(step, states, known=False, queries=(1, 2, 4))
+        fresh = StepRows.of(step, states, known=False, query_lens=(1, 2, 4))
         expected = make_drafted_batch(step, states, own, fresh, key)
         states.writes.apply()
         assert _by_request(batch, buffers) == _by_request(expected, own)
@@ -401,12 +400,3 @@ def _by_request(batch: InputBatch, buffers: InputBuffers) -> list[tuple[Any, ...
     count = len(batch.request_ids)
     padding = zip(rows_R[count:], numbers_R[count : batch.num_rows].tolist(), starts[count:].tolist(), strict=False)
     return [*sorted(real), *padding]
-
-
-def test_a_row_loses_its_adapter_with_its_request() -> None:
-    states = RequestStates(1, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), has_adapters=True)
-    states.add(structs.replace(new_request("adapted", [1], [0]), adapter_slot=1), 0)
-    assert states.has_adapter(["adapted"])
-    states.remove("adapted")
-    states.add(new_request("plain", [1], [0]), 0)
-    assert not states.has_adapter(["plain"])

@@ -22,8 +22,8 @@ from compiled_engine.config import (
     SpeculationConfig,
 )
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
-from compiled_engine.runner.captured_steps import affordable
 from compiled_engine.runner.kv_cache import CacheSize, allocate, block_bytes, blocks_wanted, bytes_left, size_cache
+from compiled_engine.runner.step_graphs import affordable
 
 # Two layers, keys and values, 16 slots, two heads of 16 elements in float32.
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
@@ -136,8 +136,8 @@ def test_graphs_are_captured_as_far_as_their_pool_is_small() -> None:
     """A step of 256 tokens takes 256 units; a pool may have an eighth of what is left without it."""
     config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (1, 2), (8, 16, 32, 64)))
 
-    def sizes(left: int | None, least: Callable[[int], int] = lambda count: count) -> tuple[int, ...]:
-        found = affordable(config, 256, left, least)
+    def sizes(left: int | None, all_reduce_min: Callable[[int], int] = lambda count: count) -> tuple[int, ...]:
+        found = affordable(config, 256, left, all_reduce_min)
         assert replace(found, token_sizes=config.graph.token_sizes) == config.graph
         return found.token_sizes
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_engine.features.pooling.step_pooling import PooledRows
+from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import NO_DRAFT, NOT_TAKEN, RING, DraftedRows, InputBatch
-from compiled_engine.runner.pending_steps import PendingStep, PromptLogprobs, UnsampledStep
-from compiled_engine.runner.step_pooling import PooledRows
+from compiled_engine.runner.pending_steps import Deferred, PendingStep, UnsampledStep
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
@@ -35,8 +36,7 @@ def pending(
     order: list[int] | None = None,
     drafted: DraftedRows | None = None,
     logprobs: BatchLogprobs | None = None,
-    prompt: dict[str, PromptLogprobs] | None = None,
-    pooled: PooledRows | None = None,
+    **results: Deferred,
 ) -> PendingStep:
     ring_KR1 = np.zeros((RING, len(tokens) + 3), np.int32)
     ring_KR1[NUMBER % RING] = [NUMBER, *tokens, 88, 88]
@@ -57,7 +57,7 @@ def pending(
         drafted,
     )
     clock = StepClock(torch.device("cpu"))
-    return PendingStep(ring_KR1, NUMBER, None, batch, logprobs, prompt or {}, clock, pooled)
+    return PendingStep(ring_KR1, NUMBER, None, batch, logprobs, results, clock)
 
 
 def test_tokens_of_those_that_sample() -> None:
@@ -73,23 +73,24 @@ def test_log_probabilities_are_in_the_order_of_the_step(order: list[int] | None)
     for place, token, samples_one, name in zip(places, (5, -1, 7), (True, False, True), "abc", strict=True):
         tokens[place], samples[place], names[place] = token, samples_one, name
     many = {places[2]: rows(70, 71)}
-    prompt = {"b": PromptLogprobs(3, [rows(31), rows(32, 33)])}
+    prompt = PromptRows({"b": (3, [rows(31), rows(32, 33)])})
     logprobs = BatchLogprobs(rows(*tokens), many)
-    result = pending(tokens, names, samples, order=order, logprobs=logprobs, prompt=prompt).result()
+    result = pending(tokens, names, samples, order=order, logprobs=logprobs, prompt_logprobs=prompt).result()
     assert (result.token_ids, row_tokens(result.logprobs)) == ([5, 7], [5, 7])
     assert {name: row_tokens(found) for name, found in result.many_logprobs.items()} == {"c": [70, 71]}
-    first, found = result.prompt_logprobs["b"]
+    first, found = result.extras["prompt_logprobs"]["b"]
     assert (first, row_tokens(found)) == (3, [31, 32, 33])
     few = pending(tokens, names, samples, order=order, logprobs=BatchLogprobs(None, many)).result()
     assert few.logprobs is None
-    none = pending(tokens, names, samples, order=order, prompt=prompt).result()
-    assert (none.logprobs, none.many_logprobs, list(none.prompt_logprobs)) == (None, {}, ["b"])
+    none = pending(tokens, names, samples, order=order, prompt_logprobs=prompt).result()
+    assert (none.logprobs, none.many_logprobs, list(none.extras["prompt_logprobs"])) == (None, {}, ["b"])
 
 
 def test_vectors() -> None:
     pooled = PooledRows(["b", "a"], [0, 4], [1, 2], torch.arange(6.0).view(3, 2))
-    result = pending([5, -1], ["a", "b"], [True, False], pooled=pooled).result()
-    found = {name: (each.first, each.width, np.frombuffer(each.data, "<f4")) for name, each in result.vectors.items()}
+    result = pending([5, -1], ["a", "b"], [True, False], pooling=pooled).result()
+    vectors = result.extras["pooling"]
+    found = {name: (each.first, each.width, np.frombuffer(each.data, "<f4")) for name, each in vectors.items()}
     assert result.token_ids == [5]
     assert found["b"][:2] == (0, 2)
     assert found["a"][:2] == (4, 2)
@@ -105,12 +106,12 @@ def test_tokens_behind_drafts() -> None:
     samples = [False, *[True] * 5, False]
     many: dict[int, Any] = {place: rows(10 * place) for place in (1, 2, 3)}
     logprobs = BatchLogprobs(rows(*range(100, 107)), many)
-    prompt = {"c": PromptLogprobs(1, [rows(31)])}
-    result = pending(tokens, names, samples, drafted=drafted, logprobs=logprobs, prompt=prompt).result()
+    prompt = PromptRows({"c": (1, [rows(31)])})
+    result = pending(tokens, names, samples, drafted=drafted, logprobs=logprobs, prompt_logprobs=prompt).result()
     assert (result.token_ids, result.counts, result.num_drafts) == ([5, 6, 7, 8], [2, 2], [2, 1])
     assert row_tokens(result.logprobs) == [101, 102, 104, 105]
     assert {name: row_tokens(found) for name, found in result.many_logprobs.items()} == {"a": [10, 20]}
-    assert list(result.prompt_logprobs) == ["c"]
+    assert list(result.extras["prompt_logprobs"]) == ["c"]
     none = pending(tokens, names, samples, drafted=drafted).result()
     assert (none.token_ids, none.logprobs, none.many_logprobs) == ([5, 6, 7, 8], None, {})
 

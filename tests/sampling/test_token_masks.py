@@ -205,15 +205,15 @@ class TestScheduling:
         for _ in range(5):
             steps.append(engine.begin_step())
             engine.finish_step()
-        shares = [(sorted(step.request_ids), step.awaits_masks) for step in steps]
+        shares = [(sorted(step.request_ids), step.samples_late) for step in steps]
         assert shares == [(["m", "o"], True)] * 4 + [(["o"], False)] * 2
         engine.run()
 
     def test_a_part_of_a_prompt_needs_no_mask(self) -> None:
         engine = SimulatedEngine(budget=2)
         engine.add("m", [1, 2, 3], params=SamplingParams(max_tokens=1, token_mask=ByLastToken(VOCAB_SIZE)))
-        assert [engine.begin_step().awaits_masks, bool(engine.finish_step())] == [False, False]
-        assert engine.begin_step().awaits_masks
+        assert [engine.begin_step().samples_late, bool(engine.finish_step())] == [False, False]
+        assert engine.begin_step().samples_late
         engine.run()
 
     def test_masks_come_only_when_all_tokens_before_them_are_known(self) -> None:
@@ -221,10 +221,10 @@ class TestScheduling:
         engine.add("m", [1], params=SamplingParams(max_tokens=3, token_mask=ByLastToken(VOCAB_SIZE)))
         engine.begin_step()
         step = engine.begin_step()
-        with pytest.raises(RuntimeError, match="step 2 has masks that need the tokens of a step in flight"):
-            engine.scheduler.begin_masks(step)
+        with pytest.raises(RuntimeError, match="step 2 samples late, after tokens of a step in flight"):
+            engine.scheduler.begin_late(step)
         with pytest.raises(RuntimeError, match="no masks are being made"):
-            engine.scheduler.masks()
+            engine.scheduler.take_late()
         engine.run()
 
     def test_the_step_in_which_a_mask_fails_goes_on_without_it(self) -> None:

@@ -58,16 +58,22 @@ class Bytes:
 LONG_WORK = LongWork("forms", 1000, 10)
 
 
-class Guard(SpecialTokenGuard):
+class Words:
+    """The tokenizer of `Bytes`, with or without the special tokens."""
+
     def __init__(self, special: bool) -> None:
-        self._tokenizer = None
-        self._ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
+        self.ids_of_special = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
 
 
 def chat_format(name: str, special: bool, reasoning: str | None = None) -> ChatFormat:
-    tokenizer: Any = None
+    tokenizer: Any = Words(special)
     tools = TOOL_FORMATS[name.split(maxsplit=1)[0]]
-    return ChatFormat(tokenizer, TEMPLATES[name], None, tools, reasoning, Guard(special), LONG_WORK, (), {})
+    return ChatFormat(
+        tokenizer, TEMPLATES[name], None, tools, reasoning, SpecialTokenGuard(tokenizer), LONG_WORK, (), {}
+    )
 
 
 def tool_use(*, required: bool, several: bool = True, strict: bool = True, names: tuple[str, ...] = ()) -> ToolUse:

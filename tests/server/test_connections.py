@@ -92,6 +92,16 @@ def test_requests_one_after_the_other_however_they_arrive(
     assert [part[:3] for part in received.split(b"HTTP/1.1 ")[1:]] == [status for _, status in asked]
 
 
+def test_what_is_written_is_sent_at_once(few: RunningServer) -> None:
+    """Nagle's algorithm would hold back the second part of an answer until the client has acknowledged the first."""
+    with connect(few) as connection:
+        connection.sendall(GET)
+        answers(connection, 1)
+        (protocol,) = few.server.server_state.connections
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_requests_whose_answers_are_not_read_hold_no_memory(few: RunningServer) -> None:
     """Another client is answered, and of the requests behind an unread answer as much is taken as one read has."""
     before = psutil.Process().memory_info().rss

@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from compiled_engine.core.draft_length import DraftLength
-from compiled_engine.core.draft_sharpness import DraftSharpness
+from compiled_engine.features.speculation.draft_length import DraftLength
+from compiled_engine.features.speculation.draft_sharpness import DraftSharpness
 from compiled_engine.server.exposition import engine_families
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import httpx
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from running_server import RunningServer, ScriptedEngine, running
 from test_call_grammars import ANSWER, LONG_WORK, SCHEMAS, form_of, tool_use
 from tiny_tokenizers import byte_level, wrap
 from tokenizers import AddedToken
@@ -17,10 +21,21 @@ from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
 KINDS = ("special", "added", "text")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a":7,"b":"x"}}\n</tool_call>'
 PIECES: list[Piece] = [Reasoning("I add."), CallStart(0, "add"), CallArguments(0, '{"a":7,"b":"x"}')]
+TEMPLATE = "{{ messages[0].content }}{{ tools }}<think></think>"
+# Of each format: what the template holds, a call, and what is between two.
+CALLS = {
+    "hermes": ("<tool_call>arguments", CALL, "\n"),
+    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "add", "arguments": {"a":7,"b":"x"}}]', None),
+    "mistral with names": ("[TOOL_CALLS][ARGS]", '[TOOL_CALLS]add[ARGS]{"a":7,"b":"x"}', ""),
+    "llama3_json": ("<|python_tag|>", '{"name": "add", "parameters": {"a":7,"b":"x"}}', "; "),
+}
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": SCHEMAS["add"]}}]
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
@@ -30,11 +45,11 @@ def tokenizer_of(kind: str) -> Tokenizer:
     return wrap(backend)
 
 
-def chat_of(kind: str, reasoning: str | None = "qwen3") -> ChatFormat:
+def chat_of(kind: str, reasoning: str | None = "qwen3", calls: str = "hermes") -> ChatFormat:
     tokenizer = tokenizer_of(kind)
     guard = SpecialTokenGuard(tokenizer)
-    template = "{{ messages[0].content }}<think></think><tool_call>arguments"
-    return ChatFormat(tokenizer, template, None, TOOL_FORMATS["hermes"], reasoning, guard, LONG_WORK, (), {})
+    tools = TOOL_FORMATS[calls.split(maxsplit=1)[0]]
+    return ChatFormat(tokenizer, TEMPLATE + CALLS[calls][0], None, tools, reasoning, guard, LONG_WORK, (), {})
 
 
 def accepts(chat: ChatFormat, grammar: str, text: str) -> bool:
@@ -46,14 +61,27 @@ def accepts(chat: ChatFormat, grammar: str, text: str) -> bool:
     return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
 
+@pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_that_are_demanded_can_be_written(kind: str) -> None:
-    chat = chat_of(kind, None)
+def test_calls_that_are_demanded_can_be_written(kind: str, calls: str) -> None:
+    chat = chat_of(kind, None, calls)
+    _, call, between = CALLS[calls]
     grammar = form_of(chat, tool_use(required=True, several=True))
-    assert accepts(chat, grammar, CALL)
-    assert accepts(chat, grammar, f"{CALL}\n{CALL}")
-    assert not accepts(chat, grammar, CALL.replace("7", '"7"'))
+    assert accepts(chat, grammar, call)
+    assert between is None or accepts(chat, grammar, call + between + call)
+    assert not accepts(chat, grammar, call.replace("7", '"7"'))
     assert not accepts(chat, grammar, "Hello")
+
+
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_strict_calls_follow_their_schemas_in_free_text(kind: str, calls: str) -> None:
+    chat = chat_of(kind, None, calls)
+    call = ("<|python_tag|>" if calls == "llama3_json" else "") + CALLS[calls][1]
+    grammar = form_of(chat, tool_use(required=False, several=True))
+    assert accepts(chat, grammar, "Hello")
+    assert accepts(chat, grammar, call)
+    assert not accepts(chat, grammar, call.replace("7", '"7"'))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,6 +113,51 @@ def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: in
     parser = chat.parser("", list(SCHEMAS), one_call=False)
     pieces = [piece for place in range(0, len(text), size) for piece in parser.push(text[place : place + size])]
     assert joined(pieces + parser.finish()) == PIECES
+
+
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_are_parsed_whichever_tokens_their_markup_is(kind: str, calls: str, size: int) -> None:
+    chat = chat_of(kind, None, calls)
+    text = ("<|python_tag|>" if calls == "llama3_json" else "") + CALLS[calls][1]
+    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    skip = not chat.has_special_markup(with_tools=True)
+    detokenizer = Detokenizer(chat.tokenizer, skip_special_tokens=skip)
+    parser = chat.parser("", list(SCHEMAS), one_call=False)
+    pieces = [piece for i in range(0, len(ids), size) for piece in parser.push(detokenizer.push(ids[i : i + size]))]
+    assert joined(pieces + parser.push(detokenizer.flush()) + parser.finish()) == PIECES[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("reasoning", "asked", "keeps"),
+    [
+        ("qwen3", {}, True),
+        ("none", {}, False),
+        ("none", {"tools": TOOLS}, True),
+        ("none", {"tools": TOOLS, "tool_choice": "none"}, False),
+        ("qwen3", {"skip_special_tokens": True}, False),
+    ],
+)
+def test_answers_keep_special_tokens_where_their_markup_has_some(
+    server: RunningServer, kind: str, reasoning: str, asked: dict[str, Any], keeps: bool
+) -> None:
+    """Unless the request says what is to be done."""
+    engine = ScriptedEngine(server.engine, ["a"])
+    engine.tokenizer = tokenizer_of(kind)
+    options = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": reasoning}
+    with running(engine, **options) as asking:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **asked}
+        for path in ("chat/completions", "responses"):
+            if path == "responses":
+                flat = [{"type": "function", **tool["function"]} for tool in asked.get("tools", [])]
+                body = {"input": "x", **asked, **({"tools": flat} if flat else {})}
+                if "skip_special_tokens" in asked:
+                    continue
+            answer = httpx.post(f"{asking.url}/v1/{path}", json=body, timeout=30)
+            assert answer.status_code == 200, answer.text
+            assert engine.asked[-1][1].skip_special_tokens == (not (keeps and kind == "special"))
 
 
 def test_the_tokenizer_decides_which_texts_keep_special_tokens() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -10,13 +12,16 @@ import pytest
 from running_server import RunningServer, ScriptedEngine, running
 
 from compiled_engine.frontend.prompts import has_long_text, rendering_size
-from compiled_engine.frontend.tokenizer_words import HUGE_TEXT, LONG_TEXT
+from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT
 from compiled_engine.server.json_size import MOST_CONTAINERS, MOST_KEYS
 from compiled_engine.server.options import Limits, ServerOptions
 
 USER = {"role": "user", "content": "x"}
 # Its time grows with the cube of the number of messages.
 SLOW = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}x"
+# Takes longer than a test may.
+LOOPING = """{% if messages[0].content == "loop" %}
+{%- for a in range(99999) %}{% for b in range(3000) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"""
 EFFORT = "{{ reasoning_effort }}{{ messages[0].content }}"
 TELLING = "{{ raise_exception('in /home/someone/template.jinja at 0x7f0012345678') }}"
 
@@ -115,6 +120,33 @@ def test_a_conversation_that_takes_too_long_is_refused(server: RunningServer) ->
         error = chat(slow, [{**USER, "content": "x" * 50}] * 250)
         assert "messages took more than 0.05 s" in error["message"]
         assert httpx.get(f"{slow.url}/health", timeout=30).status_code == 200
+
+
+def test_a_small_conversation_whose_template_loops_holds_up_nobody(server: RunningServer) -> None:
+    """Others are answered while it loops; and it ends with its time, so that two of them leave threads for others."""
+    limits = Limits(render_timeout=2.0)
+    with (
+        running(ScriptedEngine(server.engine, ["a"]), chat_template=LOOPING, limits=limits) as looping,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        url, body = f"{looping.url}/v1/chat/completions", {"messages": [USER], "max_tokens": 1}
+        assert httpx.post(url, json=body, timeout=30).status_code == 200  # what the template reads is known now
+        loop = {**USER, "content": "loop"}
+        first = clients.submit(chat, looping, [loop])
+        while not (working := _num_working(looping)):
+            time.sleep(0.01)
+        assert httpx.get(f"{looping.url}/health", timeout=30).status_code == 200
+        assert httpx.post(url, json=body, timeout=30).status_code == 200
+        assert (working, first.done()) == (1, False)
+        second = clients.submit(chat, looping, [loop])
+        for each in (first, second):
+            assert "messages took more than 2 s" in each.result()["message"]
+        assert httpx.post(url, json=body, timeout=30).status_code == 200
+
+
+def _num_working(server: RunningServer) -> int:
+    """Texts that are rendered, or wait for that."""
+    return sum(map(len, server.serving.texts._under_way.values()))
 
 
 def test_what_a_template_says_loses_paths_and_addresses(server: RunningServer) -> None:

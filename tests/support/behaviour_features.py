@@ -22,7 +22,7 @@ from step_trace import recorded_graphs, steady_step
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
 from compiled_engine.bench.families import family, write_checkpoint
-from compiled_engine.core import engine_core
+from compiled_engine.features import registry
 from compiled_engine.models.bundled import BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH
 
 # Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
@@ -283,7 +283,7 @@ def _started(feature: Feature, way: str) -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(recorded_graphs() if "graphs" in way else nullcontext())
         if feature.chosen:
-            patches.enter_context(patch.object(engine_core, "DraftLength", AnyLength))
+            patches.enter_context(patch.object(registry, "DraftLength", AnyLength))
         yield
 
 

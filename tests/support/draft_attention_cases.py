@@ -13,7 +13,7 @@ import torch
 from attention_cases import AUTO, CODED, Batch, Case, Request, build, mistake, step
 
 SHAPES = ((4, 2, 64), (8, 2, 128), (8, 8, 64), (16, 2, 80), (32, 1, 128), (2, 1, 256))
-QUERIES = (2, 3, 4, 6, 9)
+QUERY_LENS = (2, 3, 4, 6, 9)
 
 
 def drafted(
@@ -27,12 +27,12 @@ def drafted(
     """A batch in rows of one token. Some requests have fewer drafts, and the batch ends with padding."""
     random_ = random.Random(seed)
     heads, kv_heads, head_dim = random_.choice(shapes)
-    queries, count = random_.choice(QUERIES), random_.randrange(1, 6)
-    real = [random_.randrange(1, queries + 1) for _ in range(count)] + [0] * random_.randrange(2)
+    query_len, count = random_.choice(QUERY_LENS), random_.randrange(1, 6)
+    real = [random_.randrange(1, query_len + 1) for _ in range(count)] + [0] * random_.randrange(2)
     lens = [0 if n == 0 else random_.randrange(n, random_.choice((n + 1, 40, longest))) for n in real]
     case = Case(
         "",
-        tuple(Request(seq_len, queries if n == 0 else n) for n, seq_len in zip(real, lens, strict=True)),
+        tuple(Request(seq_len, query_len if n == 0 else n) for n, seq_len in zip(real, lens, strict=True)),
         heads,
         kv_heads,
         head_dim,
@@ -43,17 +43,17 @@ def drafted(
         random_.random() < 0.3,
         storage=random_.choice(storages),
     )
-    return case, in_rows(build(case, dtype, device, seed=seed), real, queries)
+    return case, in_rows(build(case, dtype, device, seed=seed), real, query_len)
 
 
-def in_rows(batch: Batch, real: list[int], queries: int) -> Batch:
+def in_rows(batch: Batch, real: list[int], query_len: int) -> Batch:
     """The same tokens as rows. real: how many of each request's rows are not padding; their queries came one after the
     other in the batch."""
     inputs, device = batch.inputs, batch.q_THd.device
     starts = inputs.query_start_loc_R1.tolist()
     source, seq_lens, table = [], [], []
     for request, n in enumerate(real):
-        for query in range(queries):
+        for query in range(query_len):
             exists = query < n
             source.append(starts[request] + (query if exists or n == 0 else 0))
             seq_lens.append(int(inputs.seq_lens_R[request]) - n + query + 1 if exists else 0)
@@ -81,7 +81,7 @@ def in_rows(batch: Batch, real: list[int], queries: int) -> Batch:
             seq_lens_R=seq_lens_R,
             block_table_RB=torch.stack(table),
             slot_mapping_T=torch.where(is_padding, -1, inputs.slot_mapping_T[index_T]),
-            host_3=torch.tensor([len(source), queries, bound], dtype=torch.int32),
+            host_3=torch.tensor([len(source), query_len, bound], dtype=torch.int32),
         ),
     )
 

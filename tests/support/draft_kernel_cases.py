@@ -57,12 +57,12 @@ class DraftCase:
         assert states.history_SL is not None
         known = generator.integers(1, 20, ROWS)
         computed = np.maximum(known + generator.integers(-2, 25, ROWS), 0)
-        fill(states.num_known_S, known)
+        fill(states.prefill_len_S, known)
         fill(states.num_computed_S, computed)
         fill(states.last_token_S, generator.integers(0, WORDS, ROWS))
         fill(states.block_table_SB, generator.integers(0, 999, (ROWS, blocks)))
-        fill(states.known_row_S, generator.permutation(2 * ROWS)[:ROWS])
-        fill(states.known_ids_KL, generator.integers(0, WORDS, states.known_ids_KL.shape))
+        fill(states.token_row_S, generator.permutation(2 * ROWS)[:ROWS])
+        fill(states.all_token_ids_KL, generator.integers(0, WORDS, states.all_token_ids_KL.shape))
         fill(states.history_SL, generator.integers(0, WORDS, states.history_SL.shape))
         fill(states.fields["seed"], generator.integers(0, 1 << 62, ROWS))
         drafts = generator.integers(0, WORDS, (ROWS, self.num_drafts))
@@ -114,12 +114,12 @@ class DraftCase:
 def check(seed: int, device: torch.device) -> None:
     """Prepare, also as without drafts, verify with two sets of tokens, draft: the kernels on `device`, the references
     on the CPU."""
-    for plain in (True, False):
+    for no_head in (True, False):
         case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
         batch = reference.batch
         shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
-        launch_prepare(case.states, case.buffers, *shape, plain=plain)
-        prepare_reference(reference.states, reference.buffers, *shape, plain=plain)
+        launch_prepare(case.states, case.buffers, *shape, no_head=no_head)
+        prepare_reference(reference.states, reference.buffers, *shape, no_head=no_head)
         case.same_as(reference)
     for add in () if case.is_first_pass else (0, 1):
         launch_verify(case.states, case.buffers, case.token_ids_R + add, batch.num_rows, case.acceptance)
@@ -136,7 +136,7 @@ def check(seed: int, device: torch.device) -> None:
     assert states.drafts_SK is not None
     for row, number in zip(batch.rows.tolist(), reference.buffers.draft_numbers_R.tolist(), strict=False):
         computed = int(states.num_computed_S[row])
-        if row >= 0 and number == 0 and computed >= int(states.num_known_S[row]):
+        if row >= 0 and number == 0 and computed >= int(states.prefill_len_S[row]):
             found = ngram_drafts(states.history_SL[row, : computed + 1].numpy(), longest, shortest, case.num_drafts)
             states.drafts_SK[row] = -1
             states.drafts_SK[row, : len(found)] = torch.from_numpy(found)

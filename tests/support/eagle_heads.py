@@ -35,11 +35,11 @@ def head_config(target: Path, **changes: Any) -> dict[str, Any]:
 
 
 def random_tensors(
-    config: dict[str, Any], seed: int = 0, *, num_taps: int = 3, norm_before_fc: bool = False
+    config: dict[str, Any], seed: int = 0, *, num_aux_layers: int = 3, norm_before_fc: bool = False
 ) -> Tensors:
     """All tensors of a head under the names of speculators, but no embedding."""
     size, vocab = config["hidden_size"], config.get("draft_vocab_size", config["vocab_size"])
-    wide, rows = config.get("target_hidden_size", size) * num_taps, config["intermediate_size"]
+    wide, rows = config.get("target_hidden_size", size) * num_aux_layers, config["intermediate_size"]
     query = config["num_attention_heads"] * config["head_dim"]
     key = config["num_key_value_heads"] * config["head_dim"]
     shapes = {
@@ -208,10 +208,12 @@ class Reference:
     def features(self, token_ids: list[int]) -> torch.Tensor:
         """What the model knows at each of these tokens, [T, D]."""
         states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-        taps = torch.cat([states[layer][0] for layer in self.config["eagle_aux_hidden_state_layer_ids"]], -1)
+        aux_hidden_states = torch.cat(
+            [states[layer][0] for layer in self.config["eagle_aux_hidden_state_layer_ids"]], -1
+        )
         if self.config.get("norm_before_fc"):
-            taps = self.norm("input_norm", taps)
-        return taps @ self.tensors["fc.weight"].T
+            aux_hidden_states = self.norm("input_norm", aux_hidden_states)
+        return aux_hidden_states @ self.tensors["fc.weight"].T
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Over the draft vocabulary."""

@@ -78,7 +78,7 @@ class Row:
     block_ids: list[int]
     masked: bool
     num_computed_tokens: int
-    rests: bool = False
+    has_stopped_drafting: bool = False
     num_known: int = 0  # before its last step sampled
 
     def append(self, token_id: int) -> None:
@@ -90,9 +90,9 @@ class FakeRunner:
     """Asserts that every message is one that a real runner could execute, within the limits given.
 
     serves_all: each step has a share for every request that has a row. token_masks: of requests that have one, by id;
-    whoever adds such a request fills it in. most_new_tokens: with more than 1, `yields` says how many tokens a request
-    gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. A request of a
-    step at which a head has rested has no guesses later. num_snapshots: if
+    whoever adds such a request fills it in. max_new_tokens_per_step: with more than 1, `yields` says how many tokens a
+    request gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. A request
+    of a step at which a head has rested has no guesses later. num_snapshots: if
     not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it. adapts: a
     step may have fewer guesses than others.
     """
@@ -104,7 +104,7 @@ class FakeRunner:
         max_num_seqs: int,
         budget: int,
         serves_all: bool = True,
-        most_new_tokens: int = 1,
+        max_new_tokens_per_step: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
         *,
@@ -114,7 +114,7 @@ class FakeRunner:
         self.snapshots: dict[int, int | None] = {}
         self.saved: dict[int, dict[int, int | None]] = {}  # by step the snapshots that it took, and what was there
         self.serves_all = serves_all
-        self.most_new_tokens, self.yields = most_new_tokens, yields
+        self.max_new_tokens_per_step, self.yields = max_new_tokens_per_step, yields
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -132,7 +132,7 @@ class FakeRunner:
         """What it will produce with the right masks, which `check_masks` checks when they come."""
         self.receive(step)
         self.wanted[step.step] = {}
-        if all(count == self.most_new_tokens for count in step.counts):
+        if all(count == self.max_new_tokens_per_step for count in step.counts):
             # A real layer may write and read in one kernel, in any order of the requests.
             for share in shares_of(step):
                 row = self.rows[share.request_id]
@@ -172,16 +172,18 @@ class FakeRunner:
                     LogprobRows.of(logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions),
                 )
         self._save(step)
-        several = None if self.most_new_tokens == 1 or step.head_rests else counts
-        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs, several)
+        extras = {"prompt_logprobs": prompt_logprobs} if prompt_logprobs else {}
+        several = None if self.max_new_tokens_per_step == 1 or step.skips_head else counts
+        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, several, extras=extras)
 
     def _save(self, step: SchedulerOutput) -> None:
         """Take snapshots of the states after the step."""
-        slots = step.snapshots.values()
+        saved = step.extras.get("recurrence", {})
+        slots = saved.values()
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.num_snapshots))
         self.saved[step.step] = {slot: self.snapshots.get(slot) for slot in slots}
-        for request_id, slot in step.snapshots.items():
+        for request_id, slot in saved.items():
             row = self.rows[request_id]
             assert request_id in step.request_ids
             self.snapshots[slot] = row.hashes[row.num_computed_tokens - 1]
@@ -192,15 +194,15 @@ class FakeRunner:
         token_mask = self.token_masks.get(share.request_id)
         mask = mask_of(token_mask, row.token_ids[row.num_prompt_tokens :])
         assert row.masked == (token_mask is not None)
-        assert step.awaits_masks or not row.masked
+        assert step.samples_late or not row.masked
         if mask is not None:
             self.wanted[step.step][share.request_id] = mask.tobytes()
         row.num_known = len(row.token_ids)
         guesses = row.num_computed_tokens + share.num_tokens - row.num_known
         assert not (guesses and row.masked), "a mask is made for one token"
-        assert not (guesses and row.rests), "a head has not read all of the request's tokens"
+        assert not (guesses and row.has_stopped_drafting), "a head has not read all of the request's tokens"
         tokens, entries = [], []
-        for _ in range(1 if self.most_new_tokens == 1 or step.head_rests else self.yields(1 + guesses)):
+        for _ in range(1 if self.max_new_tokens_per_step == 1 or step.skips_head else self.yields(1 + guesses)):
             token_id = next_token(row.hashes[-1], token_mask, row.token_ids[row.num_prompt_tokens :])
             tokens.append(token_id)
             entries.append(logprobs_of(row.hashes[-1], token_id))
@@ -235,24 +237,25 @@ class FakeRunner:
                 new.num_prompt_tokens,
                 new.sampling_params,
                 list(*new.block_ids),
-                new.masked,
+                "structured" in new.extras,
                 step.starts[step.request_ids.index(new.request_id)],
             )
             start = self.rows[new.request_id].num_computed_tokens
-            assert (new.snapshot >= 0) == (self.num_snapshots > 0 and start > 0)
-            if new.snapshot >= 0:
-                assert self.snapshots[new.snapshot] == self.rows[new.request_id].hashes[start - 1]
+            slot = new.extras.get("recurrence")
+            assert (slot is not None) == (self.num_snapshots > 0 and start > 0)
+            if slot is not None:
+                assert self.snapshots[slot] == self.rows[new.request_id].hashes[start - 1]
         ids = [share.request_id for share in shares_of(step)]
         for request_id in ids:
-            self.rows[request_id].rests |= step.head_rests
+            self.rows[request_id].has_stopped_drafting |= step.skips_head
         assert len(set(ids)) == len(ids)
         assert set(ids) <= self.rows.keys()
         assert not self.serves_all or set(ids) == self.rows.keys(), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
         assert sum(share.num_tokens for share in shares_of(step)) <= self.budget
-        of_decode = 1 if step.head_rests else self.most_new_tokens
+        of_decode = 1 if step.skips_head else self.max_new_tokens_per_step
         others = [share.num_tokens != of_decode for share in shares_of(step)]
-        assert (self.adapts and not step.head_rests) or others == sorted(others), "decodes come first"
+        assert (self.adapts and not step.skips_head) or others == sorted(others), "decodes come first"
         new_ids = {new.request_id for new in step.new}
         for share in shares_of(step):
             self._check_share(share, is_new=share.request_id in new_ids)
@@ -269,7 +272,7 @@ class FakeRunner:
         if is_new:
             assert share.new_block_ids == ()
             assert share.num_computed_tokens % self.block_size == 0
-        elif self.most_new_tokens == 1:
+        elif self.max_new_tokens_per_step == 1:
             assert share.num_computed_tokens == row.num_computed_tokens
         else:
             assert share.num_computed_tokens >= row.num_computed_tokens
@@ -277,9 +280,9 @@ class FakeRunner:
         end = row.num_computed_tokens + share.num_tokens
         assert share.num_tokens >= 1
         assert share.samples == (end >= len(row.token_ids))
-        most = 1 if is_new or row.num_computed_tokens + 1 < len(row.token_ids) else self.most_new_tokens
+        most = 1 if is_new or row.num_computed_tokens + 1 < len(row.token_ids) else self.max_new_tokens_per_step
         assert end < len(row.token_ids) + most
-        if self.most_new_tokens == 1:
+        if self.max_new_tokens_per_step == 1:
             assert len(row.block_ids) == -(-len(row.token_ids) // self.block_size)
         assert len(row.block_ids) * self.block_size >= end
         assert len(set(row.block_ids)) == len(row.block_ids)

@@ -1,7 +1,8 @@
 """A device that lags behind the host, on the CPU: work is queued at launch, and runs when a result is asked for.
 
 It sees what a CUDA stream would: staged writes as they were at the launch, what kernels read through unified addressing
-(known_ids_KL) as it is when they run, and copies of recurrent states between the steps that they were launched between.
+(all_token_ids_KL) as it is when they run, and copies of recurrent states between the steps that they were launched
+between.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.messages import RunnerOutput, TokenMasks
 from compiled_engine.runner.draft_model import Drafting
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import UnsampledStep
-from compiled_engine.runner.state_rows import StateRows
 
 
 class LaunchedStep:

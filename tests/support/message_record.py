@@ -26,8 +26,9 @@ from compiled_engine.core.scheduler import Scheduler
 
 # Fields that say when something was.
 OF_THE_CLOCK = ("scheduled_time",)
-# Lists whose entries are messages themselves.
+# Lists whose entries are messages themselves, and dicts of which each entry is recorded as a field.
 MESSAGES_WITHIN = ("new", "others")
+FIELDS_WITHIN = "extras"
 
 
 class MessageDigests:
@@ -43,6 +44,9 @@ class MessageDigests:
             if name in MESSAGES_WITHIN:
                 for one in value:
                     self.add(f"{kind}.{name}", one)
+            elif name == FIELDS_WITHIN:
+                for feature, one in value.items():
+                    self._add(f"{kind}.{name}.{feature}", one)
             elif name not in OF_THE_CLOCK:
                 self._add(f"{kind}.{name}", value)
 
@@ -59,7 +63,7 @@ class MessageDigests:
 @contextmanager
 def recorded_messages(digests: MessageDigests) -> Iterator[None]:
     """Take in what every scheduler of this process gives and gets meanwhile."""
-    schedule, masks, update = Scheduler.schedule, Scheduler.masks, Scheduler.update
+    schedule, take_late, update = Scheduler.schedule, Scheduler.take_late, Scheduler.update
 
     def recorded_schedule(scheduler: Scheduler) -> Any:
         step = schedule(scheduler)
@@ -68,8 +72,8 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
             digests.add("step", step)
         return step
 
-    def recorded_masks(scheduler: Scheduler) -> Any:
-        made = masks(scheduler)
+    def recorded_late(scheduler: Scheduler) -> Any:
+        made = take_late(scheduler)
         digests.add("masks", made)
         return made
 
@@ -79,7 +83,7 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
         digests.add("outputs", outputs)
         return outputs
 
-    given = {"schedule": recorded_schedule, "masks": recorded_masks, "update": recorded_update}
+    given = {"schedule": recorded_schedule, "take_late": recorded_late, "update": recorded_update}
     with patch.multiple(Scheduler, **given):
         yield
 
@@ -183,7 +187,7 @@ def recorded_loads(load: Any, seeds: Sequence[int]) -> dict[str, str]:
     with recorded_messages(digests):
         for seed in seeds:
             for policy in ("fcfs", "priority"):
-                for steps_in_flight, num_lanes in ((1, 1), (2, 1), (3, 2)):
-                    for most_new_tokens in (1, 4):
-                        run(policy, steps_in_flight, num_lanes, most_new_tokens, 0, seed)
+                for steps_in_flight, num_micro_batches in ((1, 1), (2, 1), (3, 2)):
+                    for max_new_tokens_per_step in (1, 4):
+                        run(policy, steps_in_flight, num_micro_batches, max_new_tokens_per_step, 0, seed)
     return digests.found()

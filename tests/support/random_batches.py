@@ -29,8 +29,8 @@ def random_case(seed: int, size: str) -> Case:
     requests = [Request(draw.randint(1, longest), 1) for _ in range(draw.choice([0, 1, 1, 3, 7]))]
     kind = draw.choice(["decodes", "drafts", "chunks", "chunks", "chunks"])
     if kind == "drafts":
-        queries = draw.randint(2, 5)
-        requests = [Request(draw.randint(queries, longest), queries) for _ in range(draw.randint(1, 4))]
+        query_len = draw.randint(2, 5)
+        requests = [Request(draw.randint(query_len, longest), query_len) for _ in range(draw.randint(1, 4))]
     elif kind == "chunks":
         for _ in range(draw.randint(1, 4)):
             length = draw.randint(1, most)

@@ -16,7 +16,6 @@ import pytest
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import apply
-from compiled_engine.core.executor import RANK_CALLS
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.timeline import Timeline
@@ -89,21 +88,22 @@ class ScriptedRunner:
         self.masks = len(masks.request_ids)
 
     def call(self, call: ControlCall) -> list[Any]:
-        return [apply(call, self, RANK_CALLS)]
+        adapters = (self.begin_load, self.has_read, self.load, self.drop)
+        return [apply(call, {"metrics": self.metrics} | {f"adapters.{each.__name__}": each for each in adapters})]
 
     def metrics(self) -> dict[str, Any]:
         return {"rank": self.rank, "steps": list(self.told), "cache_key": self.cache_key}
 
-    def load_adapter(self, path: str, digest: str) -> None:
+    def load(self, path: str, digest: str) -> None:
         self.told.append(("load", path, digest))
 
-    def begin_load_adapter(self, path: str, digest: str) -> None:
+    def begin_load(self, path: str, digest: str) -> None:
         self.told.append(("begin", path, digest))
 
-    def has_read_adapter(self, digest: str) -> bool:
+    def has_read(self, digest: str) -> bool:
         return self.rank == int(digest)
 
-    def drop_adapter(self, digest: str) -> None:
+    def drop(self, digest: str) -> None:
         if digest == "missing":
             raise KeyError(digest)
         self.told.append(("drop", digest))
@@ -220,7 +220,7 @@ def rank_threads(
         return group, None if parallel.num_stages == 1 else SimpleNamespace(stage=stage)
 
     def executor_of(*arguments: Any) -> ScriptedRunner:
-        runner = runners[arguments[5].rank]
+        runner = runners[arguments[6].rank]
         runner.arguments = arguments
         return runner
 

@@ -25,7 +25,7 @@ MADE = (
     "num_steps_1",
     "tokens_KR1",
 )
-STATES = ("num_computed_S", "num_known_S", "last_token_S", "block_table_SB")
+STATES = ("num_computed_S", "prefill_len_S", "last_token_S", "block_table_SB")
 
 
 class Case:
@@ -55,12 +55,12 @@ class Case:
 
         known = generator.integers(1, max_model_len + 1, self.num_state_rows)
         computed = np.minimum(known - 1 + generator.integers(-60, 60, self.num_state_rows), max_model_len - 40)
-        fill(self.states.num_known_S, known)
+        fill(self.states.prefill_len_S, known)
         fill(self.states.num_computed_S, np.maximum(computed, 0))
         fill(self.states.last_token_S, generator.integers(0, 150_000, self.num_state_rows))
         fill(self.states.block_table_SB, generator.integers(0, 9999, (self.num_state_rows, blocks)))
-        fill(self.states.known_row_S, generator.permutation(2 * self.num_state_rows)[: self.num_state_rows])
-        fill(self.states.known_ids_KL, generator.integers(0, 150_000, self.states.known_ids_KL.shape))
+        fill(self.states.token_row_S, generator.permutation(2 * self.num_state_rows)[: self.num_state_rows])
+        fill(self.states.all_token_ids_KL, generator.integers(0, 150_000, self.states.all_token_ids_KL.shape))
         rows = np.full(self.num_rows, -1)
         rows[:count] = generator.permutation(self.num_state_rows)[:count]
         fill(self.buffers.rows_R[: self.num_rows], rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from compiled_engine.config import draft_lengths
-from compiled_engine.core.draft_length import DraftLength, Drafts
+from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 
 
 class AnyLength(DraftLength):
@@ -13,13 +13,13 @@ class AnyLength(DraftLength):
 
     share_at_rest = 0.08
 
-    def __init__(self, most: int, *, head_rests: bool = False) -> None:
-        super().__init__(most, head_rests=head_rests)
+    def __init__(self, most: int, *, skips_head: bool = False) -> None:
+        super().__init__(most, skips_head=skips_head)
         self._draw, self._numbers = random.Random(most + 18), draft_lengths(most)
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
-        if self.head_rests and self._draw.random() < self.share_at_rest:
-            return Drafts(0, head_rests=True)
+        if self.skips_head and self._draw.random() < self.share_at_rest:
+            return Drafts(0, skips_head=True)
         return Drafts(self._draw.choice(self._numbers))
 
 

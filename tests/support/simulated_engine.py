@@ -11,13 +11,18 @@ from typing import Any
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.draft_length import DraftLength
+from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.core.state_snapshots import StateSnapshots
+from compiled_engine.features.pipeline.micro_batches import MicroBatches
+from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
+from compiled_engine.features.recurrence.snapshots import StateSnapshots
+from compiled_engine.features.speculation.draft_length import DraftLength
+from compiled_engine.features.speculation.draft_plan import DraftPlan
+from compiled_engine.features.structured.plan import Structured
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import TokenLogprobs
-from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask, ask
+from compiled_engine.sampling.token_mask import TokenMask, ask
 
 
 @dataclass
@@ -49,7 +54,8 @@ class SimulatedEngine:
     """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
-    step is finished. most_new_tokens, yields, num_snapshots: see FakeRunner. draft_length: see Scheduler.
+    step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see
+    DraftPlan.
     """
 
     def __init__(
@@ -64,34 +70,43 @@ class SimulatedEngine:
         policy: str = "fcfs",
         prefix_caching: bool = True,
         steps_in_flight: int = 1,
-        num_lanes: int = 1,
-        most_new_tokens: int = 1,
+        num_micro_batches: int = 1,
+        max_new_tokens_per_step: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
         draft_length: DraftLength | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
-        snapshots = StateSnapshots(num_snapshots, block_size, least_gain=1) if num_snapshots else None
+        has_snapshots = num_snapshots > 0 and prefix_caching
+        self.structured = Structured(max_num_seqs, VOCAB_SIZE)
+        features: list[PlanFeature] = [self.structured, PromptLogprobs(VOCAB_SIZE)]
+        if (most := max_new_tokens_per_step - 1) > 0:
+            features.append(DraftPlan(most, max_num_seqs, steps_in_flight, length=draft_length))
+        if num_micro_batches > 1:
+            features.append(
+                MicroBatches(num_micro_batches, min(max_num_seqs, budget // max_new_tokens_per_step), steps_in_flight)
+            )
+        if has_snapshots:
+            features.append(StateSnapshots(num_snapshots, block_size, least_gain=1))
         self.scheduler = Scheduler(
-            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens),
-            snapshots=snapshots,
-            draft_length=draft_length,
+            *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, max_new_tokens_per_step),
+            features=features,
         )
-        self.most_new_tokens = most_new_tokens
+        self.max_new_tokens_per_step = max_new_tokens_per_step
         self.steps_in_flight = steps_in_flight
-        self.most_unknown = 2 if steps_in_flight > num_lanes else 1
+        self.most_unknown = 2 if steps_in_flight > num_micro_batches else 1
         # A prompt that is cut for a snapshot leaves tokens to another one, and both may not fit into the next step.
-        serves_all = num_lanes == most_new_tokens == 1 and not num_snapshots
+        serves_all = num_micro_batches == max_new_tokens_per_step == 1 and not num_snapshots
         self.runner = FakeRunner(
             num_blocks,
             block_size,
             max_num_seqs,
             budget,
             serves_all,
-            most_new_tokens,
+            max_new_tokens_per_step,
             yields=yields,
-            num_snapshots=num_snapshots if prefix_caching else 0,
+            num_snapshots=num_snapshots if has_snapshots else 0,
             adapts=draft_length is not None,
         )
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
@@ -119,7 +134,9 @@ class SimulatedEngine:
         params = params or SamplingParams()
         token_mask, params = params.token_mask, replace(params, token_mask=None)
         request = EngineRequest(request_id, tuple(prompt), params, eos, priority)
-        self.scheduler.add(request, None if token_mask is None else MaskConstraint(token_mask, VOCAB_SIZE))
+        held = self.structured.holds(request, token_mask)
+        assert not held, "only grammars are awaited"
+        self.scheduler.add(request)
         self.runner.token_masks.pop(request_id, None)
         if token_mask is not None:
             self.runner.token_masks[request_id] = token_mask
@@ -170,7 +187,7 @@ class SimulatedEngine:
         self.in_flight.append((step, self.runner.execute(step), records))
         sampled = Counter(id(r) for step, _, records in self.in_flight for r in compress(records, step.samples))
         assert max(sampled.values(), default=0) <= self.most_unknown, "a request is in too many steps at a time"
-        self.unmasked = (step, records) if step.awaits_masks else None
+        self.unmasked = (step, records) if step.samples_late else None
         self._begin_masks()
         return step
 
@@ -189,7 +206,7 @@ class SimulatedEngine:
         step, records = self.unmasked
         if self.scheduler.knows_tokens_before(step):
             ended = {record.request.request_id for record in records if record.finish_reason is not None}
-            self.scheduler.begin_masks(step)
+            self.scheduler.begin_late(step)
             self.unmasked, self.masks_begun = None, (step, ended)
         else:
             assert step is not self.in_flight[0][0]
@@ -198,7 +215,7 @@ class SimulatedEngine:
         """Those that are begun, of the requests that had not ended then."""
         if self.masks_begun is not None:
             (step, ended), self.masks_begun = self.masks_begun, None
-            self.runner.check_masks(step, self.scheduler.masks(), ended)
+            self.runner.check_masks(step, self.scheduler.take_late(), ended)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
@@ -227,7 +244,7 @@ class SimulatedEngine:
                 assert starts[request_id] == 0, "prompt tokens are skipped whose logprobs are asked for"
 
     def _is_ending(self, request_id: str) -> bool:
-        if self.most_new_tokens > 1 and not all(step.head_rests for step, _, _ in self.in_flight):
+        if self.max_new_tokens_per_step > 1 and not all(step.skips_head for step, _, _ in self.in_flight):
             return False  # a length cannot be foreseen
         record = self.live[request_id]
         params, num_prompt_tokens = record.request.sampling_params, len(record.request.prompt_token_ids)
@@ -284,7 +301,7 @@ class SimulatedEngine:
     def run(self) -> None:
         """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
-        if self.most_new_tokens > 1:
+        if self.max_new_tokens_per_step > 1:
             steps_left *= 8  # many yield nothing
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"

@@ -49,7 +49,7 @@ class ThreadGroup:
     def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
         return torch.cat(self._all(own_SD))
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return int(torch.stack(self._all(torch.tensor(value))).min())
 
     def close(self) -> None:

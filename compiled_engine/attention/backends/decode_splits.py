@@ -118,7 +118,7 @@ class BatchFacts:
     """The facts that a batch's launches follow from: a captured graph's key and the device, never the lengths.
 
     listed: whether the kernels take their items from the work list, each split being of min_keys keys or more.
-    queries: rows in turn that share a request, where all are decodes.
+    query_len: rows in turn that share a request, where all are decodes.
     """
 
     num_tokens: int
@@ -127,15 +127,17 @@ class BatchFacts:
     max_seq_len: int
     listed: bool
     min_keys: int
-    queries: int = 1
+    query_len: int = 1
 
     @classmethod
     def of(cls, inputs: AttentionInputs, num_kv_heads: int, num_sms: int) -> BatchFacts:
-        num_decodes, queries, max_seq_len = inputs.host_3.tolist()
+        num_decodes, query_len, max_seq_len = inputs.host_3.tolist()
         num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
         num_heads = num_requests * num_kv_heads
         # Without prompts, fewer programs are split evenly, and more balance each other.
         only_decodes = num_decodes == num_requests
-        listed = not only_decodes or (queries == 1 and num_sms < num_heads <= 2 * num_sms)
+        listed = not only_decodes or (query_len == 1 and num_sms < num_heads <= 2 * num_sms)
         min_keys = FEW_ROWS_SPLIT if num_heads <= FEW_HEADS and num_decodes < num_requests else MANY_ROWS_SPLIT
-        return cls(num_tokens, num_requests, num_decodes, max_seq_len, listed, min_keys, queries if only_decodes else 1)
+        return cls(
+            num_tokens, num_requests, num_decodes, max_seq_len, listed, min_keys, query_len if only_decodes else 1
+        )

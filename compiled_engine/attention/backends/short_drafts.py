@@ -119,21 +119,21 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    QUERIES: gl.constexpr,
+    QUERY_LEN: gl.constexpr,
     KEYS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """One program per (K/V head, request). The strides without HEAD are those of tokens. Rows of a request follow one
-    another, those of padding last, see draft_decode. QUERIES: rows of a request; KEYS: of the tile, which holds the
+    another, those of padding last, see draft_decode. QUERY_LEN: rows of a request; KEYS: of the tile, which holds the
     longest context."""
     kv_head = gl.program_id(0)
-    first_row = gl.program_id(1).to(gl.int64) * QUERIES
+    first_row = gl.program_id(1).to(gl.int64) * QUERY_LEN
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
     first_key = first_seen(gl.load(seq_lens_ptr + first_row), WINDOW)
     end_key = 0
     last_row = first_row
     num_new = 0
-    for i in gl.static_range(QUERIES):
+    for i in gl.static_range(QUERY_LEN):
         seq_len = gl.load(seq_lens_ptr + first_row + i)
         # Without a slot a row's key is what stands in the cache.
         num_new += ((seq_len > 0) & (gl.load(slot_mapping_ptr + first_row + i) >= 0)).to(gl.int32)
@@ -157,19 +157,19 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     copy_values(v_smem, table_ptr, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
     # Rows of the tile of queries, and of that of new keys.
     m_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))
-    mask_M = m_M < QUERIES * GROUP
+    mask_M = m_M < QUERY_LEN * GROUP
     token_M = first_row + gl.where(mask_M, m_M // GROUP, 0)
-    own_M = first_row + gl.where(m_M < QUERIES, m_M, 0)
+    own_M = first_row + gl.where(m_M < QUERY_LEN, m_M, 0)
     slot_M = gl.load(slot_mapping_ptr + own_M)
-    new_M = (m_M < QUERIES) & (gl.load(seq_lens_ptr + own_M) > 0) & (slot_M >= 0)
+    new_M = (m_M < QUERY_LEN) & (gl.load(seq_lens_ptr + own_M) > 0) & (slot_M >= 0)
     out_m_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    out_mask_M = out_m_M < QUERIES * GROUP
+    out_mask_M = out_m_M < QUERY_LEN * GROUP
     out_token_M = first_row + gl.where(out_mask_M, out_m_M // GROUP, 0)
     position_M = gl.where(out_mask_M, gl.load(seq_lens_ptr + out_token_M), 0) - 1
     new_n_N = gl.arange(0, ROWS, layout=gl.SliceLayout(0, new_layout))
-    own_N = first_row + gl.where(new_n_N < QUERIES, new_n_N, 0)
+    own_N = first_row + gl.where(new_n_N < QUERY_LEN, new_n_N, 0)
     new_seq_len_N = gl.load(seq_lens_ptr + own_N)
-    new_N = (new_n_N < QUERIES) & (new_seq_len_N > 0) & (gl.load(slot_mapping_ptr + own_N) >= 0)
+    new_N = (new_n_N < QUERY_LEN) & (new_seq_len_N > 0) & (gl.load(slot_mapping_ptr + own_N) >= 0)
     new_position_M = gl.convert_layout(position_M, gl.SliceLayout(1, new_layout))
     new_seen_MN = new_N[None, :] & seen(new_seq_len_N - 1, new_position_M, WINDOW)
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
@@ -254,9 +254,9 @@ def tiles_of_drafts(max_seq_len: int, short_contexts: Sequence[int]) -> ShortTil
     return next((ShortTiles(context) for context in short_contexts if max_seq_len <= context), None)
 
 
-def fits_one_tile(queries: int, group: int) -> bool:
+def fits_one_tile(query_len: int, group: int) -> bool:
     """Return whether the kernel serves so many tokens of a request, each with `group` heads for a K/V head."""
-    return queries * group <= ROWS.value
+    return query_len * group <= ROWS.value
 
 
 def short_drafts(
@@ -267,17 +267,17 @@ def short_drafts(
     kv_cache_N2PKd: torch.Tensor,
     out_THd: torch.Tensor,
     inputs: AttentionInputs,
-    queries: int,
+    query_len: int,
     scoring: Scoring,
     tiles: ShortTiles,
 ) -> None:
-    """Launch the kernel for rows of one query each, of which as many as `queries` in turn share a request; see
+    """Launch the kernel for rows of one query each, of which as many as `query_len` in turn share a request; see
     fits_one_tile. The tile holds the keys of any context, in registers; the cache has the dtype of q."""
     num_rows, num_heads, head_dim = q_THd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     scale_log2, cap_scale = scales(scoring)
     token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]
-    short_drafts_kernel[(num_kv_heads, num_rows // queries)](
+    short_drafts_kernel[(num_kv_heads, num_rows // query_len)](
         q_THd,
         k_TKd,
         v_TKd,
@@ -309,7 +309,7 @@ def short_drafts(
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        QUERIES=queries,
+        QUERY_LEN=query_len,
         KEYS=tiles.keys,
         WARPS=tiles.warps,
         maxnreg=tiles.registers or None,

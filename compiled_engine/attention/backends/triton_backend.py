@@ -144,14 +144,14 @@ class TritonBackend:
         group = num_heads // num_kv_heads
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
-        if facts.queries > 1:
-            num_requests = facts.num_requests // facts.queries
+        if facts.query_len > 1:
+            num_requests = facts.num_requests // facts.query_len
             contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
             splits = short_splits(num_requests, facts.max_seq_len, contexts)
             if splits is None:
-                context = min(facts.max_seq_len, (scoring.sliding_window or facts.max_seq_len) + facts.queries - 1)
+                context = min(facts.max_seq_len, (scoring.sliding_window or facts.max_seq_len) + facts.query_len - 1)
                 splits = plan_splits(num_requests, num_kv_heads, context, num_sms)
-            draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.queries, splits, scoring)
+            draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.query_len, splits, scoring)
             return
         if facts.num_decodes == facts.num_requests and coded_decode_serves(q_THd, kv_cache_N2PKd):
             context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
@@ -213,13 +213,13 @@ class TritonBackend:
         if facts.num_decodes < facts.num_requests or not is_usual:
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
-        if facts.queries > 1:
+        if facts.query_len > 1:
             tiles = self._tiles_of_drafts(facts, q_THd, kv_cache_N2PKd)
             if tiles is None:
                 return False
             require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
             operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-            short_drafts(*operands, inputs, facts.queries, scoring, tiles)
+            short_drafts(*operands, inputs, facts.query_len, scoring, tiles)
             return True
         if coded_decode_serves(q_THd, kv_cache_N2PKd):
             require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
@@ -251,11 +251,11 @@ class TritonBackend:
     ) -> ShortTiles | None:
         """Tiles if requests with drafts are one kernel with rotation and KV write: over short contexts, if there is a
         multiprocessor for each K/V head of a request; else None."""
-        num_requests, num_kv_heads = facts.num_requests // facts.queries, kv_cache_N2PKd.shape[3]
+        num_requests, num_kv_heads = facts.num_requests // facts.query_len, kv_cache_N2PKd.shape[3]
         if is_coded(kv_cache_N2PKd.dtype) or num_requests * num_kv_heads > _num_multiprocessors(q_THd.device):
             return None
         contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
-        if not fits_one_tile(facts.queries, q_THd.shape[1] // num_kv_heads):
+        if not fits_one_tile(facts.query_len, q_THd.shape[1] // num_kv_heads):
             return None
         return tiles_of_drafts(facts.max_seq_len, contexts)
 

@@ -34,9 +34,9 @@ from compiled_engine.kernels.launcher import quick_launches
 MOST_ROW_BYTES = 128
 
 
-def queries_of_tile(queries: int, group: int, element_size: int) -> int:
+def queries_of_tile(query_len: int, group: int, element_size: int) -> int:
     """Queries of a request in one tile, of which each has a row for each of `group` heads."""
-    return min(queries, max(1, MOST_ROW_BYTES // element_size // group))
+    return min(query_len, max(1, MOST_ROW_BYTES // element_size // group))
 
 
 def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
@@ -53,12 +53,12 @@ def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> D
 
 @triton.jit
 def _keys_of(
-    seq_lens_ptr: tl.tensor, first_row: tl.tensor, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE_Q: tl.constexpr
+    seq_lens_ptr: tl.tensor, first_row: tl.tensor, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, TILE_Q: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The first key that any of a request's queries sees, the end, and the row that sees it: the last but those of
     padding, which see none."""
     q_Q = tl.arange(0, TILE_Q)
-    seq_len_Q = tl.load(seq_lens_ptr + first_row + q_Q, mask=q_Q < QUERIES, other=0)
+    seq_len_Q = tl.load(seq_lens_ptr + first_row + q_Q, mask=q_Q < QUERY_LEN, other=0)
     last_row = first_row + tl.maximum(tl.sum((seq_len_Q > 0).to(tl.int32), 0) - 1, 0)
     return first_seen(tl.load(seq_lens_ptr + first_row), WINDOW), tl.max(seq_len_Q, 0), last_row
 
@@ -99,7 +99,7 @@ def draft_decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -109,20 +109,20 @@ def draft_decode_kernel(
     LOOK_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per (K/V head, TILE_QUERIES of a request's QUERIES, split). See decode_kernel, with rows for R."""
+    """One program per (K/V head, TILE_QUERIES of a request's QUERY_LEN, split). See decode_kernel, with rows for R."""
     kv_head = tl.program_id(0)
-    TILES: tl.constexpr = (QUERIES + TILE_QUERIES - 1) // TILE_QUERIES
+    TILES: tl.constexpr = (QUERY_LEN + TILE_QUERIES - 1) // TILE_QUERIES
     request = tl.program_id(1).to(tl.int64) // TILES
     first_query = tl.program_id(1) % TILES * TILE_QUERIES
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
-    first_row = request * QUERIES
+    first_row = request * QUERY_LEN
     m_M = tl.arange(0, TILE_M)
     query_M = first_query + m_M // GROUP
-    mask_M = (m_M < TILE_QUERIES * GROUP) & (query_M < QUERIES)
+    mask_M = (m_M < TILE_QUERIES * GROUP) & (query_M < QUERY_LEN)
     row_M = first_row + tl.where(mask_M, query_M, 0)
     # Before the wait: kernels just before this one write q and the cache, but lengths were there before them.
-    first_key, end_key, last_row = _keys_of(seq_lens_ptr, first_row, QUERIES, WINDOW, TILE_Q)
+    first_key, end_key, last_row = _keys_of(seq_lens_ptr, first_row, QUERY_LEN, WINDOW, TILE_Q)
     seq_len_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -210,7 +210,7 @@ def combine_drafts_kernel(
     OUT_HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    QUERIES: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -220,7 +220,7 @@ def combine_drafts_kernel(
     """One program per (head, row): weigh what the splits of the request left, and write the result."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    first_key, end_key, _ = _keys_of(seq_lens_ptr, row // QUERIES * QUERIES, QUERIES, WINDOW, TILE_Q)
+    first_key, end_key, _ = _keys_of(seq_lens_ptr, row // QUERY_LEN * QUERY_LEN, QUERY_LEN, WINDOW, TILE_Q)
     num_keys = end_key - first_key
     length = split_length(num_keys, num_splits, min_keys, GRAIN)
     if DEPENDENT_LAUNCH:
@@ -243,11 +243,11 @@ def draft_decode(
     kv_cache_N2PKd: torch.Tensor,
     out_THd: torch.Tensor,
     inputs: AttentionInputs,
-    queries: int,
+    query_len: int,
     splits: Splits,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernels for rows of one query each, of which as many as `queries` in turn share a request.
+    """Launch the kernels for rows of one query each, of which as many as `query_len` in turn share a request.
 
     The contexts of a request's rows end one token after the other; those at its end may be rows of padding. q, cache,
     out: see AttentionBackend.attend.
@@ -256,7 +256,7 @@ def draft_decode(
     num_rows = inputs.seq_lens_R.shape[0]
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
-    tile_queries = queries_of_tile(queries, group, q_THd.element_size())
+    tile_queries = queries_of_tile(query_len, group, q_THd.element_size())
     rows = max(16, triton.next_power_of_2(tile_queries * group))
     tiles = draft_tiles(head_dim, q_THd.element_size(), splits.programs, rows)
     scale_log2, cap_scale = scales(scoring)
@@ -264,7 +264,7 @@ def draft_decode(
     partial_shape = (num_rows, num_heads, splits.count) if split else (0,)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    num_programs = num_rows // queries * triton.cdiv(queries, tile_queries)
+    num_programs = num_rows // query_len * triton.cdiv(query_len, tile_queries)
     draft_decode_kernel[(num_kv_heads, num_programs, splits.count)](
         q_THd,
         kv_cache_N2PKd,
@@ -290,9 +290,9 @@ def draft_decode(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         WIDTH=width,
-        QUERIES=queries,
+        QUERY_LEN=query_len,
         TILE_QUERIES=tile_queries,
-        TILE_Q=triton.next_power_of_2(queries),
+        TILE_Q=triton.next_power_of_2(query_len),
         TILE_M=rows,
         TILE_N=tiles.keys,
         TILE_D=triton.next_power_of_2(head_dim),
@@ -318,8 +318,8 @@ def draft_decode(
             OUT_HEAD_STRIDE=out_THd.stride(1),
             WINDOW=scoring.sliding_window,
             HEAD_DIM=head_dim,
-            QUERIES=queries,
-            TILE_Q=triton.next_power_of_2(queries),
+            QUERY_LEN=query_len,
+            TILE_Q=triton.next_power_of_2(query_len),
             TILE_S=triton.next_power_of_2(splits.count),
             TILE_D=triton.next_power_of_2(head_dim),
             GRAIN=GRAIN,

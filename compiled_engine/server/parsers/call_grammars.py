@@ -52,10 +52,13 @@ def hermes_calls(tools: Sequence[CallableTool], literal: Literal, template: str,
 
 
 def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """An answer that is no call does not begin with a brace."""
+    """An answer that is no call does not begin with a brace, nor with the tag."""
+    tag, text = literal(llama3_json.TAG), r"/\s*[^\s{](?s:.*)/"
+    if tag == quoted(llama3_json.TAG):
+        text += rf" & ~/\s*{re.escape(llama3_json.TAG)}(?s:.*)/"
     return CallRules(
         calls='calls: tool ("; " tool)*' if several else "calls: tool",
-        free=f"free: {literal(llama3_json.TAG)}? calls | TEXT?\nTEXT: /\\s*[^\\s{{](?s:.*)/",
+        free=f"free: {tag}? calls | TEXT?\nTEXT: {text}",
         shared=_tools(tools, "parameters"),
     )
 

@@ -1,0 +1,138 @@
+"""Adapters of requests: loaded when they are named, in a slot while their requests run.
+
+In the extras: for a new request the slot of its adapter, for a step the digests of the adapters that are placed before
+it, by slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from compiled_engine.config import AdapterConfig
+from compiled_engine.core.block_pool import BlockGroup
+from compiled_engine.core.cache_resource import CacheResource
+from compiled_engine.core.control import ControlError
+from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.core.request import Request
+from compiled_engine.core.steps import StepInFlight
+from compiled_engine.features.adapters.overtaking import Overtaking
+from compiled_engine.features.adapters.table import AdapterTable
+from compiled_engine.messages import ControlCall, EngineRequest
+
+NAME = "adapters"
+CALLS = ("begin_load_adapter", "has_read_adapter", "load_adapter", "unload_adapter")
+OFF = "enable_lora is False, so there are no adapters; allowed: True"
+
+
+class Adapters(PlanFeature):
+    """call_ranks: has all ranks apply a control call, see Executor."""
+
+    calls = CALLS
+
+    def __init__(self, config: AdapterConfig, call_ranks: Callable[[ControlCall], list[Any]]) -> None:
+        self._table = AdapterTable(config)
+        self._call_ranks = call_ranks
+        self._overtaking = Overtaking()
+
+    def begin_load_adapter(self, path: str, digest: str) -> None:
+        """Have the ranks read an adapter beside steps, for a `load_adapter` that follows when `has_read_adapter`."""
+        if not self._table.is_loaded(digest):
+            self._call_ranks(ControlCall("adapters.begin_load", {"path": path, "digest": digest}))
+
+    def has_read_adapter(self, digest: str) -> bool:
+        """Return whether `load_adapter` would not wait."""
+        return self._table.is_loaded(digest) or all(
+            self._call_ranks(ControlCall("adapters.has_read", {"digest": digest}))
+        )
+
+    def load_adapter(self, path: str, digest: str) -> list[str]:
+        """Have the ranks read an adapter into host memory, unless they have it; return the adapters that were dropped
+        for it. Raises ControlError if it does not fit.
+
+        digest: of its files, which must be those in the folder.
+        """
+        if self._table.is_loaded(digest):
+            return []
+        self._call_ranks(ControlCall("adapters.load", {"path": path, "digest": digest}))
+        dropped = self._table.loaded(digest)
+        for each in dropped:
+            self._call_ranks(ControlCall("adapters.drop", {"digest": each}))
+        return dropped
+
+    def unload_adapter(self, digest: str) -> None:
+        """Drop an adapter now if no request uses it, otherwise once others need its place."""
+        if self._table.unload(digest):
+            self._call_ranks(ControlCall("adapters.drop", {"digest": digest}))
+
+    def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
+        return (self._table,)
+
+    def check(self, request: EngineRequest) -> None:
+        """Load its adapter, which may have been dropped since it was named."""
+        if request.adapter is None:
+            return
+        try:
+            self.load_adapter(request.adapter.path, request.adapter.digest)
+        except ControlError as error:
+            raise ValueError(f"request {request.request_id!r}: {error}") from error
+
+    def added(self, request: Request) -> None:
+        self._table.add(request.asked.adapter)
+        self._overtaking.added(request)
+
+    def may_start(self, request: Request) -> bool:
+        adapter = request.asked.adapter
+        if adapter is None or (self._overtaking.may_overtake(request) and self._table.has_slot(adapter)):
+            return True
+        self._overtaking.set_aside(request)
+        return False
+
+    def reconsiders(self) -> bool:
+        if not (self._table.takes_changes() or self._overtaking.is_over):
+            return False
+        self._overtaking.restored()
+        return True
+
+    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
+        self._overtaking.forget(request)
+        if request.asked.adapter is not None:
+            extras[NAME] = self._table.slot_of(request.asked.adapter)
+
+    def planned(self, step: StepInFlight) -> None:
+        if placed := self._table.take_placed():
+            step.output.extras[NAME] = placed
+
+    def ended(self, request: Request) -> None:
+        self._table.end(request.asked.adapter)
+        self._overtaking.forget(request)
+
+    def failed(self) -> None:
+        self._table.forget_slots()
+
+    def metrics(self) -> dict[str, Any]:
+        return self._table.metrics()
+
+
+class NoAdapters(PlanFeature):
+    """Refuses adapters, in an engine without slots for them."""
+
+    calls = CALLS
+
+    def begin_load_adapter(self, path: str, digest: str) -> None:
+        """Nothing is read."""
+
+    def has_read_adapter(self, digest: str) -> bool:
+        """Return True: `load_adapter` refuses at once."""
+        return True
+
+    def load_adapter(self, path: str, digest: str) -> list[str]:
+        """Raises ControlError."""
+        raise ControlError(OFF)
+
+    def unload_adapter(self, digest: str) -> None:
+        """None is loaded."""
+
+    def check(self, request: EngineRequest) -> None:
+        if request.adapter is not None:
+            raise ValueError(f"request {request.request_id!r}: {OFF}")

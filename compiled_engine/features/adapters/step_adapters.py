@@ -1,0 +1,50 @@
+"""Requests with an adapter in a step: which rows they have, and which forward the step needs."""
+
+from __future__ import annotations
+
+from compiled_engine.features.adapters.slots import AdapterSlots
+from compiled_engine.graphs.compiler.signature import ADAPTED
+from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.passes.linear.adapters import ADAPTER_SLOT
+from compiled_engine.rows.row_fields import RowField
+from compiled_engine.runner.hooks import RunnerParts, StepFeature
+from compiled_engine.runner.request_states import RequestStates
+
+
+class StepAdapters(StepFeature):
+    """Places adapters in slots before a step. A step in which a request has an adapter runs the forward with the slots.
+
+    Control calls: begin_load, has_read, load, drop; see AdapterSlots.
+    """
+
+    name = "adapters"
+    calls = ("begin_load", "has_read", "load", "drop")
+
+    def __init__(self, slots: AdapterSlots, states: RequestStates) -> None:
+        self._slots, self._states = slots, states
+        self._adapted: set[int] = set()  # rows of requests with an adapter
+        states.fields.declare(RowField(ADAPTER_SLOT, initial=-1))
+        self.begin_load, self.has_read, self.load, self.drop = slots.begin_load, slots.has_read, slots.load, slots.drop
+
+    @classmethod
+    def of(cls, parts: RunnerParts) -> StepAdapters:
+        """Make the feature of a runner whose requests may have adapters."""
+        return cls(AdapterSlots.of(parts), parts.states)
+
+    def added(self, row: int, request: NewRequest) -> None:
+        if (slot := request.extras.get(self.name)) is not None:
+            self._states.fields.set(row, **{ADAPTER_SLOT: slot})
+            self._adapted.add(row)
+
+    def removed(self, row: int) -> None:
+        self._adapted.discard(row)
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Write the adapters that are newly placed into their slots."""
+        for slot, digest in step.extras.get(self.name, {}).items():
+            self._slots.place(slot, digest)
+
+    def variant(self, step: SchedulerOutput) -> str:
+        """See StepFeature."""
+        adapted = self._adapted
+        return ADAPTED if adapted and not adapted.isdisjoint(map(self._states.row, step.request_ids)) else ""

@@ -1,0 +1,180 @@
+"""The adapters that the ranks have, and the slots that running requests hold.
+
+An adapter is loaded into the ranks' host memory when it is named, and placed in one of their slots when the first of
+its requests is admitted. A slot keeps its adapter after the last request, until another adapter needs it: the one that
+was used least recently goes. A request whose adapter finds no slot waits for the first to be free; which requests may
+overtake it meanwhile, overtaking.py says. Copies in host memory that no request uses are dropped in the
+order of their last use, as far as there are more than `max_cpu_loras`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from compiled_engine.config import AdapterConfig
+from compiled_engine.core.cache_resource import check_holders
+from compiled_engine.core.request import Request
+from compiled_engine.messages import AdapterRef
+
+# Names whose requests are counted.
+MOST_COUNTED = 1000
+
+
+class AdapterTable:
+    """Implements CacheResource: a slot for each adapter of running requests; requests without one need nothing.
+
+    loads, placements: how often an adapter was read into host memory, and written into a slot.
+    """
+
+    def __init__(self, config: AdapterConfig) -> None:
+        self._num_slots = config.max_loras
+        self._most_loaded = max(config.max_cpu_loras, config.max_loras)
+        # Requests of each loaded adapter that have not ended, the least recently used adapter first.
+        self._uses: dict[str, int] = {}
+        self._slots: dict[str, int] = {}  # of placed ones, the least recently used first
+        self._holders: dict[Request, str] = {}
+        self._placed: dict[int, str] = {}  # since the last step
+        self._names: dict[str, str] = {}  # of loaded ones, as the newest request has it
+        self._requests: dict[str, int] = {}  # by name, since the start, the name that was used last at the end
+        self._changed = False  # a slot was given away, or may have become free
+        self.loads = self.placements = 0
+
+    def is_loaded(self, digest: str) -> bool:
+        return digest in self._uses
+
+    def loaded(self, digest: str) -> list[str]:
+        """Record that the ranks have an adapter; return the adapters that they must drop."""
+        self.loads += 1
+        self._uses[digest] = 0
+        surplus = len(self._uses) - self._most_loaded
+        unused = [each for each, uses in self._uses.items() if uses == 0 and each != digest]
+        dropped = unused[: max(0, surplus)]
+        for each in dropped:
+            del self._uses[each]
+            self._names.pop(each, None)
+        return dropped
+
+    def unload(self, digest: str) -> bool:
+        """Forget an adapter that no request uses; returns whether the ranks are to drop it."""
+        if self._uses.get(digest) != 0:
+            return False
+        del self._uses[digest]
+        self._names.pop(digest, None)
+        return True
+
+    def add(self, adapter: AdapterRef | None) -> None:
+        """A request with a loaded adapter waits from now on."""
+        if adapter is not None:
+            self._uses[adapter.digest] = self._uses.pop(adapter.digest) + 1
+            self._names[adapter.digest] = adapter.name
+            self._requests[adapter.name] = self._requests.pop(adapter.name, 0) + 1
+            if len(self._requests) > MOST_COUNTED:
+                del self._requests[next(iter(self._requests))]
+
+    def end(self, adapter: AdapterRef | None) -> None:
+        """A request has ended."""
+        if adapter is not None:
+            self._uses[adapter.digest] -= 1
+
+    def slot_of(self, adapter: AdapterRef) -> int:
+        """The slot of the adapter of a running request."""
+        return self._slots[adapter.digest]
+
+    def take_placed(self) -> dict[int, str]:
+        """Return the adapters by the slots that they got since the last call."""
+        placed, self._placed = self._placed, {}
+        return placed
+
+    def forget_slots(self) -> None:
+        """Take all slots for empty: a step that was to place adapters has failed, and its requests have ended."""
+        self._slots.clear()
+        self._placed.clear()
+        self._changed = True
+
+    def metrics(self) -> dict[str, Any]:
+        """Now: adapters_loaded, adapters_in_slots, max_adapters, and the requests of each adapter by its name,
+        adapter_requests_running and adapter_requests_waiting. Since the start: adapter_loads, adapter_placements, and
+        adapter_requests by name, of the MOST_COUNTED names that were used last.
+        """
+        running = Counter(self._holders.values())
+        return {
+            "max_adapters": self._num_slots,
+            "adapters_loaded": len(self._uses),
+            "adapters_in_slots": len(self._slots),
+            "adapter_loads": self.loads,
+            "adapter_placements": self.placements,
+            "adapter_requests": dict(self._requests),
+            "adapter_requests_running": self._by_name(running),
+            "adapter_requests_waiting": self._by_name(Counter(self._uses) - running),
+        }
+
+    def _by_name(self, counts: Counter[str]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for digest, count in counts.items():
+            found[self._names[digest]] += count
+        return dict(found)
+
+    def longest_prefix(self, request: Request, most: int) -> int:
+        return most
+
+    def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
+        return request.asked.adapter is None or self.has_slot(request.asked.adapter)
+
+    def has_slot(self, adapter: AdapterRef) -> bool:
+        """Return whether the adapter is in a slot, or could be placed in one now."""
+        if adapter.digest in self._slots or len(self._slots) < self._num_slots:
+            return True
+        return len(set(self._holders.values())) < self._num_slots
+
+    def takes_changes(self) -> bool:
+        """Return whether `has_slot` may answer otherwise than at the last call."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        if request.asked.adapter is None:
+            return
+        if request in self._holders:
+            raise RuntimeError(f"request {request.request_id!r} has a slot already")
+        digest = request.asked.adapter.digest
+        slot = self._slots.pop(digest, None)
+        if slot is None:
+            slot = self._placed_slot(digest)
+            self._changed = True
+        self._slots[digest] = slot  # used most recently
+        self._holders[request] = digest
+
+    def free(self, request: Request) -> None:
+        if request.asked.adapter is None:
+            return
+        if self._holders.pop(request, None) is None:
+            raise RuntimeError(f"request {request.request_id!r} gives back a slot, but has none")
+        self._changed = True
+
+    def check_all_free(self) -> None:
+        if self._holders or any(self._uses.values()):
+            raise RuntimeError(f"no request is left, but {len(self._holders)} hold slots of adapters")
+
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        adapted = [request for request in holders if request.asked.adapter is not None]
+        check_holders("a slot of an adapter", self._holders, adapted)
+        if len(set(self._slots.values())) != len(self._slots) or len(self._slots) > self._num_slots:
+            raise RuntimeError(f"adapters are in slots {self._slots}, of which there are {self._num_slots}")
+        waiting = Counter(self._holders.values())
+        if wrong := [digest for digest, count in waiting.items() if self._uses.get(digest, 0) < count]:
+            raise RuntimeError(f"adapter {wrong[0]} is in use, but not loaded")
+
+    def _placed_slot(self, digest: str) -> int:
+        if len(self._slots) < self._num_slots:
+            slot = min(set(range(self._num_slots)) - set(self._slots.values()))
+        else:
+            held = set(self._holders.values())
+            evicted = next((each for each in self._slots if each not in held), None)
+            if evicted is None:
+                raise RuntimeError(f"an adapter asks for a slot, but all {self._num_slots} are held")
+            slot = self._slots.pop(evicted)
+        self._placed[slot] = digest
+        self.placements += 1
+        return slot

@@ -1,0 +1,102 @@
+"""Exchange a pipeline stage's values and tokens with the other stages, in the order of the launches.
+
+Values go from each stage to the next, tokens from the last to the first, which embeds them: it receives them before the
+first step that depends on them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.parallel.stages import StageLink
+from compiled_engine.rows.staged_writes import upload
+from compiled_engine.runner.hooks import StepFeature
+from compiled_engine.runner.input_batch import InputBatch
+from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.pending_steps import Deferred
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.step_sampling import StepAdvance
+
+
+@dataclass(frozen=True)
+class _ExpectedTokens:
+    """Sampled tokens in flight, for rows_S of the states; a later chunk of a prompt does not need them."""
+
+    request_ids: frozenset[str]
+    rows_S: torch.Tensor
+
+
+class StageTraffic(StepFeature):
+    """The traffic of one stage, whose request states are `states`. model: has the buffer for received values."""
+
+    name = "pipeline"
+
+    def __init__(self, link: StageLink, states: RequestStates, model: ModelForward, device: torch.device):
+        self._stage, self._link, self._states, self._model, self._device = link.stage, link, states, model, device
+        self._expected: deque[_ExpectedTokens] = deque()
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Receive tokens in the first stage: the tokens that the step depends on, and tokens of steps that ended long
+        ago."""
+        needed = 0
+        for number, expected in enumerate(self._expected, 1):
+            if not expected.request_ids.isdisjoint(step.request_ids):
+                needed = number
+        self._take(max(needed, len(self._expected) - self._stage.count))
+
+    def _take(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            rows_S = self._expected.popleft().rows_S
+            tokens_S = torch.empty(len(rows_S), dtype=torch.int32, device=self._device)
+            self._link.receive_tokens(tokens_S)
+            self._states.last_token_S.index_copy_(0, rows_S, tokens_S)
+
+    def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
+        """Receive the previous stage's values, unless this is the first stage."""
+        into = self._model.received(batch.padded_tokens, hidden_wanted=hidden_wanted)
+        if into is not None:
+            self._link.receive(into)
+
+    def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
+        """Send a step's values to the next stage. packed: on a GPU the next step's may overwrite it."""
+        self._link.send(packed)
+        if self._stage.is_first and batch.samples.any():
+            sampled = frozenset(compress(batch.request_ids, batch.samples.tolist()))
+            self._expected.append(_ExpectedTokens(sampled, self._sampled_rows(batch)))
+
+    def after_sample(self, batch: InputBatch) -> None:
+        """Send the tokens that the last stage has sampled to the first."""
+        if batch.samples.any():
+            self._link.send_tokens(self._states.last_token_S.index_select(0, self._sampled_rows(batch)))
+
+    def close(self) -> None:
+        """Let everything arrive that was sent: no step comes any more."""
+        self._take(len(self._expected))
+        self._link.drain()
+
+    def _sampled_rows(self, batch: InputBatch) -> torch.Tensor:
+        """int64 [S], in the order of the batch, which is that of all stages."""
+        return upload(batch.rows[batch.samples].astype("int64"), self._device)
+
+
+class SendTail:
+    """Implements `Tail` for a stage that is not the last: its forward's output goes to the next stage."""
+
+    def __init__(self, traffic: StageTraffic, advance: StepAdvance) -> None:
+        self._traffic, self.advance = traffic, advance
+
+    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        """See Tail."""
+        self.advance.without_tokens(batch, num_rows)
+        return output.tensor
+
+    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
+        """See Tail."""
+        if not batch.has_decode_graph:
+            self.advance.without_tokens(batch, batch.num_requests)
+        self._traffic.send(output.tensor, batch)

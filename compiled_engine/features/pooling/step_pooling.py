@@ -1,0 +1,162 @@
+"""Pool a step's hidden states: the state of requests between steps, and the results of requests that end.
+
+The hidden state of a request's last token is the last row of the step that computes it. Every other kind is a weighted
+sum or a maximum over all tokens of a prompt, whose length is known from the start. It grows in a row field, so that a
+prompt may be computed in chunks. A request may instead ask for a result for each token, and gets those of each step.
+
+Nothing waits for the device: results are copied to pinned memory, and read when the step is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from compiled_engine.messages import NewRequest, Vectors
+from compiled_engine.pooling import LAST, Pooling
+from compiled_engine.rows.row_fields import RowField
+from compiled_engine.rows.staged_writes import download, upload
+from compiled_engine.runner.hooks import RunnerParts, StepFeature
+from compiled_engine.runner.input_batch import InputBatch
+from compiled_engine.runner.model_forward import ForwardOutput
+from compiled_engine.runner.pending_steps import Deferred
+from compiled_engine.runner.step_sampling import StepAdvance
+
+Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the position of each token, int32 [T], and the number of tokens of its request, fp32 [T]."""
+
+WEIGHTS: dict[str, Weights] = {
+    "cls": lambda position_T, length_T: (position_T == 0).float(),
+    "mean": lambda position_T, length_T: 1 / length_T,
+    "mean_sqrt_len_tokens": lambda position_T, length_T: length_T.rsqrt(),
+    "weightedmean": lambda position_T, length_T: 2 * (position_T + 1) / (length_T * (length_T + 1)),
+    "lasttoken": lambda position_T, length_T: (position_T == length_T - 1).float(),
+}
+MAXIMUM = "max"
+
+
+@dataclass(frozen=True)
+class PooledRows:
+    """Results of a step on their way to the host: those of request i are `counts[i]` rows, from token `firsts[i]`."""
+
+    request_ids: list[str]
+    firsts: list[int]
+    counts: list[int]
+    rows_ML: torch.Tensor
+
+    def by_request(self) -> dict[str, Vectors]:
+        """See Deferred."""
+        rows_ML, width = self.rows_ML.numpy(), self.rows_ML.shape[1]
+        ends = accumulate(self.counts)
+        return {
+            request_id: Vectors(first, width, rows_ML[end - count : end].tobytes())
+            for request_id, first, count, end in zip(self.request_ids, self.firsts, self.counts, ends, strict=True)
+        }
+
+
+class ByToken(StepFeature):
+    """Knows which rows belong to requests that get a result for each token."""
+
+    name = "pooling"
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def added(self, row: int, request: NewRequest) -> None:
+        if request.extras.get(self.name):
+            self.rows.add(row)
+        else:  # the row may have been such a request's
+            self.rows.discard(row)
+
+
+class StepPooling:
+    """Implements `Tail`: results in the place of tokens.
+
+    Declares the row fields of the model's kinds of pooling; none for the last token alone, or if a step computes all
+    tokens of its requests, as an encoder's does.
+    """
+
+    def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: StepAdvance) -> None:
+        model = parts.config.model
+        self._kinds, self._states, self._buffers = pooling.kinds, parts.states, parts.buffers
+        self._by_token, self.advance, self._pooler = by_token.rows, advance, parts.model.pooler
+        self._whole = not model.causal
+        if pooling.every_token and not self._whole:
+            shape = (model.hidden_size,)
+            fields = (RowField(f"pooled_{kind}", torch.float32, shape=shape) for kind in pooling.kinds)
+            self._states.fields.declare(*fields)
+
+    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        """See Tail."""
+        self.advance.without_tokens(batch, num_rows)
+        return output.tensor
+
+    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
+        """See Tail."""
+        if not batch.has_decode_graph:
+            self.advance.without_tokens(batch, batch.num_requests)
+        if (pooled := self._results(batch, output.tensor)) is not None:
+            results[ByToken.name] = pooled
+
+    def _results(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
+        """Launch the pooling of a step; None if no request gets a result."""
+        count, by_token = batch.num_requests, self._by_token
+        done = np.flatnonzero(batch.samples).tolist()
+        if by_token:
+            done = [i for i in done if int(batch.rows[i]) not in by_token]
+        pooled_RW = self._pooled(batch, hidden_TD) if self._kinds != LAST else None
+        parts, firsts, counts = [], [0] * len(done), [1] * len(done)
+        if done:
+            index_M = None if len(done) == count else upload(np.array(done, np.int64), hidden_TD.device)
+            if pooled_RW is None:
+                last_R = self._buffers.logits_index_R[:count]
+                parts.append(hidden_TD[last_R if index_M is None else last_R[index_M]].float())
+            else:
+                parts.append(pooled_RW if index_M is None else pooled_RW[index_M])
+        each = [i for i in range(count) if int(batch.rows[i]) in by_token] if by_token else []
+        for i in each:
+            start, end = int(batch.query_starts[i]), int(batch.query_starts[i + 1])
+            parts.append(hidden_TD[start:end].float())
+            firsts.append(int(batch.num_computed[i]))
+            counts.append(end - start)
+        if not parts:
+            return None
+        result_ML = self._pooler(parts[0] if len(parts) == 1 else torch.cat(parts))
+        request_ids = [batch.request_ids[i] for i in (*done, *each)]
+        return PooledRows(request_ids, firsts, counts, download(result_ML))
+
+    def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Pool the tokens of the batch's requests up to the end of this step, fp32 [R, W]; the row fields keep it."""
+        count, num_tokens = batch.num_requests, batch.num_tokens
+        buffers = self._buffers
+        starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
+        starts_R1 = starts_R1[: count + 1].long()
+        tokens_R = starts_R1.diff()
+        request_T = torch.repeat_interleave(tokens_R, output_size=num_tokens)
+        position_T = buffers.positions_T[:num_tokens]
+        length_R = tokens_R
+        if not self._whole:
+            rows_R = buffers.rows_R[:count].long()
+            length_R = self._states.prefill_len_S[rows_R]
+        length_T = length_R.float()[request_T]
+        hidden_TD = hidden_TD[:num_tokens].float()
+        pooled = []
+        for kind in self._kinds:
+            if kind == MAXIMUM:
+                new_RD = torch.segment_reduce(hidden_TD, "max", offsets=starts_R1, axis=0, unsafe=True)
+            else:
+                weighted_TD = WEIGHTS[kind](position_T, length_T).unsqueeze(1) * hidden_TD
+                new_RD = torch.segment_reduce(weighted_TD, "sum", offsets=starts_R1, axis=0, unsafe=True)
+            if not self._whole:
+                field_SD = self._states.fields[f"pooled_{kind}"]
+                both = torch.maximum if kind == MAXIMUM else torch.add
+                # Where a request begins, its row holds values of an earlier one.
+                begins_R1 = (buffers.seq_lens_R[:count] == tokens_R).unsqueeze(1)
+                new_RD = torch.where(begins_R1, new_RD, both(field_SD[rows_R], new_RD))
+                field_SD[rows_R] = new_RD
+            pooled.append(new_RD)
+        return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)

@@ -1,0 +1,55 @@
+"""Log-probabilities of prompts: each is delivered once, though a prompt may be computed in chunks and more than once.
+
+In the extras of a step's result: by request the position of the first row, and the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.core.request import Request
+from compiled_engine.sampling.sampled_tokens import LogprobRows
+
+NAME = "prompt_logprobs"
+# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
+MOST_PROMPT_LOGPROBS = 1 << 24
+
+
+class PromptLogprobs(PlanFeature):
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._next: dict[Request, int] = {}  # the first position that is still to be delivered
+
+    def added(self, request: Request) -> None:
+        wanted = request.sampling_params.prompt_logprobs
+        if wanted is None:
+            return
+        request.max_step_tokens = max(MOST_PROMPT_LOGPROBS // (self._vocab_size if wanted == -1 else wanted + 1), 1)
+        self._next[request] = request.asked.next_prompt_logprob
+        self._note(request)
+
+    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+        """Raises RuntimeError if positions are missing."""
+        found = extras.get(NAME, {}).get(request.request_id)
+        if found is None:
+            return {}
+        first, rows = msgspec.convert(found, tuple[int, LogprobRows])
+        position = self._next[request]
+        if first > position:
+            raise RuntimeError(f"prompt_logprobs of {request.request_id!r} start at {first}, but {position} is next")
+        fresh = rows.num_rows - (position - first)
+        if fresh <= 0:  # a request that was preempted computes its prompt again
+            return {}
+        self._next[request] += fresh
+        self._note(request)
+        return {NAME: (position, rows.select(slice(position - first, None)))}
+
+    def ended(self, request: Request) -> None:
+        self._next.pop(request, None)
+
+    def _note(self, request: Request) -> None:
+        """Have the whole prompt computed as long as any of it is to be delivered."""
+        request.computes_every_token = self._next[request] < request.num_prompt_tokens

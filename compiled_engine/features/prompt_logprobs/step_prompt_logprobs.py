@@ -1,0 +1,85 @@
+"""Log-probabilities of a prompt's tokens, from the hidden states of the steps that compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.rows.staged_writes import upload
+from compiled_engine.runner.hooks import RunnerParts, StepFeature
+from compiled_engine.runner.input_batch import InputBatch
+from compiled_engine.runner.model_forward import ForwardOutput
+from compiled_engine.sampling.logprobs import logprob_rows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
+
+# Positions of a prompt whose logits are computed at once.
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of a step's requests on their way to the host: by request the position of the first one, and the chunks that
+    hold them, see logprob_rows."""
+
+    chunks: dict[str, tuple[int, list[torch.Tensor]]]
+
+    def by_request(self) -> dict[str, tuple[int, LogprobRows]]:
+        """See Deferred."""
+        return {
+            request_id: (first, LogprobRows.of_array(torch.cat(chunks).numpy()))
+            for request_id, (first, chunks) in self.chunks.items()
+        }
+
+
+class StepPromptLogprobs(StepFeature):
+    """Computes the rows of requests that ask for them, as far as a step computes their prompts."""
+
+    name = "prompt_logprobs"
+
+    def __init__(self, parts: RunnerParts, *, computes: bool) -> None:
+        """computes: False in a stage of a pipeline that is not the last, which has to run the same forward."""
+        self._computes = computes
+        self._states, self._model, self._vocabulary = parts.states, parts.model, parts.vocabulary
+        self._wanted: dict[int, int] = {}  # by row
+
+    def added(self, row: int, request: NewRequest) -> None:
+        if (wanted := request.sampling_params.prompt_logprobs) is not None:
+            self._wanted[row] = wanted
+
+    def removed(self, row: int) -> None:
+        self._wanted.pop(row, None)
+
+    def wants_hidden(self, step: SchedulerOutput) -> bool:
+        """Return whether a request of the step computes its prompt and asks for log-probabilities of it."""
+        states, wanted = self._states, self._wanted
+        return bool(wanted) and any(
+            (row := states.row(request_id)) in wanted and start < states.num_prompt_tokens[row] - 1
+            for request_id, start in zip(step.request_ids, step.starts, strict=True)
+        )
+
+    def after_forward(self, batch: InputBatch, output: ForwardOutput) -> PromptRows | None:
+        """Compute the log-probabilities of the tokens behind this step's, of requests that are in their prompt."""
+        if not self._computes:
+            return None
+        found = {request_id: self._rows(batch, i, output) for i, request_id in enumerate(batch.request_ids)}
+        return PromptRows({request_id: rows for request_id, rows in found.items() if rows is not None})
+
+    def _rows(self, batch: InputBatch, index: int, output: ForwardOutput) -> tuple[int, list[torch.Tensor]] | None:
+        row = int(batch.rows[index])
+        first, start = int(batch.num_computed[index]), int(batch.query_starts[index])
+        in_step, in_prompt = int(batch.query_starts[index + 1]) - start, int(self._states.num_prompt_tokens[row])
+        count = min(in_step, in_prompt - 1 - first)
+        if (wanted := self._wanted.get(row)) is None or count <= 0:
+            return None
+        token_ids: np.ndarray = self._states.all_token_ids(row)
+        targets_T = upload(token_ids[first + 1 : first + 1 + count], output.tensor.device)
+        num_top = self._vocabulary.whole_size if wanted == -1 else wanted
+        chunks = []
+        for begin in range(0, count, CHUNK):
+            end = min(count, begin + CHUNK)
+            logits_TV = self._model.logits_of(output.of_tokens(slice(start + begin, start + end)))
+            chunks.append(logprob_rows(logits_TV, targets_T[begin:end], num_top, vocabulary=self._vocabulary))
+        return first + 1, chunks

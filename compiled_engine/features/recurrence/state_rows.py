@@ -1,0 +1,64 @@
+"""The states of recurrences on the device: those of running requests by row, and behind them the snapshots of prefixes.
+
+Both are rows of the same tensors, so that a snapshot is taken and used by copying a row of each. Copies are launched in
+the stream of the steps: those to the rows of new requests before a step, those of states to be kept after it. See
+features/recurrence/snapshots.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from compiled_engine.config import Recurrences
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.runner.hooks import StepFeature
+from compiled_engine.runner.request_states import RequestStates
+
+
+class StateRows(StepFeature):
+    """Copies states between the rows of requests and the snapshots, before and after a step."""
+
+    name = "recurrence"
+
+    def __init__(self, recurrences: Recurrences, tensors: Mapping[str, torch.Tensor], states: RequestStates) -> None:
+        """tensors: parameters by name, the states among them, [num_rows + num_snapshots, ...] each."""
+        self._num_rows, self._states = recurrences.num_rows, states
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for state in recurrences.states:
+            by_dtype.setdefault(tensors[state.name].dtype, []).append(tensors[state.name])
+        self._groups = [*by_dtype.values()]  # a copy of several tensors in one launch needs equal dtypes
+        self._views: dict[int, list[list[torch.Tensor]]] = {}
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Copy snapshots to the rows of the step's new requests that begin with one."""
+        for request in step.new:
+            if (slot := request.extras.get("recurrence")) is not None:
+                self._copy(self._num_rows + slot, self._states.row(request.request_id))
+
+    def end(self, step: SchedulerOutput) -> None:
+        """Copy the states that the step has left, as far as they are to be kept."""
+        for request_id, slot in step.extras.get("recurrence", {}).items():
+            self._copy(self._states.row(request_id), self._num_rows + slot)
+
+    def metrics(self) -> dict[str, int]:
+        """Return the bytes of all states, and the part of them that snapshots take."""
+        tensors = [tensor for group in self._groups for tensor in group]
+        snapshots = sum(tensor[self._num_rows :].nbytes for tensor in tensors)
+        return {"state_bytes": sum(tensor.nbytes for tensor in tensors), "snapshot_bytes": snapshots}
+
+    def close(self) -> None:
+        self._groups.clear()
+        self._views.clear()
+
+    def _copy(self, source: int, target: int) -> None:
+        """Copy a row of every state."""
+        for targets, sources in zip(self._row(target), self._row(source), strict=True):
+            torch._foreach_copy_(targets, sources)
+
+    def _row(self, row: int) -> Sequence[list[torch.Tensor]]:
+        """Views of a row of each state, in groups of the same dtype."""
+        if row not in self._views:
+            self._views[row] = [[tensor[row] for tensor in group] for group in self._groups]
+        return self._views[row]

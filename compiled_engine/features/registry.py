@@ -1,0 +1,77 @@
+"""The features that a configuration switches on. Whoever builds an engine core or a runner hands them to it."""
+
+from __future__ import annotations
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.core.executor import Executor
+from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.features.adapters.plan import Adapters, NoAdapters
+from compiled_engine.features.adapters.step_adapters import StepAdapters
+from compiled_engine.features.pipeline.micro_batches import MicroBatches
+from compiled_engine.features.pipeline.stage_traffic import SendTail, StageTraffic
+from compiled_engine.features.pooling.plan import PoolingPlan
+from compiled_engine.features.pooling.step_pooling import ByToken, StepPooling
+from compiled_engine.features.pooling.token_types import TokenTypes
+from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
+from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
+from compiled_engine.features.recurrence.snapshots import StateSnapshots
+from compiled_engine.features.recurrence.state_rows import StateRows
+from compiled_engine.features.speculation.draft_length import DraftLength
+from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
+from compiled_engine.features.structured.plan import Structured
+from compiled_engine.runner.hooks import RunnerParts, StepFeature, Tail
+
+
+def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
+    """Return the parts of the features in planning steps."""
+    features: list[PlanFeature] = []
+    features.append(_draft_plan(config))
+    vocab_size = config.model.vocab_size
+    if config.model.pooling is None:
+        features += [Structured(config.scheduler.max_num_seqs, vocab_size), PromptLogprobs(vocab_size)]
+    else:
+        features.append(PoolingPlan())
+    features.append(NoAdapters() if config.adapters is None else Adapters(config.adapters, executor.call))
+    if config.parallel.num_stages > 1:
+        stages, most_requests = config.parallel.num_stages, config.scheduler.max_num_seqs
+        features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
+    recurrences = config.model.recurrences
+    if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
+        features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+    return features
+
+
+def _draft_plan(config: EngineConfig) -> PlanFeature:
+    speculation, length = config.speculation, None
+    if not speculation.num_tokens:
+        return NoDrafts()
+    if speculation.adapts:
+        length = DraftLength(speculation.num_tokens, skips_head=speculation.skips_head)
+    num_requests, sharpnesses = config.scheduler.max_num_seqs, speculation.sharpnesses
+    return DraftPlan(
+        speculation.num_tokens, num_requests, config.steps_in_flight, length=length, sharpnesses=sharpnesses
+    )
+
+
+def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
+    """Implements MakeFeatures."""
+    config, model = parts.config, parts.config.model
+    features: list[StepFeature] = []
+    tail: Tail | None = None
+    if config.adapters is not None:
+        features.append(StepAdapters.of(parts))
+    if parts.link is not None:
+        traffic = StageTraffic(parts.link, parts.states, parts.model, config.device)
+        features.append(traffic)
+        if not parts.link.stage.is_last:
+            tail = SendTail(traffic, parts.advance)
+    if model.recurrences is not None:
+        features.append(StateRows(model.recurrences, parts.tensors, parts.states))
+    if model.token_types > 0:
+        features.append(TokenTypes(parts.states.fields))
+    if model.pooling is not None:
+        features.append(by_token := ByToken())
+        tail = StepPooling(model.pooling, parts, by_token, parts.advance)
+    else:
+        features.append(StepPromptLogprobs(parts, computes=tail is None))
+    return features, tail

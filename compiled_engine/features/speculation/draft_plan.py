@@ -1,0 +1,182 @@
+"""Drafts in planning steps: how many a step has, how sharp they are, when a head is skipped, and what comes of them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.core.request import Request, RequestStatus
+from compiled_engine.core.steps import StepBuilder, StepInFlight
+from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
+from compiled_engine.features.speculation.draft_sharpness import DraftSharpness
+from compiled_engine.messages import RunnerOutput
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of drafts: how often a request had any in a step, how many, and how many were right, by position."""
+
+    by_position: list[int]
+    requests: int = 0
+    tokens: int = 0
+
+    def verified(self, num_drafts: int, num_right: int) -> None:
+        """Count the drafts of a request in a step."""
+        self.requests += 1
+        self.tokens += num_drafts
+        for position in range(num_right):
+            self.by_position[position] += 1
+
+    def metrics(self) -> dict[str, Any]:
+        """Since the start: drafted_requests (a request in a step), draft_tokens, accepted_tokens, accepted_by_position
+        (from 0).
+        """
+        return {
+            "drafted_requests": self.requests,
+            "draft_tokens": self.tokens,
+            "accepted_tokens": sum(self.by_position),
+            "accepted_by_position": {str(position): count for position, count in enumerate(self.by_position)},
+        }
+
+
+@dataclass(slots=True)
+class TimedStep:
+    """num_drafts: in a step of decodes alone of which at least half have as many; None for any other. begun_s: when it
+    was planned, in seconds of time.perf_counter."""
+
+    step: StepInFlight
+    num_drafts: int | None
+    begun_s: float
+
+    @property
+    def rows(self) -> tuple[int | None, bool, list[str], list[int]]:
+        """What the rows of a step depend on: the runner keeps those of the step before if it is equal."""
+        output = self.step.output
+        return self.num_drafts, output.skips_head, output.request_ids, output.counts
+
+
+class DraftPlan(PlanFeature):
+    """most: drafts of a request in a step. max_num_requests: of a step. length: chooses the number of drafts of each
+    step, up to `most`; None for always as many. sharpnesses: see SpeculationConfig."""
+
+    def __init__(
+        self,
+        most: int,
+        max_num_requests: int,
+        steps_in_flight: int,
+        *,
+        length: DraftLength | None = None,
+        sharpnesses: Sequence[float] = (1.0,),
+    ) -> None:
+        self._most, self._max_num_requests, self._steps_ahead = most, max_num_requests, steps_in_flight - 1
+        self._length = length
+        self._sharpness = DraftSharpness(sharpnesses) if len(sharpnesses) > 1 else None
+        self._fixed_sharpness = sharpnesses[0]
+        self._counts = DraftCounts([0] * most)
+        self._drafts = Drafts(most)  # of the step that is being planned
+        self._num_drafts: int | None = None  # the same, as TimedStep has it
+        self._stopped: set[Request] = set()
+        self._num_stopped = 0
+        self._in_flight: deque[TimedStep] = deque()
+        self._updated: TimedStep | None = None  # the step taken in last
+        self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
+
+    def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
+        """Decide from the waiting requests whether the head reads their prompts, if no request runs yet."""
+        if self._length is not None:
+            num_requests = len(running) or min(num_waiting, self._max_num_requests)
+            drafting = [
+                request
+                for request in running
+                if request.max_new_tokens_per_step > 1 and request.num_computed_tokens + 1 == request.num_tokens
+            ]
+            self._drafts = self._length.choose(num_requests, len(drafting))
+        return 1 + self._drafts.number
+
+    def built(self, builder: StepBuilder) -> None:
+        if self._length is not None and self._length.skips_head:
+            self._skip_head(builder)
+        builder.draft_sharpness = self._fixed_sharpness
+        if self._sharpness is not None and not builder.skips_head and not builder.is_empty:
+            builder.draft_sharpness = self._sharpness.choose()
+        num_decodes, num_requests = len(builder.decodes), len(builder.decodes) + len(builder.longer.requests)
+        of_decodes = not (builder.num_prefill_tokens or builder.new) and 2 * num_decodes >= num_requests
+        self._num_drafts = builder.decode_tokens - 1 if of_decodes else None
+
+    def _skip_head(self, builder: StepBuilder) -> None:
+        """Decide whether the head skips the step; if so, its requests stop drafting. A step without drafts is also
+        skipped if all its requests have stopped before."""
+        requests = (*builder.decodes, *builder.longer.requests)
+        reading = [request for request in requests if request.max_new_tokens_per_step > 1]
+        builder.skips_head = self._drafts.skips_head or not (reading or self._drafts.number)
+        if not builder.skips_head:
+            return
+        self._num_stopped += len(reading)
+        self._stopped.update(reading)
+        for request in reading:
+            request.stop_drafting()
+
+    def planned(self, step: StepInFlight) -> None:
+        self._in_flight.append(TimedStep(step, self._num_drafts, time.perf_counter()))
+
+    def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
+        timed = self._in_flight.popleft()
+        if not step.output.skips_head:
+            self._verify(step, result)
+        if self._length is not None:
+            self._time(timed, self._length)
+
+    def _verify(self, step: StepInFlight, result: RunnerOutput) -> None:
+        counts = [1] * len(step.sampling) if result.counts is None else result.counts
+        every_num_drafts = [0] * len(counts) if result.num_drafts is None else result.num_drafts
+        for request, count, num_drafts in zip(step.sampling, counts, every_num_drafts, strict=True):
+            if num_drafts:
+                self._counts.verified(num_drafts, count - 1)
+                if self._sharpness is not None and not request.sampling_params.greedy:
+                    self._sharpness.verified(step.output.draft_sharpness, right=count > 1)
+            bound = step.bounds.get(request, step.decode_tokens)
+            if self._length is not None and bound > 1:
+                self._length.verified(bound - 1, count - 1)
+
+    def _time(self, timed: TimedStep, length: DraftLength) -> None:
+        """Tell how long a step has taken that had the device to itself since the one before, unless a step beside it
+        has another number of drafts, or is missing: while it ran, the host has worked for these."""
+        before, begun_s = self._updated, max(timed.begun_s, self._updated_s)
+        self._updated, self._updated_s = timed, time.perf_counter()
+        if timed.num_drafts is None or before is None or len(self._in_flight) < self._steps_ahead:
+            return
+        in_a_row = True
+        for beside in (before, *self._in_flight):
+            if beside.step.decode_tokens != timed.step.decode_tokens:
+                return
+            in_a_row &= beside.rows == timed.rows
+        num_requests, skipped = len(timed.step.requests), timed.step.output.skips_head
+        seconds = self._updated_s - begun_s
+        length.took(num_requests, timed.num_drafts, seconds, head_rested=skipped, in_a_row=in_a_row)
+
+    def ended(self, request: Request) -> None:
+        self._stopped.discard(request)
+
+    def failed(self) -> None:
+        self._in_flight.clear()
+
+    def metrics(self) -> dict[str, Any]:
+        """See DraftCounts.metrics, DraftLength.metrics and DraftSharpness.metrics. resting: the requests that run and
+        have no drafts of a head any more. rested: how often a request has stopped drafting."""
+        found = self._counts.metrics()
+        for chosen in (self._length, self._sharpness):
+            found |= {} if chosen is None else chosen.metrics()
+        running = [request for request in self._stopped if request.status is RequestStatus.RUNNING]
+        found["resting"] = sum(request.has_stopped_drafting for request in running)
+        return found | {"rested": self._num_stopped}
+
+
+class NoDrafts(PlanFeature):
+    """Has the metrics of an engine without drafts."""
+
+    def metrics(self) -> dict[str, Any]:
+        return DraftCounts([]).metrics() | {"resting": 0, "rested": 0}

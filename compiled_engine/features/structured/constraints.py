@@ -1,0 +1,164 @@
+"""Requests with a constraint: they wait until their grammar is compiled, and have a mask in each step.
+
+Requests whose grammar is being compiled are held back from the scheduler's queue and do not delay it. The masks of a
+step are made while it runs: its requests' constraints are told of their newest tokens and asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from compiled_engine.core.request import Request
+from compiled_engine.grammars.compiler import CompiledGrammar, GrammarCompiler
+from compiled_engine.grammars.constraint import GrammarConstraint, fill_masks
+from compiled_engine.grammars.text import LONGEST_COMPILE_S
+from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+from compiled_engine.sampling.token_mask import Constraint, num_words
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """deadline_s: of time.monotonic."""
+
+    request: EngineRequest
+    compiled: Future[CompiledGrammar]
+    deadline_s: float
+
+
+class GrammarQueue:
+    """Releases requests in the order in which their grammars are ready. waiting: the other requests, by id."""
+
+    def __init__(self) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self.waiting: dict[str, _Waiting] = {}
+        self._num_waiting: Counter[Future[CompiledGrammar]] = Counter()
+        self._num_requests = 0
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """The first one counts; any other is the same."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(vocabulary)
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises ValueError if no vocabulary was given."""
+        if self._compiler is None or request.grammar is None:
+            raise ValueError(f"the grammar of request {request.request_id!r} needs a vocabulary, and there is none")
+        self._num_requests += 1
+        compiled = self._compiler.compile(request.grammar)
+        deadline_s = time.monotonic() + LONGEST_COMPILE_S
+        self.waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
+        self._num_waiting[compiled] += 1
+
+    def remove(self, request_id: str) -> bool:
+        """Remove a request; return whether it waited. An unstarted compilation only for it is dropped."""
+        if request_id not in self.waiting:
+            return False
+        gone = self._pop(request_id)
+        if gone.compiled not in self._num_waiting:
+            assert self._compiler is not None
+            assert gone.request.grammar is not None
+            self._compiler.cancel(gone.request.grammar, gone.compiled)
+        return True
+
+    def _pop(self, request_id: str) -> _Waiting:
+        found = self.waiting.pop(request_id)
+        self._num_waiting[found.compiled] -= 1
+        if not self._num_waiting[found.compiled]:
+            del self._num_waiting[found.compiled]
+        return found
+
+    def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
+        """Take out the requests whose grammar is ready, and the ends of those whose grammar cannot be compiled.
+
+        patience_s: how long to wait if none is ready.
+        """
+        if patience_s > 0:
+            wait([each.compiled for each in self.waiting.values()], patience_s, FIRST_COMPLETED)
+        ready: list[tuple[EngineRequest, GrammarConstraint]] = []
+        failed: list[EngineOutput] = []
+        for request_id, each in list(self.waiting.items()):
+            if not each.compiled.done() and time.monotonic() < each.deadline_s:
+                continue
+            self._pop(request_id)
+            try:
+                ready.append((each.request, self._constraint(each)))
+            except Exception as error:  # whatever it is, it is of this request alone
+                failed.append(EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error)))
+        return ready, failed
+
+    def _constraint(self, waiting: _Waiting) -> GrammarConstraint:
+        if not waiting.compiled.done():
+            raise ValueError(f"structured_outputs: the grammar takes more than {LONGEST_COMPILE_S:g} s to compile")
+        assert self._compiler is not None
+        return self._compiler.constraint(waiting.compiled)
+
+    def metrics(self) -> dict[str, int | float]:
+        """Since the start: grammar_requests, and GrammarCompiler.metrics if there has been any."""
+        return {"grammar_requests": self._num_requests} | (self._compiler.metrics() if self._compiler else {})
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+
+@dataclass(slots=True)
+class Constrained:
+    """A request's constraint. num_accepted: output tokens that it was told of."""
+
+    constraint: Constraint
+    num_accepted: int = 0
+
+    def with_new_tokens(self, request: Request) -> tuple[Constraint, list[int]]:
+        """Return the constraint and the request's output tokens that it is yet to be told of."""
+        token_ids = request.token_ids[request.num_prompt_tokens + self.num_accepted :]
+        self.num_accepted += len(token_ids)
+        return self.constraint, token_ids
+
+
+class MaskMaker:
+    """Owns the array that masks are written to, a row for each request that may run, once there is a constraint; and
+    the thread that waits for grammars to fill it."""
+
+    def __init__(self, max_num_requests: int, vocab_size: int) -> None:
+        self._shape = (max_num_requests, num_words(vocab_size))
+        self._words_NW: np.ndarray | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # it begins with the first grammar
+        self._asked: list[Request] = []
+        self._failures: Future[dict[int, str]] | None = None
+
+    def begin(self, requests: Sequence[tuple[Request, Constrained]]) -> None:
+        """Start computing the masks of requests; all their tokens are known.
+
+        Earlier masks that were never taken are dropped.
+        """
+        if self._words_NW is None:
+            self._words_NW = np.zeros(self._shape, np.int32)
+        if self._failures is not None:
+            self._failures.result()
+        self._asked = [request for request, _ in requests]
+        words_MW = self._words_NW[: len(self._asked)]
+        told = [constrained.with_new_tokens(request) for request, constrained in requests]
+        self._failures = fill_masks(told, words_MW, self._thread)
+
+    def take(self) -> TokenMasks:
+        """Return the masks begun last, once they are made. Valid until the next call of `begin`.
+
+        A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.
+        """
+        if self._failures is None or self._words_NW is None:
+            raise RuntimeError("no masks are being made: begin must be called first")
+        failures, self._failures = self._failures.result(), None
+        asked, words_MW = self._asked, self._words_NW[: len(self._asked)]
+        for index, why in failures.items():
+            asked[index].failure = why
+            asked[index].set_steady_limits()
+        if failures:
+            words_MW = words_MW[[index for index in range(len(asked)) if index not in failures]]
+        request_ids = [request.request_id for request in asked if request.failure is None]
+        return TokenMasks(request_ids, words_MW.reshape(-1).view(np.uint8).data)

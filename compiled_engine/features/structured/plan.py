@@ -1,0 +1,92 @@
+"""Requests with a grammar or a token mask: held back until it is ready, and masked in each step.
+
+In the extras of a new request: that it is sampled with a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.core.request import Finish, Request
+from compiled_engine.features.structured.constraints import Constrained, GrammarQueue, MaskMaker
+from compiled_engine.grammars.constraint import is_complete
+from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, TokenMask
+
+NAME = "structured"
+
+
+class Structured(PlanFeature):
+    """max_num_requests: of a step."""
+
+    def __init__(self, max_num_requests: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._grammars = GrammarQueue()
+        self._masks = MaskMaker(max_num_requests, vocab_size)
+        self._given: dict[str, Constraint] = {}  # of requests that are to be added, by id
+        self._of: dict[Request, Constrained] = {}
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        self._grammars.set_vocabulary(vocabulary)
+
+    def check(self, request: EngineRequest) -> None:
+        if request.sampling_params.token_mask is not None:
+            raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
+
+    def holds(self, request: EngineRequest, given: TokenMask | None) -> bool:
+        """Hold a request back while its grammar is compiled. given: its token mask.
+
+        Raises ValueError if the request has both, or if its grammar has no vocabulary.
+        """
+        if request.grammar is not None:
+            if given is not None:
+                raise ValueError(f"request {request.request_id!r} must have a grammar or a token mask, got both")
+            self._grammars.add(request)
+            return True
+        if given is not None:
+            self._given[request.request_id] = MaskConstraint(given, self._vocab_size)
+        return False
+
+    def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
+        """Return requests whose grammars are ready, and the ends of those whose grammars failed."""
+        ready, failed = self._grammars.take(patience_s)
+        self._given |= {request.request_id: constraint for request, constraint in ready}
+        return [request for request, _ in ready], failed
+
+    def withdrawn(self, request_id: str) -> None:
+        self._grammars.remove(request_id)
+        self._given.pop(request_id, None)
+
+    def added(self, request: Request) -> None:
+        """Have a request with a constraint sample late, and a token at a time, as its masks are made."""
+        if (constraint := self._given.pop(request.request_id, None)) is not None:
+            self._of[request] = Constrained(constraint)
+            request.samples_late = True
+            request.max_new_tokens_per_step = request.most_when_admitted = 1
+
+    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
+        if request in self._of:
+            extras[NAME] = True
+
+    def begin_late(self, requests: Sequence[Request]) -> None:
+        self._masks.begin([(request, self._of[request]) for request in requests if request in self._of])
+
+    def take_late(self) -> TokenMasks:
+        return self._masks.take()
+
+    def nothing_allowed(self, request: Request) -> Finish | None:
+        """A text of a grammar that is complete stops: only an end-of-sequence token could come, and min_tokens or the
+        like forbids it."""
+        found = self._of.get(request)
+        return Finish("stop", None) if found is not None and is_complete(found.constraint) else None
+
+    def ended(self, request: Request) -> None:
+        self._of.pop(request, None)
+
+    def metrics(self) -> dict[str, Any]:
+        return self._grammars.metrics()
+
+    def close(self) -> None:
+        self._grammars.close()

@@ -1,0 +1,251 @@
+"""Text to token ids and back, by the library `tokenizers` or by transformers."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from tokenizers import AddedToken, Tokenizer
+
+from compiled_engine.process.memory import return_free_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Characters from which a text is tokenised as a batch of one, which does not hold Python's lock and keeps no offsets;
+# up to which it waits for no longer one; and from which the memory that this took is returned to the system.
+LONG_TEXT, QUICK_TEXT, HUGE_TEXT = 8192, 1 << 18, 1 << 20
+UNKNOWN = "\U0010fffe"  # a code point that no text has
+
+
+class Pair(NamedTuple):
+    """Two texts joined: token ids, and how many are before the second text; None if the tokenizer does not tell them
+    apart."""
+
+    token_ids: list[int]
+    second: int | None
+
+    @classmethod
+    def of(cls, token_ids: list[int], type_ids: Sequence[int]) -> Pair:
+        """type_ids: 0 for a token of the first text, 1 for one of the second; empty for unknown."""
+        return cls(token_ids, type_ids.index(1) if 1 in type_ids else None)
+
+
+@dataclass(frozen=True)
+class PairForm:
+    """How a tokenizer joins two texts. pieces: the place of a text, 0 or 1, or token ids between them; with the type of
+    their tokens."""
+
+    pieces: tuple[tuple[int | tuple[int, ...], int], ...]
+
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        """Return the joined texts; see TokenizerBackend.join."""
+        room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
+        if room is not None and 0 <= room < len(first) + len(second):
+            short = min(len(first), len(second), room // 2)
+            sizes = (short, room - short) if len(first) <= len(second) else (room - short, short)
+            first, second = first[: sizes[0]], second[: sizes[1]]
+        token_ids: list[int] = []
+        start = None
+        for what, kind in self.pieces:
+            piece = what if isinstance(what, tuple) else (first, second)[what]
+            if kind == 1 and start is None and piece:
+                start = len(token_ids)
+            token_ids += piece
+        return Pair(token_ids, start)
+
+
+class TokenizerBackend(Protocol):
+    """The protocol of conversion of text to token ids and back."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
+
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        """Two texts without special tokens as a pair with them. most: the longer text is cut until both have no more
+        tokens."""
+        ...
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Encode one text of several parts: an id is that of a special token, and what looks like one in a text is
+        plain text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Special tokens included; ids that are unknown add nothing."""
+        ...
+
+    def longest_token(self) -> int | None:
+        """Most characters of a text that become one token; None if that is not known."""
+        ...
+
+    def token_to_id(self, token: str) -> int | None: ...
+
+    def id_to_token(self, token_id: int) -> str | None: ...
+
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens that are looked for in a text before it is tokenised, the special ones among them."""
+        ...
+
+    def to_json(self) -> str: ...
+
+
+class FastTokenizerBackend:
+    """Conversion by the library `tokenizers`."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self.token_to_id = backend.token_to_id
+        self.id_to_token = backend.id_to_token
+        self._apart: _SpecialsApart | None = None
+        self._pair_form: PairForm | None = None
+        self._longest_token: int | None = None
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return _ids(self._backend, text, add_special_tokens)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        if self._pair_form is None:
+            self._pair_form = self._find_pair_form()
+        return self._pair_form.join(first, second, most)
+
+    def _find_pair_form(self) -> PairForm:
+        """The form shows in a pair of texts that have tokens."""
+        words = ("a", *self._backend.get_vocab())
+        word = next(word for word in words if self._backend.encode(word, add_special_tokens=False).ids)
+        example = self._backend.encode(word, word)
+        tokens = zip(example.ids, example.type_ids, example.sequence_ids, strict=True)
+        pieces: list[tuple[int | tuple[int, ...], int]] = []
+        for (place, kind), group in groupby(tokens, lambda token: (token[2], token[1])):
+            pieces.append((tuple(token_id for token_id, _, _ in group) if place is None else place, kind))
+        return PairForm(tuple(pieces))
+
+    def longest_token(self) -> int | None:
+        if self._longest_token is None:
+            longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+            # Canonical composition, and whatever else normalisers do, makes of four characters no fewer than one.
+            self._longest_token = longest * (1 if self._backend.normalizer is None else 4)
+        return self._longest_token
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        with self._lock:
+            if self._apart is None:
+                self._apart = _SpecialsApart(self._backend)
+        return self._apart.encode(parts)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    def added_tokens(self) -> dict[int, AddedToken]:
+        return self._backend.get_added_tokens_decoder()
+
+    def to_json(self) -> str:
+        return self._backend.to_str()
+
+
+def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) < LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    if len(text) >= HUGE_TEXT:
+        return_free_memory()
+    return ids
+
+
+class _SpecialsApart:
+    """A tokenizer that finds special tokens by other texts, which nobody can write.
+
+    Everything else is tokenised as by `backend`: an added token ends the text before it, and may take spaces around it.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._tokenizer = Tokenizer.from_str(backend.to_str())  # a copy: the setting would also affect other calls
+        self._tokenizer.encode_special_tokens = True
+        secret = secrets.token_hex(8)
+        self._special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._names = {token_id: token.content + secret for token_id, token in self._special.items()}
+        self._break = secret
+        self._tokenizer.add_tokens([_named(token, self._names[i]) for i, token in self._special.items()])
+        self._tokenizer.add_tokens([AddedToken(self._break, normalized=False)])
+        self._ids = {self._tokenizer.token_to_id(name): token_id for token_id, name in self._names.items()}
+        self._break_id = self._tokenizer.token_to_id(self._break)
+        # Characters that the vocabulary lacks have a token, which may be special.
+        self._of_no_text = self._special.keys() - set(_ids(self._tokenizer, UNKNOWN, False))
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        ids = self._encode(parts)
+        if not self._of_no_text.isdisjoint(ids):  # a vocabulary may hold the text of a special token like any other
+            ids = self._encode([part if isinstance(part, int) else self._broken(part) for part in parts])
+        return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._break_id]
+
+    def _encode(self, parts: Sequence[str | int]) -> list[int]:
+        written = (self._names[part] if isinstance(part, int) else part for part in parts)
+        return _ids(self._tokenizer, "".join(written), False)
+
+    def _broken(self, text: str) -> str:
+        for token in self._special.values():
+            text = text.replace(token.content, self._break.join((token.content[:1], token.content[1:])))
+        return text
+
+
+def _named(token: AddedToken, content: str) -> AddedToken:
+    return AddedToken(
+        content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=False,
+    )
+
+
+class SlowTokenizerBackend:
+    """Conversion by transformers' Python code of some tokenizers."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+        self._hf = hf
+        self._vocabulary = hf.get_vocab()
+        self._tokens = {index: token for token, index in self._vocabulary.items()}
+        self.token_to_id = self._vocabulary.get
+        self.id_to_token = self._tokens.get
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"] for text in texts]
+
+    def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        options = {} if most is None else {"truncation": "longest_first", "max_length": most}
+        joined = self._hf.prepare_for_model(first, second, return_token_type_ids=True, verbose=False, **options)  # type: ignore[attr-defined]
+        return Pair.of(joined["input_ids"], joined.get("token_type_ids", ()))
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        found = ([part] if isinstance(part, int) else self._hf(part, **options)["input_ids"] for part in parts)
+        return [token_id for ids in found for token_id in ids]
+
+    def longest_token(self) -> int | None:
+        return None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text = self._hf.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast(str, text)
+
+    def added_tokens(self) -> dict[int, AddedToken]:
+        plain = {i: token for i, token in self._hf.added_tokens_decoder.items() if not token.special}
+        special = zip(self._hf.all_special_ids, self._hf.all_special_tokens, strict=True)
+        return plain | {i: AddedToken(token, special=True, normalized=False) for i, token in special}
+
+    def to_json(self) -> str:
+        raise ValueError("structured_outputs needs a tokenizer of the library `tokenizers`, and this is a slow one")

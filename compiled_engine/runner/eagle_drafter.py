@@ -1,0 +1,427 @@
+"""Drafts of an EAGLE-3 head where the host does not know the tokens: what depends on them is read on the device.
+
+As in eagle.py, `prefill_head` computes the tokens of a step behind it, with the model's hidden states, and `draft`
+makes the drafts of the next one. Both depend on the device alone. A graph holds each of them, for batches of decodes:
+the first reads the inputs that the step has left in its buffers, as many rows as the step had, those of wrong drafts
+included. Their entries are behind the newest token, where the next drafts are written before anything reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from compiled_engine.attention.backend import get_backend
+from compiled_engine.attention.case import cases_of, planned_together
+from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
+from compiled_engine.attention.op import OnAttention
+from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.graphs.compiler.signature import tensors_beside_steps
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, head_keys, prefill_head_keys
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.kernels.launch_arguments import dependent_launch
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.models.textbook.eagle3 import FEATURES
+from compiled_engine.parallel.group import Group
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.draft_model import NO_ROWS, Drafting, single_tokens
+from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
+from compiled_engine.runner.drafts import HeadInputs, keep_drafts
+from compiled_engine.runner.eagle_head import load_head
+from compiled_engine.runner.input_batch import (
+    NO_GENERATION,
+    InputBatch,
+    InputBuffers,
+    StagedDecodes,
+    empty_batch,
+    prepare,
+    step_of_batch,
+)
+from compiled_engine.runner.model_forward import BatchForward
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.sampler import Sampler
+
+WORK = "attention_inputs.work_W"
+
+
+def following_tokens(
+    states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
+) -> None:
+    """Write the token behind each position of a step whose tokens the states have; 0 for padding. token_ids_T: int64.
+
+    Behind a wrong draft it is any token.
+    """
+    if buffers.rows_R.device.type != "cpu":
+        launch_following_tokens(states, batch, buffers, token_ids_T)
+        return
+    num_rows, num_tokens = batch.num_rows, batch.padded_tokens
+    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
+    lens_R = np.diff(starts_R1.numpy()[: num_rows + 1])
+    rows_T = np.repeat(buffers.rows_R.numpy()[:num_rows], lens_R)[:num_tokens]
+    places_T = buffers.positions_T.numpy()[: len(rows_T)] + 1
+    if states.history_SL is None:
+        found_T = states.all_token_ids_KL.numpy()[states.token_row_S.numpy()[rows_T], places_T]
+    else:
+        found_T = states.history_SL.numpy()[rows_T, places_T]
+    token_ids_T[:num_tokens] = 0
+    token_ids_T.numpy()[: len(rows_T)] = np.where(rows_T >= 0, found_T, 0)
+
+
+def launch_following_tokens(
+    states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
+) -> None:
+    """Launch the kernel of following_tokens."""
+    from compiled_engine.runner.eagle_head_kernels import TILE, following_kernel  # Triton is not installed everywhere
+
+    assert states.history_SL is not None
+    following_kernel[(batch.num_rows if batch.decodes_only else batch.num_rows + 1,)](
+        buffers.rows_R,
+        buffers.query_start_loc_R1,
+        buffers.positions_T,
+        states.history_SL,
+        token_ids_T,
+        batch.num_rows,
+        batch.padded_tokens,
+        states.history_SL.stride(0),
+        DECODES_ONLY=batch.decodes_only,
+        TILE=32 if batch.decodes_only else TILE,
+        num_warps=1 if batch.decodes_only else 4,
+        **dependent_launch(buffers.rows_R.device),
+    )
+
+
+def keep_hidden(
+    states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
+) -> None:
+    """Keep the hidden state of each request's last token that is computed and right, by its row of the states."""
+    if kept_SD.device.type != "cpu":
+        launch_keep_hidden(states, buffers, num_rows, hidden_TD, kept_SD)
+        return
+    rows_R, ends_R = buffers.rows_R[:num_rows], buffers.sample_positions_R[:num_rows]
+    real_R = (rows_R >= 0) & (ends_R == states.num_computed_S[rows_R.long()])
+    kept_SD[rows_R[real_R].long()] = hidden_TD[buffers.logits_index_R[:num_rows][real_R]]
+
+
+def launch_keep_hidden(
+    states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
+) -> None:
+    """Launch the kernel of keep_hidden."""
+    from compiled_engine.runner.eagle_head_kernels import TILE, keep_hidden_kernel  # Triton is not installed everywhere
+
+    keep_hidden_kernel[(num_rows,)](
+        buffers.rows_R,
+        buffers.sample_positions_R,
+        buffers.logits_index_R,
+        states.num_computed_S,
+        hidden_TD,
+        kept_SD,
+        SIZE=kept_SD.shape[1],
+        TILE=TILE,
+        **dependent_launch(kept_SD.device),
+    )
+
+
+def begin_drafts(
+    states: RequestStates,
+    rows_R: torch.Tensor,
+    kept_SD: torch.Tensor,
+    hidden_RD: torch.Tensor,
+    positions_R: torch.Tensor,
+) -> None:
+    """Write what `keep_hidden` has kept of these rows (int32, -1 for padding), and the position of their next token,
+    int64."""
+    if rows_R.device.type != "cpu":
+        launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
+        return
+    real_R, states_R = rows_R >= 0, rows_R.long().clamp(min=0)
+    hidden_RD.copy_(torch.where(real_R[:, None], kept_SD[states_R], 0.0))
+    positions_R.copy_(torch.where(real_R, states.num_computed_S[states_R], 0) + 1)
+
+
+def launch_begin_drafts(
+    states: RequestStates,
+    rows_R: torch.Tensor,
+    kept_SD: torch.Tensor,
+    hidden_RD: torch.Tensor,
+    positions_R: torch.Tensor,
+) -> None:
+    """Launch the kernel of begin_drafts."""
+    from compiled_engine.runner.eagle_head_kernels import (  # Triton is not installed everywhere
+        TILE,
+        begin_drafts_kernel,
+    )
+
+    begin_drafts_kernel[(len(rows_R),)](
+        rows_R,
+        states.num_computed_S,
+        kept_SD,
+        hidden_RD,
+        positions_R,
+        SIZE=kept_SD.shape[1],
+        TILE=TILE,
+        **dependent_launch(rows_R.device),
+    )
+
+
+class EagleDrafter:
+    """A head's passes, see the module's docstring. Implements `GraphStep`.
+
+    Drafts are sampled by temperature and noise alone: a filter of the request counts when they are verified.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: EngineConfig,
+        states: RequestStates,
+        buffers: InputBuffers,
+        sampler: Sampler,
+        group: Group,
+        model_to_trace: Callable[[ModelConfig], nn.Module],
+        on_attention: OnAttention | None,
+        progress: Progress,
+        timeline: Timeline,
+        embedding_VD: torch.Tensor | None,
+    ) -> None:
+        """config: of the head. engine: of the engine. buffers: of the engine's steps. embedding_VD: see load_head.
+        Raises what the compiler and the loader raise."""
+        self.config, self._states, self._sampler, self._steps = config, states, sampler, buffers
+        self._loaded = load_head(config, group, model_to_trace, on_attention, progress, timeline, embedding_VD)
+        self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
+        self._token_ids_V = self._loaded.token_ids_V.to(config.device)
+        self._lengths = engine.draft_lengths
+        self.query_lens = engine.speculation.verified
+        scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
+        most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        cases = cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype)
+        self._backend, self._case = get_backend(config.attention_backend), planned_together(cases)
+
+        def work_length(num_tokens: int, num_rows: int) -> int:
+            return self._backend.work_length(num_tokens, num_rows, self._case) if self._case else 0
+
+        asked = tensors_beside_steps(config)
+        own = InputBuffers(
+            most_requests,
+            most_requests,
+            states.block_table_SB.shape[1],
+            states.writes,
+            device,
+            work_length(most_requests, most_requests),
+            asked,
+            has_drafts=True,
+        )
+        self.prompts = BatchForward(self.model, own, self.kv_caches, config.attention_backend, self._case)
+        self._own = own
+        self._asked = tuple(tensor.name for tensor in asked)
+        rows = buffers.rows_R.shape[0]
+        size = config.model.hidden_size
+        self._work_W = torch.zeros(work_length(most_tokens, rows), dtype=torch.int32, device=device)
+        self._token_ids_T = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self._features_TD = torch.zeros(most_tokens, size, dtype=dtype, device=device)
+        self._kept_SD = torch.zeros(states.num_computed_S.shape[0], size, dtype=dtype, device=device)
+        self._begun_RD = torch.zeros(most_requests, size, dtype=dtype, device=device)
+        self._inputs = HeadInputs(
+            torch.zeros(most_requests, dtype=torch.int64, device=device),
+            torch.zeros(most_requests, dtype=torch.int64, device=device),
+        )
+        self._room = states.writes.field(most_requests)
+        self._sharpness = states.writes.field(1, dtype=torch.float32, initial=1.0)
+        self._staged_room, self._staged_sharpness = NO_ROWS, 1.0
+        self._drafting = DraftingSteps(states)
+        self._staged: tuple[DraftingRows, int] | None = None
+        self._dispatcher = Dispatcher(config.graph, scheduler)
+        rare, longest = engine.speculation.rare, scheduler.max_model_len
+        dispatcher = Dispatcher(engine.graph, scheduler, query_lens=self.query_lens, rare=rare)
+        steps = StepKeys.of(dispatcher, longest, engine.speculation.sizes_read)
+        self._prefill_head_keys = prefill_head_keys(steps.read.values(), longest)
+        self.keys: tuple[GraphKey, ...] = (
+            *dict.fromkeys(self._prefill_head_keys.values()),
+            *head_keys(self._dispatcher, self._lengths),
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replace the KV cache by one of num_blocks blocks."""
+        self._loaded.allocate(num_blocks)
+
+    def close(self) -> None:
+        """Drop the last references to the weights and the cache."""
+        self._loaded.close()
+
+    def forget_staged(self) -> None:
+        """Forget what was staged: it did not reach the device."""
+        self._own.forget_staged()
+        self._staged_room, self._staged_sharpness, self._staged = NO_ROWS, -1.0, None
+
+    # Prefill the head -----------------------------------------------------------------------------------------------
+
+    def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
+        """Make the features of a step's tokens from the inputs of the layers that the head reads, [T,
+        target_size] each. May be captured, with the forward that returns them."""
+        self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
+
+    def key_to_prefill_head(self, key: GraphKey) -> GraphKey | None:
+        """Return the key of the graph that computes the tokens of a step which `key` was replayed for; None if there
+        is none."""
+        return self._prefill_head_keys.get(replace(key, extra=()) if key.extra else key)
+
+    def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
+        """Compute the tokens of a step whose tokens the states have and whose features were taken. Returns the hidden
+        states. May be captured."""
+        states, steps = self._states, self._steps
+        following_tokens(states, batch, steps, self._token_ids_T)
+        given = step_of_batch(batch, steps)
+        step = {name: tensor for name, tensor in given.items() if name.startswith("attention_inputs.")}
+        step |= {"input_ids_T": self._token_ids_T[: batch.padded_tokens], "positions_T": given["positions_T"]}
+        step |= {name: given[name] for name in self._asked if name != FEATURES}
+        step |= {WORK: self._work_W, FEATURES: self._features_TD[: batch.padded_tokens]}
+        hidden_TD = self._forward(batch.padded_tokens, step, distinct=distinct)
+        keep_hidden(states, steps, batch.num_rows, hidden_TD, self._kept_SD)
+        return hidden_TD
+
+    def _forward(self, num_tokens: int, step: dict[str, torch.Tensor], *, distinct: bool) -> torch.Tensor:
+        named = {name: step[name] for name in (*(name for name in step if name not in self._asked), *self._asked)}
+        inputs: AttentionInputs = attention_inputs_of(named, self.config.attention_backend)
+        if self._case is not None:
+            self._backend.plan(inputs, self._case)
+        return self.model.run(num_tokens, arguments_of(named, inputs, self.kv_caches), distinct=distinct).tensor
+
+    # Draft ----------------------------------------------------------------------------------------------------------
+
+    def stage(self, step: SchedulerOutput) -> Drafting:
+        """Stage what the passes of a step are over. The requests have their rows and blocks."""
+        rows = self._drafting.rows(step)
+        longest, key = rows.longest(step), None
+        count = rows.num_drafting[0] if rows.num_drafting else 0  # those with room for a draft come first
+        if count:
+            key = self._dispatcher.dispatch(count, count, 1, longest)
+            length = min(length for length in self._lengths if length >= len(rows.num_drafting))
+            key = None if key is None or not key.is_decode else replace(key, drafts=length)
+        if step.draft_sharpness != self._staged_sharpness:
+            self._staged_sharpness = step.draft_sharpness
+            self._sharpness.stage(0, np.array([step.draft_sharpness], np.float32))
+        self._stage_rows(rows, count if key is None else key.num_requests)
+        return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
+
+    def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
+        """Stage the requests with room for a draft, unless they are there; None for padding alone."""
+        if padded == 0 or (rows is not None and self._staged == (rows, padded)):
+            return
+        self._staged = None if rows is None else (rows, padded)
+        room = np.zeros(padded, np.int32)
+        rows_R = NO_ROWS
+        if rows is not None:
+            count = rows.num_drafting[0]
+            rows_R, room[:count] = rows.rows_R[:count], rows.room_R[:count]
+        self._own.stage_decodes(StagedDecodes([], NO_GENERATION, padded, [], rows_R, None))
+        if not np.array_equal(room, self._staged_room):
+            self._staged_room = room
+            self._room.stage(0, room)
+
+    def draft(self, drafting: Drafting) -> None:
+        """Launch the passes that make the drafts, without a graph."""
+        if drafting.num_drafting:
+            self._draft(len(drafting.rows), len(drafting.num_drafting), drafting.longest)
+
+    def read_prompts(self, drafting: Drafting) -> None:
+        """Do nothing: `prefill_head` reads the prompts of a step."""
+
+    def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
+        """Make the drafts of the first `count` rows that were staged; returns the logits of the last ones."""
+        states, own, given = self._states, self._own, self._inputs
+        rows_R, hidden_RD = own.rows_R[:count], self._begun_RD[:count]
+        begin_drafts(states, rows_R, self._kept_SD, hidden_RD, given.positions_R[:count])
+        logits_RV = hidden_RD
+        for draft in range(num_drafts):
+            if draft:
+                batch = single_tokens(count, 1, longest)
+                prepare(batch, states, own)
+                step = step_of_batch(batch, own)
+                step |= {"input_ids_T": given.token_ids_T[:count], FEATURES: hidden_RD}
+                hidden_RD = self._forward(count, step, distinct=distinct)
+            logits_RV = self.model.logits(hidden_RD)
+            tokens_R = torch.empty(count, dtype=torch.int64, device=logits_RV.device)
+            self._sampler.sample_drafts(
+                logits_RV, self._token_ids_V, self._sharpness.tensor, rows_R, given.positions_R[:count], tokens_R
+            )
+            keep_drafts(states, own, self._room.tensor, tokens_R, draft, given)
+        return logits_RV
+
+    # GraphStep ------------------------------------------------------------------------------------------------------
+
+    def fill(self, key: GraphKey) -> None:
+        """See GraphStep."""
+        if key.prefills_head:
+            self._fill_step(key.num_tokens, key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len))
+        else:
+            self._fill_drafts(key.num_requests, key.max_seq_len)
+
+    def _fill_step(self, num_tokens: int, num_rows: int, host_3: tuple[int, int, int]) -> InputBatch:
+        batch = empty_batch(self._steps, num_tokens, num_rows, host_3)
+        self._states.writes.apply()
+        prepare(batch, self._states, self._steps)
+        return batch
+
+    def _fill_drafts(self, count: int, longest: int) -> None:
+        self._stage_rows(None, count)
+        self._states.writes.apply()
+        prepare(single_tokens(count, 1, longest), self._states, self._own)
+
+    def run(self, key: GraphKey) -> torch.Tensor:
+        """See GraphStep."""
+        return self._run(key, distinct=False)
+
+    def warm_up(self, key: GraphKey) -> None:
+        """See GraphStep."""
+        self._run(key, distinct=True)
+
+    def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
+        if not key.prefills_head:
+            return self._draft(key.num_requests, key.drafts, key.max_seq_len, distinct=distinct)
+        host_3 = key.num_decodes, key.max_query_len, key.max_seq_len
+        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, replace(key, prefills_head=False))
+        self._states.writes.discard()  # `fill` made these writes
+        return self.prefill_head(batch, distinct=distinct)
+
+    def tensor_ids(self) -> tuple[int, ...]:
+        """See GraphStep."""
+        return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
+
+    def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
+        """Prefill the head with a step of padding alone, and draft for as many requests as it has if they decode.
+        host_3: see AttentionInputs. distinct: see ModelForward.run."""
+        batch = self._fill_step(num_tokens, num_requests, host_3)
+        head = self.config.model.head
+        assert head is not None
+        aux_hidden_states = torch.zeros(
+            num_tokens, head.target_size, dtype=self.config.model.dtype, device=self.config.device
+        )
+        self.take((aux_hidden_states,) * head.num_aux_layers)
+        self.prefill_head(batch, distinct=distinct)
+        if num_tokens == num_requests:
+            _, query_len, longest = host_3
+            self._fill_drafts(num_requests // query_len, longest)
+            self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
+
+    def launch_inputs(self) -> None:
+        """Launch the kernels beside the head, over padding."""
+        for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
+            batch = self._fill_step(num_tokens, 1, host_3)
+            following_tokens(self._states, batch, self._steps, self._token_ids_T)
+        self._fill_drafts(1, 1)
+        hidden_1D, given, rows_1 = self._begun_RD[:1], self._inputs, self._own.rows_R[:1]
+        keep_hidden(self._states, self._steps, 1, hidden_1D, self._kept_SD)
+        begin_drafts(self._states, rows_1, self._kept_SD, hidden_1D, given.positions_R[:1])
+        logits_1V = torch.zeros(1, len(self._token_ids_V), dtype=self.config.model.dtype, device=self.config.device)
+        tokens_1 = torch.zeros(1, dtype=torch.int64, device=self.config.device)
+        self._sampler.sample_drafts(
+            logits_1V, self._token_ids_V, self._sharpness.tensor, rows_1, given.positions_R[:1], tokens_1
+        )
+        keep_drafts(self._states, self._own, self._room.tensor, tokens_1, 0, given)
+        self.forget_staged()
+        self._steps.forget_staged()  # what was not launched has not arrived

@@ -1,0 +1,116 @@
+"""Triton kernels of heads: which tokens a step's positions are followed by, and the hidden states that drafts begin
+with."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launcher import quick_launches
+
+TILE = 1024
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "history_stride"])
+def following_kernel(
+    rows_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    history_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
+    history_stride: tl.tensor,
+    DECODES_ONLY: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has. See
+    eagle_drafter.following_tokens."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(0)
+    lane = tl.arange(0, TILE)
+    if DECODES_ONLY:
+        start = request
+        end = request + 1
+        row = tl.load(rows_ptr + request)
+    else:
+        start = tl.load(query_start_loc_ptr + request)
+        end = num_tokens
+        row = -1
+        if request < num_rows:
+            end = tl.load(query_start_loc_ptr + request + 1)
+            row = tl.load(rows_ptr + request)
+    if row < 0:
+        for begin in range(start, end, TILE):
+            tl.store(token_ids_ptr + begin + lane, tl.zeros([TILE], tl.int64), mask=begin + lane < end)
+        return
+    tokens_ptr = history_ptr + row.to(tl.int64) * history_stride + 1
+    for begin in range(start, end, TILE):
+        token = begin + lane
+        mask = token < end
+        position = tl.load(positions_ptr + token, mask=mask, other=0)
+        tl.store(token_ids_ptr + token, tl.load(tokens_ptr + position, mask=mask, other=0).to(tl.int64), mask=mask)
+
+
+@quick_launches
+@triton.jit
+def keep_hidden_kernel(
+    rows_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    last_tokens_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (row of the batch). See eagle_drafter.keep_hidden."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0)
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    if row < 0:
+        return
+    if tl.load(ends_ptr + place) != tl.load(num_computed_ptr + row):
+        return
+    hidden_ptr += tl.load(last_tokens_ptr + place) * SIZE
+    kept_ptr += row * SIZE
+    for begin in range(0, SIZE, TILE):
+        column = begin + tl.arange(0, TILE)
+        inside = column < SIZE
+        tl.store(kept_ptr + column, tl.load(hidden_ptr + column, mask=inside), mask=inside)
+
+
+@quick_launches
+@triton.jit
+def begin_drafts_kernel(
+    rows_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (row of the batch). See eagle_drafter.begin_drafts."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    state = tl.maximum(row, 0)
+    computed = tl.where(row >= 0, tl.load(num_computed_ptr + state), 0)
+    tl.store(positions_ptr + place, computed.to(tl.int64) + 1)
+    for begin in range(0, SIZE, TILE):
+        column = begin + tl.arange(0, TILE)
+        inside = column < SIZE
+        hidden = tl.load(kept_ptr + state * SIZE + column, mask=inside)
+        tl.store(hidden_ptr + place * SIZE + column, tl.where(row >= 0, hidden, 0.0), mask=inside)

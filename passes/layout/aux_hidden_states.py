@@ -1,0 +1,132 @@
+"""The hidden states that enter chosen layers become further outputs of the graph, for a head that drafts from them.
+
+EAGLE-3 (Li, Wei, Zhang and Zhang, 2025) reads the residual stream in front of three layers. No model file knows of it:
+the first op of a layer with a parameter is a norm, or a linear in models that norm behind their linears, and the value
+is what this op reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.framework.matching import arg
+from compiled_engine.passes.framework.verifier import VerificationError
+from compiled_engine.passes.linear.linears import linear_of
+from compiled_engine.passes.norm.norms import norm_of
+
+
+def layer_stack(names: Iterable[str]) -> str:
+    """Return the path of the layers of a model with parameters of these names: the one with the most numbers behind it.
+    The empty path if no name has a number."""
+    numbers: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        if found := re.match(r"(?P<path>.+?)\.(?P<number>\d+)\.", name):
+            numbers[found["path"]].add(found["number"])
+    return max(numbers, key=lambda path: len(numbers[path]), default="")
+
+
+class AuxHiddenStates(GraphPass):
+    """layers: those whose inputs are returned, in the order of the new outputs, [T, D] each.
+
+    Comes after the layers are repeated and divided, and before all passes that fuse.
+    """
+
+    name = "aux_hidden_states"
+    required = True  # callers of the graph need its outputs
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = tuple(layers)
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return len(self._layers)
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        aux_hidden_states, near_misses, notes = [], [], []
+        path = _stack(graph)
+        for layer in self._layers:
+            found = self._entering(graph, f"{path}.{layer}.")
+            if isinstance(found, str):
+                near_misses.append(f"layer {layer}: {found}")
+            else:
+                aux_hidden_states.append(found)
+                notes.append(
+                    f"output {len(aux_hidden_states)} behind the results: {found.name}, which enters {path}.{layer}"
+                )
+        if not near_misses:
+            output = graph.output_node()
+            output.args = ((*arg(output, 0), *aux_hidden_states),)
+        return PassResult(len(aux_hidden_states), tuple(near_misses), (), tuple(notes))
+
+    def verify(
+        self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
+    ) -> int | None:
+        """Check that nothing else goes from the layers before an output to the layers from there on. Raises
+        VerificationError for an output that is not all that its layer gets from them."""
+        path = _stack(graph)
+        for layer, aux_hidden_state in zip(
+            self._layers, arg(graph.output_node(), 0)[-len(self._layers) :], strict=True
+        ):
+            crossing = _crossing(graph, path, layer, aux_hidden_state)
+            if crossing - {aux_hidden_state}:
+                names = ", ".join(sorted(node.name for node in crossing))
+                gets = f"{path}.{layer} gets {names} from before"
+                raise VerificationError(f"pass {self.name}: {gets}, and {aux_hidden_state.name} is returned")
+        return len(self._layers)
+
+    def _entering(self, graph: fx.Graph, prefix: str) -> fx.Node | str:
+        """Return the value that the layer with these parameters reads, or why there is none that is known."""
+        placeholders = graph.find_nodes(op="placeholder")
+        # For each parameter of the layer, and each value of these alone, the parameters in it.
+        own = {node: {node} for node in placeholders if is_parameter(node) and _name(node).startswith(prefix)}
+        first: fx.Node | None = None
+        read: set[fx.Node] = set()
+        for node in graph.nodes:
+            if first is None and (found := [own[value] for value in node.all_input_nodes if value in own]):
+                if len(found) == len(node.all_input_nodes):
+                    own[node] = set[fx.Node]().union(*found)
+                    continue
+                first, read = node, set[fx.Node]().union(*found)
+            if first is None:
+                continue
+            norm, linear = norm_of(node), linear_of(node)
+            if norm is not None and norm.weight in read:
+                return norm.x
+            if linear is not None and linear.weight in read:
+                return linear.x
+        if first is None:
+            return f"no op reads a parameter {prefix}*"
+        return f"{first.name}, the first op with a parameter, is part of no norm and no linear that is known"
+
+
+def _stack(graph: fx.Graph) -> str:
+    return layer_stack(_name(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node))
+
+
+def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
+    """The values that layers before this one compute and the others, or what comes behind them, read. What is computed
+    from `aux_hidden_state` counts as a part of its layer."""
+    numbered = re.compile(rf"{re.escape(path)}\.(?P<number>\d+)\.")
+    early: set[fx.Node] = set()
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_parameter(node):
+            found = numbered.match(_name(node))
+            if found is not None:
+                (early if int(found["number"]) < layer else late).add(node)
+        elif node.op == "call_function" and not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        elif node.op == "call_function" and not early.isdisjoint(node.all_input_nodes):
+            (late if aux_hidden_state in node.all_input_nodes else early).add(node)
+    read = {value for node in late for value in node.all_input_nodes}
+    return {value for value in read & early if value.op == "call_function"}
+
+
+def _name(placeholder: fx.Node) -> str:
+    return parameter_of(placeholder).name
