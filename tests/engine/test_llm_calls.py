@@ -78,7 +78,9 @@ def test_a_chat_is_rendered_as_it_is_given(given: dict[str, Any], made: Callable
         await anext(engine.chat(MESSAGES, PARAMS, priority=4, lora_request=LORA, **given))
 
     ((prompt,), params, priority, lora) = passed(lambda: asyncio.run(chat()))
-    assert prompt == ((tokenizer, MESSAGES), expected)
+    given_by, settings = prompt
+    assert callable(settings.pop("is_stopped"))
+    assert (given_by, settings) == ((tokenizer, MESSAGES), expected)
     assert (params, priority, lora) == (PARAMS, 4, LORA)
 
 

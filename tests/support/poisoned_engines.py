@@ -20,6 +20,7 @@ from checkpoints import load_checkpoint
 from compiled_engine import LLM, LoRARequest, SamplingParams
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.features.recurrence.state_rows import StateRows
 
 VOCABULARY, POSITIONS = 131, 4096
 OPTIONS: dict[str, Any] = {"progress": False, "dtype": "float32", "max_model_len": 160, "max_num_seqs": 5}
@@ -128,8 +129,8 @@ def poison_caches(llm: LLM) -> None:
     assert isinstance(executor, InProcessExecutor)
     runner = executor.runner
     tensors = [*runner._kv_caches, *getattr(runner._drafter, "kv_caches", ())]
-    if runner._state_rows is not None:
-        tensors += [tensor for group in runner._state_rows._groups for tensor in group]
+    rows = [feature for feature in runner._hooks.features if isinstance(feature, StateRows)]
+    tensors += [tensor for each in rows for group in each._groups for tensor in group]
     with torch.inference_mode():
         for tensor in tensors:
             poison.fill(tensor)
