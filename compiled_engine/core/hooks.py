@@ -86,7 +86,10 @@ class PlanFeature:
         all."""
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
-        """Add to the extras of the NewRequest of a request, which holds its resources."""
+        """Add to the extras of the NewRequest of a request, which holds its resources.
+
+        What is the same at each admission belongs into the request's own extras, once it is `added`.
+        """
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
         """Note that the step being planned computes the request's tokens up to one of its `step_ends`."""

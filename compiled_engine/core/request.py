@@ -100,6 +100,7 @@ class Request:
     step_ends: numbers of tokens, in order: a step that comes to one ends there, and features are told.
     computes_every_token: whether tokens of its prompt are computed though they are cached, for what they yield.
     yields_tokens: whether the tokens that steps sample for it are its output.
+    extras: see NewRequest; what is the same at each admission.
     has_sampled: whether a step has sampled one of its tokens since it was admitted.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
@@ -131,6 +132,7 @@ class Request:
     step_ends: tuple[int, ...] = ()
     computes_every_token: bool = False
     yields_tokens: bool = True
+    extras: dict[str, Any] = field(default_factory=dict)
     has_sampled: bool = False
     steady_until_computed: int = 0
     steady_until_known: int = 0

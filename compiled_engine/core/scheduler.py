@@ -33,7 +33,6 @@ from compiled_engine.core.steps import (
     StepBuilder,
     StepInFlight,
     StepsInFlight,
-    extra_fields,
     extra_outputs,
     no_token,
     step_outputs,
@@ -243,7 +242,7 @@ class Scheduler:
             self._requests.start(request)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
             budget -= num_tokens
-            extras: dict[str, Any] = {}
+            extras = {**request.extras}
             for admitted in self._hooks.admitted:
                 admitted(request, extras)
             block_ids = self._kv_cache.block_ids(request)
@@ -377,7 +376,10 @@ class Scheduler:
                 finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        extras = extra_fields(request, result, self._hooks.taken) if result.extras else {}
+        extras: dict[str, Any] = {}
+        if result.extras:  # no function of its own: a step may end many requests
+            for taken in self._hooks.taken:
+                extras |= taken(request, result.extras)
         output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
             request.set_steady_limits()

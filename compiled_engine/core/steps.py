@@ -197,30 +197,25 @@ def step_outputs(
 
 
 def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
-    """What features get of a step for requests that have not come to the end of their prompt."""
+    """What features get of a step for requests that have not come to the end of their prompt. taken: see PlanHooks."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if samples or request.status is RequestStatus.FINISHED:
             continue
-        if extras := extra_fields(request, result, taken):
+        extras: dict[str, Any] = {}
+        for take in taken:
+            extras |= take(request, result.extras)
+        if extras:
             cached = request.num_cached_tokens or 0
             outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, **extras))
     return outputs
-
-
-def extra_fields(request: Request, result: RunnerOutput, taken: Sequence[Taken]) -> dict[str, Any]:
-    """Return the fields of a request's output that features get of a step. taken: see PlanHooks."""
-    fields: dict[str, Any] = {}
-    for take in taken:
-        fields |= take(request, result.extras)
-    return fields
 
 
 def tokens_output(
     request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
 ) -> EngineOutput:
     """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
-    want of another one. extras: see extra_fields."""
+    want of another one. extras: further fields, which features get of the step."""
     request_id = request.request_id
     token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
     logprobs = None

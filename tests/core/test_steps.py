@@ -13,7 +13,6 @@ from compiled_engine.core.steps import (
     StepInFlight,
     StepsInFlight,
     all_but,
-    extra_fields,
     extra_outputs,
     no_token,
     step_outputs,
@@ -155,7 +154,6 @@ def test_what_a_chunk_of_a_prompt_yields() -> None:
         EngineOutput("a", (), prompt_logprobs=found, num_cached_tokens=4),
         EngineOutput("b", (), prompt_logprobs=found, num_cached_tokens=0, vectors=vectors),
     ]
-    assert extra_fields(one, RunnerOutput([7]), TAKEN) == {}
 
 
 class TestTokensOutput:

@@ -22,13 +22,10 @@ class PoolingPlan(PlanFeature):
 
     def added(self, request: Request) -> None:
         request.yields_tokens = False
-        request.computes_every_token = request.asked.pooling == "token"
-
-    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         if request.asked.pooling == "token":
-            extras[NAME] = True
+            request.computes_every_token = request.extras[NAME] = True
         if request.asked.second_text is not None:
-            extras[TOKEN_TYPES] = request.asked.second_text
+            request.extras[TOKEN_TYPES] = request.asked.second_text
 
     def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         found = extras.get(NAME, {}).get(request.request_id)

@@ -63,12 +63,8 @@ class Structured(PlanFeature):
         """Have a request with a constraint sample late, and a token at a time, as its masks are made."""
         if (constraint := self._given.pop(request.request_id, None)) is not None:
             self._of[request] = Constrained(constraint)
-            request.samples_late = True
+            request.samples_late = request.extras[NAME] = True
             request.max_new_tokens_per_step = request.most_when_admitted = 1
-
-    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
-        if request in self._of:
-            extras[NAME] = True
 
     def begin_late(self, requests: Sequence[Request]) -> None:
         self._masks.begin([(request, self._of[request]) for request in requests if request in self._of])

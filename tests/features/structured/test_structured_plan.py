@@ -26,18 +26,12 @@ def added(structured: Structured, name: str, mask: Any = None) -> Request:
     return request
 
 
-def extras(structured: Structured, request: Request) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    structured.admitted(request, found)
-    return found
-
-
 def test_a_request_with_a_mask_samples_late_and_a_token_at_a_time() -> None:
     structured = Structured(2, VOCABULARY)
     masked, plain = added(structured, "masked", ByLastToken(VOCABULARY)), added(structured, "plain")
     assert (masked.samples_late, masked.max_new_tokens_per_step, masked.most_when_admitted) == (True, 1, 1)
     assert (plain.samples_late, plain.max_new_tokens_per_step, plain.most_when_admitted) == (False, 4, 4)
-    assert (extras(structured, masked), extras(structured, plain)) == ({"structured": True}, {})
+    assert (masked.extras, plain.extras) == ({"structured": True}, {})
 
 
 def test_who_has_ended_has_no_mask() -> None:
