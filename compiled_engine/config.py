@@ -267,6 +267,11 @@ class ModelConfig:
         return [(num_blocks, 2, block_size, layer.num_kv_heads, head_width(dtype, layer.head_dim)) for layer in heads]
 
     @property
+    def yields_tokens(self) -> bool:
+        """Return whether requests get tokens; others get vectors."""
+        return self.pooling is None
+
+    @property
     def implementation(self) -> str:
         """The origin of the model's code: textbook or transformers."""
         return "textbook" if self.transformers is None else "transformers"

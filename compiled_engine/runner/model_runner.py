@@ -120,6 +120,9 @@ class Runner:
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, vocab_size = config.max_running, config.model.vocab_size
+        # What is wrong with them is said before the model is loaded.
+        given = logits_processors if self._stage.is_last and config.model.yields_tokens else ()
+        processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
             self._is_new = True
@@ -181,8 +184,6 @@ class Runner:
         self._hooks, tail = self._plug_in(model, named, advance, vocabulary)
         # What does not sample keeps no parameters of it: rows would be given initial ones for each request.
         sampled_rows = self.states.fields if tail is None else RowFields(1, config.device)
-        given = logits_processors if tail is None else ()
-        processors = build_processors(given, max_rows, vocab_size, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
         self._drafted = DraftedSteps(self.states, self.buffers, speculation.query_lens, known=self.knows_drafts)
         # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
