@@ -36,7 +36,7 @@ def parse(parser: TextParser | AnswerParser, *chunks: str) -> list[Piece]:
 
 
 def tools(name: str) -> TextParser:
-    return TOOL_FORMATS[name].parser(["add"])
+    return TOOL_FORMATS[name].parser({"add": {}})
 
 
 def chunked(text: str, places: list[int]) -> list[str]:
@@ -232,7 +232,7 @@ def test_a_call_that_fails_after_its_beginning_keeps_its_index() -> None:
     ],
 )
 def test_of_equal_keys_the_first_counts(keys: str) -> None:
-    both = TOOL_FORMATS["hermes"].parser(["add", "mul"])
+    both = TOOL_FORMATS["hermes"].parser({"add": {}, "mul": {}})
     assert calls(parse(both, f"<tool_call>{{{keys}}}</tool_call>")) == [("add", {"a": 1})]
 
 

@@ -113,7 +113,7 @@ def drawn(grammar: str, seed: int, longest: int = 400) -> str | None:
 
 
 def check_calls(chat: ChatFormat, text: str, *, at_least: int, at_most: int = 99, prompt: str = "") -> list[Any]:
-    parser = chat.parser(prompt, list(SCHEMAS), one_call=False)
+    parser = chat.parser(prompt, SCHEMAS, one_call=False)
     pieces = joined(parser.push(text) + parser.finish())
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
     assert at_least <= len(starts) <= at_most, text
@@ -164,7 +164,7 @@ def test_an_answer_is_a_call_or_has_the_form_that_was_asked_for(name: str) -> No
     grammar = form_of(chat, tool_use(required=False, strict=False), ANSWER)
     for seed in range(25):
         if (text := drawn(grammar, seed)) is not None and text not in ('{"ok":true}', '{"ok":false}'):
-            parser = chat.parser("", list(SCHEMAS), one_call=False)
+            parser = chat.parser("", SCHEMAS, one_call=False)
             assert any(isinstance(piece, CallStart) for piece in parser.push(text) + parser.finish()), text
 
 

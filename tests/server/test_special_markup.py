@@ -76,13 +76,13 @@ def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: in
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     skip = not chat.has_special_markup(with_tools=True)
     detokenizer = Detokenizer(chat.tokenizer, skip_special_tokens=skip)
-    parser = chat.parser("", list(SCHEMAS), one_call=False)
+    parser = chat.parser("", SCHEMAS, one_call=False)
     pieces: list[Piece] = []
     for place in range(0, len(ids), size):
         pieces += parser.push(detokenizer.push(ids[place : place + size]))
     pieces += parser.push(detokenizer.flush()) + parser.finish()
     assert joined(pieces) == PIECES
-    parser = chat.parser("", list(SCHEMAS), one_call=False)
+    parser = chat.parser("", SCHEMAS, one_call=False)
     pieces = [piece for place in range(0, len(text), size) for piece in parser.push(text[place : place + size])]
     assert joined(pieces + parser.finish()) == PIECES
 

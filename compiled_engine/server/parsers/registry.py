@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from compiled_engine.server.parsers import hermes, llama3_json, mistral
 from compiled_engine.server.parsers.call_grammars import CallGrammar, hermes_calls, llama3_calls, mistral_calls
@@ -25,12 +26,12 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 class ToolFormat:
     """The format in which a family of models writes calls.
 
-    parser: makes a parser, given the names of the request's tools. grammar: its calls as a grammar. marks: rows of
-    texts; a chat template for this format contains all of one row. markup: texts that may be special
-    tokens. call_id_length: of the ids that the family's templates accept; None for any.
+    parser: makes a parser, given the schemas of arguments of the request's tools, by the tools' names. grammar: its
+    calls as a grammar. marks: rows of texts; a chat template for this format contains all of one row. markup: texts
+    that may be special tokens. call_id_length: of the ids that the family's templates accept; None for any.
     """
 
-    parser: Callable[[Collection[str]], TextParser]
+    parser: Callable[[Mapping[str, Mapping[str, Any]]], TextParser]
     grammar: CallGrammar
     marks: tuple[tuple[str, ...], ...]
     markup: tuple[str, ...]
