@@ -40,10 +40,13 @@ ANSWER = {
     "additionalProperties": False,
 }
 # The bytes, an end, and the special tokens that some formats have.
-SPECIAL = ("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+SPECIAL = (
+    *("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>"),
+)
 MARKS = {*b'<[{"'}
-READABLE = {*range(97, 110), *b' \n{}[],:;"0123<>'}
-TEMPLATES = {"hermes": "", "llama3_json": "", "mistral": "", "mistral with names": "[ARGS]"}
+READABLE = {*range(97, 110), *b' \n{}[],:;"0123<>/'}
+TEMPLATES = {**dict.fromkeys(TOOL_FORMATS, ""), "mistral with names": "[ARGS]"}
 
 
 class Bytes:
@@ -91,7 +94,7 @@ def form_of(
     return grammar_text(form)
 
 
-def drawn(grammar: str, seed: int, longest: int = 400) -> str | None:
+def drawn(grammar: str, seed: int, longest: int = 600) -> str | None:
     """A text of the grammar; None if it has not ended by then. Ends where it may, more often than not."""
     rng = random.Random(seed)
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
@@ -154,8 +157,9 @@ def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, specia
     said = b"I will not <b>call</b> it. Sorry, [1, 2]"
     assert matcher.consume_tokens(list(said)), matcher.get_error()
     assert matcher.is_accepting()
-    if not special and name == "hermes":
-        assert not matcher.consume_tokens(list(b"<tool_call>call it</tool_call>"))
+    if not special and name != "llama3_json":
+        for mark in TOOL_FORMATS[name.split(maxsplit=1)[0]].markup[:1]:
+            assert not matcher.deep_copy().consume_tokens(list(f"{mark}call it".encode()))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -187,9 +191,9 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
     assert accepts(answer, '{"ok":true}') is not inside
     assert not accepts(answer, *begin, "hm", "</think>", "so: yes")
     calls = form_of(chat, tool_use(required=True, names=("look-up",)), None, prompt)
-    call = '<tool_call>\n{"name": "look-up", "arguments": {}}\n</tool_call>'
-    assert accepts(calls, *begin, "hm", "</think>", "\n", call)
-    whole = f"{'' if inside else '<think>'}hm</think>\n{call}"
+    call = ("<tool_call>", '\n{"name": "look-up", "arguments": {}}\n', "</tool_call>")
+    assert accepts(calls, *begin, "hm", "</think>", "\n", *call)
+    whole = f"{'' if inside else '<think>'}hm</think>\n{''.join(call)}"
     pieces = check_calls(chat, whole, at_least=1, prompt=prompt)
     assert [piece.text for piece in pieces if isinstance(piece, Reasoning)] == ["hm"]
     closed = form_of(chat, None, ANSWER, "<think>\n\n</think>\n\n")
