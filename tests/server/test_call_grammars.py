@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from random_schemas import is_valid, random_schema
 
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.text import grammar_text
@@ -162,6 +164,25 @@ def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, specia
             assert not matcher.deep_copy().consume_tokens(list(f"{mark}call it".encode()))
 
 
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "llama3_json"])
+def test_a_text_may_come_before_and_after_a_strict_call(name: str, special: bool) -> None:
+    chat = chat_format(name, special)
+    grammar = form_of(chat, tool_use(required=False))
+    calls = form_of(chat, tool_use(required=True, several=False))
+    call = next(text for seed in range(20) if (text := drawn(calls, seed)) is not None)
+    marks = [text for text in SPECIAL if special and text in call]
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", call) if marks else [call]
+    ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
+    tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+    for _ in range(2):
+        assert matcher.consume_tokens([*b"I see: <b>", *tokens]), matcher.get_error()
+        assert matcher.is_accepting()
+    assert matcher.consume_tokens(list(b"Done, [1]."))
+    assert matcher.is_accepting()
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_is_a_call_or_has_the_form_that_was_asked_for(name: str) -> None:
     chat = chat_format(name, special=True)
@@ -206,6 +227,65 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
         after = form_of(chat, None, ANSWER, continued, continued)
         assert accepts(after, '{"ok":true}')
         assert not accepts(after, "hm", "</think>", '{"ok":true}')
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if TOOL_FORMATS[name.split(maxsplit=1)[0]].markup])
+def test_required_calls_follow_random_schemas(name: str, special: bool) -> None:
+    chat = chat_format(name, special)
+    found = 0
+    for seed in range(6):
+        schema = random_schema(random.Random(seed))
+        tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=schema, strict=True))
+        grammar = form_of(chat, ToolUse([tool], required=True, several=False))
+        if (text := drawn(grammar, seed)) is None:
+            continue
+        parser = chat.parser("", {"f": schema}, one_call=False)
+        start, *rest = joined(parser.push(text) + parser.finish())
+        assert start == CallStart(0, "f"), text
+        arguments = "".join(piece.text for piece in rest if isinstance(piece, CallArguments))
+        assert is_valid(json.loads(arguments), schema), (text, schema)
+        found += 1
+    assert found > 2
+
+
+# Schemas of one argument, texts that are an argument of them, and others that are none.
+TEXTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "string"}, ["", "a", "</x>\n<b>", "7", "null"], []),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é\nü"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^a/b\\d$"}, ["a/b1"], ["a/b", "xa/b1"]),
+    ({"type": "string", "pattern": "[xy]"}, ["x", "a y b"], ["", "z"]),
+    ({"type": "string", "pattern": "^x", "maxLength": 3}, ["x", "x z"], ["x  zz", " x"]),
+    ({"enum": ["a", "", 7, None]}, ["a", "", "7", "null"], ["b", "8"]),
+    ({"$ref": "#/$defs/kind"}, ["a", "b"], ["c"]),
+    ({"anyOf": [{"$ref": "#/$defs/kind"}, {"type": "null"}]}, ["a", "null"], ["c", "true"]),
+    ({"type": ["string", "null"]}, ["so", "null", "nullable"], []),
+    ({"type": ["integer", "string"]}, ["7", "seven", "x7"], ["7x", "-x"]),
+    ({"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]},
+     ["[7]", "seven"], ["[x]", "[7.5]"]),
+    ({"type": "array", "items": {"$ref": "#/$defs/kind"}}, ['["a"]'], ['["c"]', "a"]),
+    ({"type": "boolean"}, ["true"], ["True", "yes"]),
+    ({"type": "number", "minimum": 0}, ["1.5"], ["-1", '"1"']),
+    ({}, ["x", "7", '{"a": 1}'], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), TEXTS)
+def test_the_text_of_an_argument_follows_its_schema(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    chat = chat_format("qwen3_coder", special=False)
+    whole = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"kind": {"enum": ["a", "b"]}}}
+    tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=whole, strict=True))
+    grammar = form_of(chat, ToolUse([tool], required=True, several=False))
+
+    def accepts(text: str) -> bool:
+        call = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+        return bool(matcher.consume_tokens(list(call.encode())) and matcher.is_accepting())
+
+    assert [text for text in right if not accepts(text)] == []
+    assert [text for text in wrong if accepts(text)] == []
+    for text in ("a\n<parameter=x>", "</parameter>", "\n</function>\n</tool_call>"):  # what would end it earlier
+        assert not accepts(f"a{text}b")
 
 
 def test_text_needs_no_grammar() -> None:

@@ -17,10 +17,21 @@ from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TAGS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
 KINDS = ("special", "added", "text")
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a":7,"b":"x"}}\n</tool_call>'
-PIECES: list[Piece] = [Reasoning("I add."), CallStart(0, "add"), CallArguments(0, '{"a":7,"b":"x"}')]
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 7, "b": "x"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm45": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>x</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">7</parameter>\n'
+    '<parameter name="b">x</parameter>\n</invoke>\n</minimax:tool_call>',
+}
+PIECES: list[Piece] = [Reasoning("I add."), CallStart(0, "add"), CallArguments(0, '{"a": 7, "b": "x"}')]
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
@@ -30,11 +41,11 @@ def tokenizer_of(kind: str) -> Tokenizer:
     return wrap(backend)
 
 
-def chat_of(kind: str, reasoning: str | None = "qwen3") -> ChatFormat:
+def chat_of(kind: str, reasoning: str | None = "qwen3", tools: str = "hermes") -> ChatFormat:
     tokenizer = tokenizer_of(kind)
     guard = SpecialTokenGuard(tokenizer)
     template = "{{ messages[0].content }}<think></think><tool_call>arguments"
-    return ChatFormat(tokenizer, template, None, TOOL_FORMATS["hermes"], reasoning, guard, LONG_WORK, (), {})
+    return ChatFormat(tokenizer, template, None, TOOL_FORMATS[tools], reasoning, guard, LONG_WORK, (), {})
 
 
 def accepts(chat: ChatFormat, grammar: str, text: str) -> bool:
@@ -46,13 +57,14 @@ def accepts(chat: ChatFormat, grammar: str, text: str) -> bool:
     return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
 
+@pytest.mark.parametrize("tools", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_that_are_demanded_can_be_written(kind: str) -> None:
-    chat = chat_of(kind, None)
+def test_calls_that_are_demanded_can_be_written(kind: str, tools: str) -> None:
+    chat, call = chat_of(kind, None, tools), CALLS[tools]
     grammar = form_of(chat, tool_use(required=True, several=True))
-    assert accepts(chat, grammar, CALL)
-    assert accepts(chat, grammar, f"{CALL}\n{CALL}")
-    assert not accepts(chat, grammar, CALL.replace("7", '"7"'))
+    assert accepts(chat, grammar, call)
+    assert accepts(chat, grammar, f"{call}\n{call}")
+    assert not accepts(chat, grammar, call.replace("7", '"7"'))
     assert not accepts(chat, grammar, "Hello")
 
 
@@ -67,12 +79,13 @@ def test_reasoning_before_json_can_be_closed(kind: str, reasoning: str) -> None:
     assert not accepts(chat, grammar, opening + "so</think>not json")
 
 
+@pytest.mark.parametrize("tools", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
-def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: int) -> None:
+def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: int, tools: str) -> None:
     """Streamed tokens, and texts cut after each number of characters."""
-    chat = chat_of(kind)
-    text = f"<think>\nI add.\n</think>\n\n{CALL}"
+    chat = chat_of(kind, tools=tools)
+    text = f"<think>\nI add.\n</think>\n\n{CALLS[tools]}"
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     skip = not chat.has_special_markup(with_tools=True)
     detokenizer = Detokenizer(chat.tokenizer, skip_special_tokens=skip)

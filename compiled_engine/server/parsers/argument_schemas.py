@@ -41,28 +41,28 @@ class ArgumentSchemas:
         except RecursionError:  # references or branches, thousands deep
             return ANY_TYPE
 
-    def choices(self, name: str) -> list[Any] | None:
-        """Return the values that an argument may have if the schema lists them."""
-        found: list[Any] = []
+    def branches(self, name: str) -> list[Mapping[str, Any]]:
+        """Return the schemas of which an argument has to follow one: with at most one type each, or none, and without
+        references or branches of their own."""
+        found: list[Mapping[str, Any]] = []
         seen: set[str] = set()
         waiting = list(reversed(self.of(name)))
         while waiting:
             schema = _mapping(waiting.pop())
-            reference = schema.get("$ref")
-            branches = next((schema[key] for key in BRANCHES if isinstance(schema.get(key), list)), None)
-            if "const" in schema:
-                found.append(schema["const"])
-            elif isinstance(schema.get("enum"), list):
-                found += schema["enum"]
-            elif schema.get("type") == "null":
-                found.append(None)
-            elif isinstance(reference, str) and reference not in seen:
-                seen.add(reference)
-                waiting.append(referred(self.root, reference))
-            elif branches and ("allOf" not in schema or len(branches) == 1):
-                waiting += reversed(branches)
+            reference, kinds = schema.get("$ref"), schema.get("type")
+            below = next((schema[key] for key in BRANCHES if isinstance(schema.get(key), list)), None)
+            if "const" in schema or isinstance(schema.get("enum"), list):
+                found.append(schema)
+            elif isinstance(reference, str):
+                if reference not in seen:
+                    seen.add(reference)
+                    waiting.append(referred(self.root, reference))
+            elif below and ("allOf" not in schema or len(below) == 1):
+                waiting += reversed(below)
+            elif isinstance(kinds, list):
+                waiting += [{**schema, "type": kind} for kind in reversed(kinds) if isinstance(kind, str)]
             else:
-                return None
+                found.append(schema)
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiled_engine.server.parsers.argument_schemas import ArgumentSchemas
@@ -15,6 +15,12 @@ from compiled_engine.server.parsers.xml_markup import XmlMarkup
 ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 # Longer texts are not counted: a grammar's size grows with the count.
 MOST_COUNTED = 10_000
+# What a text of JSON begins with, and is.
+BEGINNINGS = {"object": "{", "array": r"\[", "integer": "-0-9", "number": "-0-9"}
+WORDS = {"null": ("null",), "boolean": ("true", "false")}
+# Parts of an expression that are written in another way between slashes.
+PART = re.compile(r"\\.|[/\n]", re.DOTALL)
+ESCAPES = {"/": r"\/", "\n": r"\n"}
 # Where a tool names no arguments.
 ANY_NAME = r"""NAME: /[^\s<>"']{1,64}/"""
 
@@ -42,7 +48,7 @@ class _XmlGrammar:
     def __init__(self, markup: XmlMarkup, literal: Literal) -> None:
         self._markup = markup
         self._literal = literal
-        self._rules: dict[tuple[int, int | None], tuple[str, str]] = {}
+        self._rules: dict[str, tuple[str, str]] = {}
 
     @property
     def texts(self) -> list[str]:
@@ -61,7 +67,7 @@ class _XmlGrammar:
             parts.append(f"({rule} LINE?)" + ("" if name in arguments.required else "?"))
         if not names and not arguments.closed:
             rule = f"argument_{index}"
-            rules.append(f"{rule}: {self._before('NAME')} {self._text(0, None)}")
+            rules.append(f"{rule}: {self._before('NAME')} {self._terminal(_text({}))}")
             parts.append(f"({rule} LINE?)*")
         head = f"{markup.quote}{tool.name}{markup.quote}{markup.name_end}"
         begin = quoted((markup.call if markup.opening else "") + head)
@@ -76,43 +82,77 @@ class _XmlGrammar:
         return " ".join(part for part in parts if part)
 
     def _value(self, rule: str, name: str, arguments: ArgumentSchemas) -> tuple[str, list[str]]:
-        """The text of an argument with its closing tag, and the rules that this needs."""
-        end = f"{quoted(self._markup.gap) if self._markup.gap else ''} {self._literal(self._markup.value_end)}"
-        choices, types = arguments.choices(name), arguments.types(name)
-        if choices:
-            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in choices]
-            return f"{rule.upper()} {end}", [f"{rule.upper()}: {' | '.join(map(quoted, texts))}"]
-        if "string" in types:
-            schema, *others = arguments.of(name)
-            counted = schema if isinstance(schema, dict) and not others and types == {"string"} else {}
-            return self._text(_count(counted, "minLength") or 0, _count(counted, "maxLength")), []
-        return f"{rule} {end}", [f"{rule}: %json {self._schema(name, arguments)}"]
+        """The text of an argument with its closing tag, and the rules that this needs.
 
-    def _schema(self, name: str, arguments: ArgumentSchemas) -> str:
-        """The schema of one argument, with all that it refers to."""
-        given, root = arguments.of(name), arguments.root
-        schema: dict[str, Any] = {"anyOf": given}
-        if ELSEWHERE.search(json.dumps(schema)):
-            schema = {"type": sorted(arguments.types(name))}
-        below = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
-        return json.dumps(schema | below, ensure_ascii=False)
+        Texts are one terminal, and JSON is apart from it: a terminal goes on as long as it can, so that no text may
+        begin as JSON does.
+        """
+        texts: list[str] = []
+        values: list[Any] = []
+        branches = arguments.branches(name)
+        beginnings = "".join(sorted({BEGINNINGS.get(each.get("type", ""), "") for each in branches}))
+        apart = rf" & ~/\s*[{beginnings}](?s:.*)/" if beginnings else ""
+        for schema in branches:
+            kind = schema.get("type")
+            if "const" in schema or "enum" in schema:
+                texts += [quoted(each) for each in _written(schema)]
+            elif kind == "string":
+                texts.append(f"({_text(schema)}{apart})")
+            elif kind in ("null", "boolean"):
+                texts += [quoted(each) for each in WORDS[kind]]
+            elif kind is None:
+                texts.append(f"({_text({})})")
+            else:
+                values.append(schema)
+        ways = [self._terminal(" | ".join(texts))] if texts else []
+        if not values:
+            return "".join(ways) or self._terminal(_text({})), []
+        gap = quoted(self._markup.gap) if self._markup.gap else ""
+        ways.append(f"{rule} {gap} {self._literal(self._markup.value_end)}")
+        return f"({' | '.join(ways)})", [f"{rule}: %json {_schema(values, arguments)}"]
 
-    def _text(self, least: int, most: int | None) -> str:
-        """The name of the rule for a text of so many characters, with the closing tag."""
-        markup, name = self._markup, f"text_{len(self._rules)}"
-        if (least, most) in self._rules:
-            return self._rules[least, most][0]
-        closing, marks = self._literal(markup.value_end), without(markup.value_ends)
-        up_to = "" if most is None else most
-        if closing == quoted(markup.value_end):  # text, so the argument has to end where it begins
-            rule = f"{name}[suffix={quoted(markup.gap + markup.value_end)}]: /(?s:.{{{least},{up_to}}})/{marks}"
-        else:
-            some = f"{name.upper()}{'' if least else '?'}" if most != 0 else ""
-            rule = f"{name}: {some} {closing}\n{name.upper()}: /(?s:.{{{max(least, 1)},{up_to or ''}}})/{marks}"
-        self._rules[least, most] = name, rule
-        return name
+    def _terminal(self, text: str) -> str:
+        """The name of the rule for a text with the closing tag, which is nothing that would end it earlier."""
+        markup, closing = self._markup, self._literal(self._markup.value_end)
+        if text not in self._rules:
+            name = f"text_{len(self._rules)}"
+            body = f"({text}){without(markup.value_ends)}"
+            if closing == quoted(markup.value_end):  # text, so the argument has to end where it begins
+                rule = f"{name}[suffix={quoted(markup.gap + markup.value_end)}]: {body}"
+            else:
+                rule = f"{name}: {name.upper()} {closing}\n{name.upper()}: {body}"
+            self._rules[text] = name, rule
+        return self._rules[text][0]
 
 
-def _count(schema: dict[str, Any], key: str) -> int | None:
+def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
+    """Schemas of an argument, with all that they refer to."""
+    schema: dict[str, Any] = {"anyOf": values}
+    if ELSEWHERE.search(json.dumps(schema)):
+        schema = {"type": sorted({value["type"] for value in values})}
+    below = {key: arguments.root[key] for key in ("$defs", "definitions", "x-guidance") if key in arguments.root}
+    return json.dumps(schema | below, ensure_ascii=False)
+
+
+def _written(schema: Mapping[str, Any]) -> list[str]:
+    """The texts of the values that a schema lists."""
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """The terminal of a string."""
+    least, most = _count(schema, "minLength") or 0, _count(schema, "maxLength")
+    counted = f"/(?s:.{{{least},{'' if most is None else most}}})/"
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str):
+        return counted
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
+    inner = PART.sub(lambda part: ESCAPES.get(part[0], part[0]), pattern[begin : len(pattern) - end])
+    anything = "(?s:.*)"
+    return f"{counted} & /{'' if begin else anything}({inner}){'' if end else anything}/"
+
+
+def _count(schema: Mapping[str, Any], key: str) -> int | None:
     count = schema.get(key)
     return count if isinstance(count, int) and 0 <= count <= MOST_COUNTED else None
