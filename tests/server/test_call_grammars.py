@@ -60,6 +60,7 @@ class Bytes:
         return list(text)
 
 
+TOKENS = LLTokenizer(TokenizerWrapper(Bytes()))
 LONG_WORK = LongWork("forms", 1000, 10)
 
 
@@ -99,7 +100,7 @@ def form_of(
 def drawn(grammar: str, seed: int, longest: int = 600) -> str | None:
     """A text of the grammar; None if it has not ended by then. Ends where it may, more often than not."""
     rng = random.Random(seed)
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
     text = b""
     for _ in range(longest):
@@ -155,7 +156,7 @@ def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, specia
     texts = [text for seed in range(25) if (text := drawn(grammar, seed)) is not None]
     for text in texts:
         check_calls(chat, text, at_least=0)
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
     said = b"I will not <b>call</b> it. Sorry, [1, 2]"
     assert matcher.consume_tokens(list(said)), matcher.get_error()
     assert matcher.is_accepting()
@@ -175,7 +176,7 @@ def test_a_text_may_come_before_and_after_a_strict_call(name: str, special: bool
     parts = re.split(f"({'|'.join(map(re.escape, marks))})", call) if marks else [call]
     ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
     tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
     for _ in range(2):
         assert matcher.consume_tokens([*b"I see: <b>", *tokens]), matcher.get_error()
         assert matcher.is_accepting()
@@ -198,11 +199,10 @@ def test_an_answer_is_a_call_or_has_the_form_that_was_asked_for(name: str) -> No
 def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, special: bool) -> None:
     chat = chat_format("hermes", special, reasoning)
     inside = bool(prompt) or reasoning == "deepseek_r1"
-    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
     ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
 
     def accepts(grammar: str, *parts: str) -> bool:
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
         tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
         return matcher.consume_tokens(tokens) and matcher.is_accepting()
 
@@ -272,20 +272,49 @@ TEXTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), TEXTS)
 def test_the_text_of_an_argument_follows_its_schema(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
-    chat = chat_format("qwen3_coder", special=False)
+    plain, special = chat_format("qwen3_coder", special=False), chat_format("glm45", special=True)
     whole = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"kind": {"enum": ["a", "b"]}}}
     tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=whole, strict=True))
-    grammar = form_of(chat, ToolUse([tool], required=True, several=False))
+    given = ToolUse([tool], required=True, several=False)
+    grammars = [form_of(chat, given) for chat in (plain, special)]
 
     def accepts(text: str) -> bool:
+        """Whether both formats take a text, or neither does."""
+        before = ("<tool_call>", "f", "<arg_key>", "x", "</arg_key>", "<arg_value>")
+        tags = (*before, text, "</arg_value>", "</tool_call>")
+        ids = [token for tag in tags for token in ([256 + SPECIAL.index(tag)] if tag in SPECIAL else tag.encode())]
         call = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
-        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
-        return bool(matcher.consume_tokens(list(call.encode())) and matcher.is_accepting())
+        found = set()
+        for grammar, tokens in zip(grammars, (list(call.encode()), ids), strict=True):
+            matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
+            found.add(bool(matcher.consume_tokens(tokens) and matcher.is_accepting()))
+        (result,) = found
+        return result
 
     assert [text for text in right if not accepts(text)] == []
     assert [text for text in wrong if accepts(text)] == []
-    for text in ("a\n<parameter=x>", "</parameter>", "\n</function>\n</tool_call>"):  # what would end it earlier
-        assert not accepts(f"a{text}b")
+
+
+def test_a_text_does_not_hold_what_would_end_it() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=schema, strict=True))
+    grammar = form_of(chat_format("qwen3_coder", special=False), ToolUse([tool], required=True, several=False))
+    for text in ("</parameter>", "\n<parameter=x>", "\n</function>\n</tool_call>"):
+        matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
+        assert matcher.consume_tokens(list(b"<tool_call>\n<function=f>\n<parameter=x>\na < b"))
+        assert not matcher.consume_tokens(list(text.encode()))
+
+
+def test_many_tools_fit_into_a_grammar() -> None:
+    kinds = ("string", "integer", "boolean", "array")
+    properties = {f"argument_{i}": {"type": kinds[i % 4], "description": "x" * 100} for i in range(10)}
+    schema = {"type": "object", "properties": properties, "required": ["argument_1"]}
+    tools = [
+        Tool(type="function", function=FunctionDefinition(name=f"tool_{i}", parameters=schema, strict=True))
+        for i in range(128)
+    ]
+    for name in ("qwen3_coder", "glm45", "minimax_m2"):
+        assert form_of(chat_format(name, special=True), ToolUse(tools, required=True, several=True))
 
 
 def test_text_needs_no_grammar() -> None:

@@ -11,6 +11,9 @@ from compiled_engine.server.parsers.argument_schemas import ArgumentSchemas
 from compiled_engine.server.parsers.call_grammars import CallableTool, CallRules, Literal, free_text, quoted, without
 from compiled_engine.server.parsers.xml_markup import XmlMarkup
 
+# Keywords of a schema that say nothing about its values.
+NOTES = ("description", "title", "default", "examples")
+REFERENCE = re.compile(r'"\$ref"')
 # A schema below which only definitions are referred to can be used without what is around it.
 ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 # Longer texts are not counted: a grammar's size grows with the count.
@@ -38,12 +41,12 @@ def xml_calls(
     return CallRules(
         calls=f"calls: {start} rest{f' (LINE? {start} rest)*' if several else ''}",
         free=free_text(markup.starts, literal),
-        shared="\n".join([f"rest: {rest}", f"call: {choice}", *rules, 'LINE: "\\n"', ANY_NAME, *grammar.texts]),
+        shared="\n".join([f"rest: {rest}", f"call: {choice}", *rules, 'LINE: "\\n"', ANY_NAME, *grammar.values]),
     )
 
 
 class _XmlGrammar:
-    """texts: the rules of texts, which arguments share."""
+    """values: the rules of arguments' texts with their closing tags, each once for all arguments that share it."""
 
     def __init__(self, markup: XmlMarkup, literal: Literal) -> None:
         self._markup = markup
@@ -51,38 +54,43 @@ class _XmlGrammar:
         self._rules: dict[str, tuple[str, str]] = {}
 
     @property
-    def texts(self) -> list[str]:
+    def values(self) -> list[str]:
         return [rule for _, rule in self._rules.values()]
 
     def call(self, index: int, tool: CallableTool) -> str:
-        """The rules of a tool's calls: from its name on to the tag that ends them."""
-        markup, schema = self._markup, json.loads(tool.schema)
-        arguments = ArgumentSchemas(schema)
-        rules, parts = [], []
-        names = [*arguments.properties, *sorted(arguments.required - arguments.properties.keys())]
-        for place, name in enumerate(names):
-            rule = f"argument_{index}_{place}"
-            value, more = self._value(f"value_{index}_{place}", name, arguments)
-            rules += [f"{rule}: {self._before(quoted(name))} {value}", *more]
-            parts.append(f"({rule} LINE?)" + ("" if name in arguments.required else "?"))
-        if not names and not arguments.closed:
-            rule = f"argument_{index}"
-            rules.append(f"{rule}: {self._before('NAME')} {self._terminal(_text({}))}")
-            parts.append(f"({rule} LINE?)*")
+        """The rule of a tool's calls: from its name on to the tag that ends them."""
+        markup, arguments = self._markup, ArgumentSchemas(json.loads(tool.schema))
         head = f"{markup.quote}{tool.name}{markup.quote}{markup.name_end}"
-        begin = quoted((markup.call if markup.opening else "") + head)
-        return "\n".join([f"call_{index}: {begin} LINE? {' '.join(parts)} {self._literal(markup.call_end)}", *rules])
+        parts = [quoted((markup.call if markup.opening else "") + head), "LINE?"]
+        names = [*arguments.properties, *sorted(arguments.required - arguments.properties.keys())]
+        for name in names:
+            before = self._plain(markup.key, markup.quote, name, markup.quote, markup.key_end)
+            count = "" if name in arguments.required else "?"
+            parts.append(self._argument(before, self._value(name, arguments), count))
+        if not names and not arguments.closed:
+            before = f"{self._plain(markup.key, markup.quote)} NAME {self._plain(markup.quote, markup.key_end)}"
+            parts.append(self._argument(before, self._terminal(_text({})), "*"))
+        return f"call_{index}: {' '.join([*parts, self._literal(markup.call_end)])}"
 
-    def _before(self, name: str) -> str:
-        """What precedes the text of an argument with a name."""
-        markup, quote = self._markup, quoted(self._markup.quote) if self._markup.quote else ""
-        value = f"LINE? {self._literal(markup.value)}" if markup.value else ""
-        gap = quoted(markup.gap) if markup.gap else ""
-        parts = (self._literal(markup.key), quote, name, quote, self._literal(markup.key_end), value, gap)
-        return " ".join(part for part in parts if part)
+    def _argument(self, before: str, value: str, count: str) -> str:
+        opening = self._plain(self._markup.value, self._markup.gap)
+        if self._markup.value:
+            return f"({before} LINE? {opening} {value} LINE?){count}"
+        return f"({before} {opening} {value} LINE?){count}"
 
-    def _value(self, rule: str, name: str, arguments: ArgumentSchemas) -> tuple[str, list[str]]:
-        """The text of an argument with its closing tag, and the rules that this needs.
+    def _plain(self, *parts: str) -> str:
+        """Tags and other texts: special tokens apart, and what is between them in one."""
+        found = [""]
+        for part in parts:
+            written = self._literal(part)
+            if written == quoted(part):
+                found[-1] += part
+            else:
+                found += [written, ""]
+        return " ".join(part if place % 2 else quoted(part) for place, part in enumerate(found) if part)
+
+    def _value(self, name: str, arguments: ArgumentSchemas) -> str:
+        """The text of an argument with its closing tag.
 
         Texts are one terminal, and JSON is apart from it: a terminal goes on as long as it can, so that no text may
         begin as JSON does.
@@ -94,44 +102,48 @@ class _XmlGrammar:
         apart = rf" & ~/\s*[{beginnings}](?s:.*)/" if beginnings else ""
         for schema in branches:
             kind = schema.get("type")
-            if "const" in schema or "enum" in schema:
+            if "const" in schema or isinstance(schema.get("enum"), list):
                 texts += [quoted(each) for each in _written(schema)]
             elif kind == "string":
                 texts.append(f"({_text(schema)}{apart})")
-            elif kind in ("null", "boolean"):
+            elif kind in WORDS:
                 texts += [quoted(each) for each in WORDS[kind]]
             elif kind is None:
-                texts.append(f"({_text({})})")
+                texts.append(_text({}))
             else:
-                values.append(schema)
-        ways = [self._terminal(" | ".join(texts))] if texts else []
-        if not values:
-            return "".join(ways) or self._terminal(_text({})), []
-        gap = quoted(self._markup.gap) if self._markup.gap else ""
-        ways.append(f"{rule} {gap} {self._literal(self._markup.value_end)}")
-        return f"({' | '.join(ways)})", [f"{rule}: %json {_schema(values, arguments)}"]
+                values.append({key: given for key, given in schema.items() if key not in NOTES})
+        ways = [self._terminal(" | ".join(texts))] if texts or not values else []
+        if values:
+            ways.append(self._json(_schema(values, arguments)))
+        return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
 
     def _terminal(self, text: str) -> str:
-        """The name of the rule for a text with the closing tag, which is nothing that would end it earlier."""
+        """The name of the rule for a text, which is nothing that would end it earlier."""
         markup, closing = self._markup, self._literal(self._markup.value_end)
-        if text not in self._rules:
-            name = f"text_{len(self._rules)}"
-            body = f"({text}){without(markup.value_ends)}"
-            if closing == quoted(markup.value_end):  # text, so the argument has to end where it begins
-                rule = f"{name}[suffix={quoted(markup.gap + markup.value_end)}]: {body}"
-            else:
-                rule = f"{name}: {name.upper()} {closing}\n{name.upper()}: {body}"
-            self._rules[text] = name, rule
-        return self._rules[text][0]
+        name = f"text_{len(self._rules)}"
+        body = f"({text or _text({})}){without(markup.value_ends)}"
+        if closing == quoted(markup.value_end):  # text, so the argument has to end where it begins
+            rule = f"{name}[suffix={quoted(markup.gap + markup.value_end)}]: {body}"
+        else:
+            rule = f"{name}: {name.upper()} {closing}\n{name.upper()}: {body}"
+        return self._rules.setdefault(text, (name, rule))[0]
+
+    def _json(self, schema: str) -> str:
+        """The name of the rule for JSON of a schema."""
+        name = f"value_{len(self._rules)}"
+        end = self._plain(self._markup.gap, self._markup.value_end)
+        return self._rules.setdefault(schema, (name, f"{name}: {name}_json {end}\n{name}_json: %json {schema}"))[0]
 
 
 def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
     """Schemas of an argument, with all that they refer to."""
-    schema: dict[str, Any] = {"anyOf": values}
-    if ELSEWHERE.search(json.dumps(schema)):
-        schema = {"type": sorted({value["type"] for value in values})}
-    below = {key: arguments.root[key] for key in ("$defs", "definitions", "x-guidance") if key in arguments.root}
-    return json.dumps(schema | below, ensure_ascii=False)
+    schema: dict[str, Any] = values[0] if len(values) == 1 else {"anyOf": values}
+    below = ["x-guidance"]
+    if REFERENCE.search(json.dumps(schema)):
+        below += ["$defs", "definitions"]
+        if ELSEWHERE.search(json.dumps([schema, *(arguments.root.get(key) for key in below)])):
+            schema = {"type": sorted({value["type"] for value in values})}
+    return json.dumps(schema | {key: arguments.root[key] for key in below if key in arguments.root}, ensure_ascii=False)
 
 
 def _written(schema: Mapping[str, Any]) -> list[str]:
