@@ -124,7 +124,7 @@ class XmlParser:
 
     def _in_key(self, pieces: list[Piece]) -> bool:
         end = self._held.find(self._markup.key_end)
-        if end < 0 and len(self._held) <= LONGEST_NAME:
+        if end < 0 and len(self._held) < LONGEST_NAME + len(self._markup.key_end):
             return False
         key = self._held[: max(end, 0)].strip().strip("\"'")
         if not key or end > LONGEST_NAME:
