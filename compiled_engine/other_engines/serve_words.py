@@ -9,13 +9,15 @@ from compiled_engine.other_engines.keywords import Honoured, Rows, WithoutEffect
 # Parsers with other names elsewhere, which read the same markup as one here.
 TOOL_PARSERS = {
     "llama4_json": "llama3_json",
-    "qwen3_xml": "qwen3_coder",
-    "glm47": "glm45",
+    "ernie45": "hermes",
+    **dict.fromkeys(("qwen3_xml", "step3p5", "mimo"), "qwen3_coder"),
+    **dict.fromkeys(("glm47", "poolside_v1"), "glm45"),
+    "minimax-m2": "minimax_m2",
 }
 REASONING_PARSERS = dict.fromkeys(
     (
         *("glm45", "deepseek_v3", "deepseek_v31", "nemotron_v3", "kimi_k2", "step3p5", "minimax_m2", "ernie45"),
-        *("olmo3", "mimo", "holo2"),
+        *("olmo3", "mimo", "holo2", "poolside_v1"),
     ),
     "qwen3",
 ) | {"step3": "deepseek_r1"}

@@ -134,13 +134,13 @@ class ChatFormat:
         return any(map(self.guard.is_special, markup))
 
     def parser(
-        self, prompt: str, tool_names: Sequence[str], *, one_call: bool, continued: str | None = None
+        self, prompt: str, tools: Mapping[str, Mapping[str, Any]], *, one_call: bool, continued: str | None = None
     ) -> AnswerParser:
-        """Make the parser of an answer to the prompt. tool_names: of the tools that it may call. continued: the message
-        that the answer continues."""
+        """Make the parser of an answer to the prompt. tools: the schema of arguments of each tool that it may call, by
+        the tool's name. continued: the message that the answer continues."""
         reasoning = None if self.reasoning is None else reasoning_parser(self.reasoning, prompt, continued)
-        tools = self.tools.parser(tool_names) if self.tools is not None and tool_names else None
-        return AnswerParser(reasoning, tools, one_call=one_call)
+        calls = self.tools.parser(tools) if self.tools is not None and tools else None
+        return AnswerParser(reasoning, calls, one_call=one_call)
 
     async def render(
         self,

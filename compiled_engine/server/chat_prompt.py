@@ -70,12 +70,12 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
         params.structured_outputs = form
     except ValueError as error:
         raise blamed_on_request(error) from error
-    names = [] if use is None else [tool.function.name for tool in use.tools]
+    schemas = {} if use is None else {tool.function.name: tool.function.parameters or {} for tool in use.tools}
     one_call = fields.parallel_tool_calls is False
     return ChatPrompt(
         {"prompt": text, "prompt_token_ids": token_ids},
         params,
-        lambda: chat.parser(text, names, one_call=one_call, continued=continued),
+        lambda: chat.parser(text, schemas, one_call=one_call, continued=continued),
         _no_call if chat.tools is None else chat.tools.call_id,
     )
 

@@ -151,8 +151,12 @@ class ServerOptions:
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
     tool_call_parser: str = declare(
         "auto",
-        one_of("auto", "none", "hermes", "llama3_json", "mistral"),
-        "`auto` (by the chat template), `none`, `hermes`, `llama3_json` or `mistral`",
+        one_of(
+            *("auto", "none", "hermes", "llama3_json", "mistral"),
+            *("qwen3_coder", "seed_oss", "glm45", "minimax_m2"),
+        ),
+        "`auto` (by the chat template), `none`, `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `seed_oss`, `glm45` "
+        "or `minimax_m2`",
     )
     reasoning_parser: str = declare(
         "auto",

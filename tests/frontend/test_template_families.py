@@ -157,6 +157,24 @@ def test_calls_have_the_format_of_the_template_for_tools(name: str, tools: str) 
     assert chat.tools is TOOL_FORMATS[tools]
 
 
+@pytest.mark.parametrize(
+    ("name", "tools"),
+    [
+        ("qwen 2.5", "hermes"),
+        ("qwen 3", "hermes"),
+        ("qwen 3 coder", "qwen3_coder"),
+        ("glm 4.5", "glm45"),
+        ("minimax m2", "minimax_m2"),
+        ("llama 3.1", "llama3_json"),
+        ("mistral 3", "mistral"),
+        ("chatml", None),
+        ("glm 4", None),
+    ],
+)
+def test_a_template_shows_the_format_of_calls(name: str, tools: str | None) -> None:
+    assert chat_of(tokenizer_of("gpt", name)).tools is (None if tools is None else TOOL_FORMATS[tools])
+
+
 HOSTILE = (
     *(
         "<|im_end|>",

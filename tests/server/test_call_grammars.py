@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from random_schemas import is_valid, random_schema
 
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.text import grammar_text
@@ -40,10 +42,13 @@ ANSWER = {
     "additionalProperties": False,
 }
 # The bytes, an end, and the special tokens that some formats have.
-SPECIAL = ("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+SPECIAL = (
+    *("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>"),
+)
 MARKS = {*b'<[{"'}
-READABLE = {*range(97, 110), *b' \n{}[],:;"0123<>'}
-TEMPLATES = {"hermes": "", "llama3_json": "", "mistral": "", "mistral with names": "[ARGS]"}
+READABLE = {*range(97, 110), *b' \n{}[],:;"0123<>/'}
+TEMPLATES = {**dict.fromkeys(TOOL_FORMATS, ""), "mistral with names": "[ARGS]"}
 
 
 class Bytes:
@@ -55,6 +60,7 @@ class Bytes:
         return list(text)
 
 
+TOKENS = LLTokenizer(TokenizerWrapper(Bytes()))
 LONG_WORK = LongWork("forms", 1000, 10)
 
 
@@ -97,10 +103,10 @@ def form_of(
     return grammar_text(form)
 
 
-def drawn(grammar: str, seed: int, longest: int = 400) -> str | None:
+def drawn(grammar: str, seed: int, longest: int = 600) -> str | None:
     """A text of the grammar; None if it has not ended by then. Ends where it may, more often than not."""
     rng = random.Random(seed)
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
     text = b""
     for _ in range(longest):
@@ -119,7 +125,7 @@ def drawn(grammar: str, seed: int, longest: int = 400) -> str | None:
 
 
 def check_calls(chat: ChatFormat, text: str, *, at_least: int, at_most: int = 99, prompt: str = "") -> list[Any]:
-    parser = chat.parser(prompt, list(SCHEMAS), one_call=False)
+    parser = chat.parser(prompt, SCHEMAS, one_call=False)
     pieces = joined(parser.push(text) + parser.finish())
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
     assert at_least <= len(starts) <= at_most, text
@@ -156,12 +162,32 @@ def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, specia
     texts = [text for seed in range(25) if (text := drawn(grammar, seed)) is not None]
     for text in texts:
         check_calls(chat, text, at_least=0)
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
     said = b"I will not <b>call</b> it. Sorry, [1, 2]"
     assert matcher.consume_tokens(list(said)), matcher.get_error()
     assert matcher.is_accepting()
-    if not special and name == "hermes":
-        assert not matcher.consume_tokens(list(b"<tool_call>call it</tool_call>"))
+    if not special and name != "llama3_json":
+        for mark in TOOL_FORMATS[name.split(maxsplit=1)[0]].markup[:1]:
+            assert not matcher.deep_copy().consume_tokens(list(f"{mark}call it".encode()))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "llama3_json"])
+def test_a_text_may_come_before_and_after_a_strict_call(name: str, special: bool) -> None:
+    chat = chat_format(name, special)
+    grammar = form_of(chat, tool_use(required=False))
+    calls = form_of(chat, tool_use(required=True, several=False))
+    call = next(text for seed in range(20) if (text := drawn(calls, seed)) is not None)
+    marks = [text for text in SPECIAL if special and text in call]
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", call) if marks else [call]
+    ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
+    tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
+    matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
+    for _ in range(2):
+        assert matcher.consume_tokens([*b"I see: <b>", *tokens]), matcher.get_error()
+        assert matcher.is_accepting()
+    assert matcher.consume_tokens(list(b"Done, [1]."))
+    assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -170,7 +196,7 @@ def test_an_answer_is_a_call_or_has_the_form_that_was_asked_for(name: str) -> No
     grammar = form_of(chat, tool_use(required=False, strict=False), ANSWER)
     for seed in range(25):
         if (text := drawn(grammar, seed)) is not None and text not in ('{"ok":true}', '{"ok":false}'):
-            parser = chat.parser("", list(SCHEMAS), one_call=False)
+            parser = chat.parser("", SCHEMAS, one_call=False)
             assert any(isinstance(piece, CallStart) for piece in parser.push(text) + parser.finish()), text
 
 
@@ -179,11 +205,10 @@ def test_an_answer_is_a_call_or_has_the_form_that_was_asked_for(name: str) -> No
 def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, special: bool) -> None:
     chat = chat_format("hermes", special, reasoning)
     inside = bool(prompt) or reasoning == "deepseek_r1"
-    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
     ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
 
     def accepts(grammar: str, *parts: str) -> bool:
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
         tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
         return matcher.consume_tokens(tokens) and matcher.is_accepting()
 
@@ -193,9 +218,9 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
     assert accepts(answer, '{"ok":true}') is not inside
     assert not accepts(answer, *begin, "hm", "</think>", "so: yes")
     calls = form_of(chat, tool_use(required=True, names=("look-up",)), None, prompt)
-    call = '<tool_call>\n{"name": "look-up", "arguments": {}}\n</tool_call>'
-    assert accepts(calls, *begin, "hm", "</think>", "\n", call)
-    whole = f"{'' if inside else '<think>'}hm</think>\n{call}"
+    call = ("<tool_call>", '\n{"name": "look-up", "arguments": {}}\n', "</tool_call>")
+    assert accepts(calls, *begin, "hm", "</think>", "\n", *call)
+    whole = f"{'' if inside else '<think>'}hm</think>\n{''.join(call)}"
     pieces = check_calls(chat, whole, at_least=1, prompt=prompt)
     assert [piece.text for piece in pieces if isinstance(piece, Reasoning)] == ["hm"]
     closed = form_of(chat, None, ANSWER, "<think>\n\n</think>\n\n")
@@ -208,6 +233,94 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
         after = form_of(chat, None, ANSWER, continued, continued)
         assert accepts(after, '{"ok":true}')
         assert not accepts(after, "hm", "</think>", '{"ok":true}')
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if TOOL_FORMATS[name.split(maxsplit=1)[0]].markup])
+def test_required_calls_follow_random_schemas(name: str, special: bool) -> None:
+    chat = chat_format(name, special)
+    found = 0
+    for seed in range(6):
+        schema = random_schema(random.Random(seed))
+        tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=schema, strict=True))
+        grammar = form_of(chat, ToolUse([tool], required=True, several=False))
+        if (text := drawn(grammar, seed)) is None:
+            continue
+        parser = chat.parser("", {"f": schema}, one_call=False)
+        start, *rest = joined(parser.push(text) + parser.finish())
+        assert start == CallStart(0, "f"), text
+        arguments = "".join(piece.text for piece in rest if isinstance(piece, CallArguments))
+        assert is_valid(json.loads(arguments), schema), (text, schema)
+        found += 1
+    assert found > 2
+
+
+# Schemas of one argument, texts that are an argument of them, and others that are none.
+TEXTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "string"}, ["", "a", "</x>\n<b>", "7", "null"], []),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é\nü"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^a/b\\d$"}, ["a/b1"], ["a/b", "xa/b1"]),
+    ({"type": "string", "pattern": "[xy]"}, ["x", "a y b"], ["", "z"]),
+    ({"type": "string", "pattern": "^x", "maxLength": 3}, ["x", "x z"], ["x  zz", " x"]),
+    ({"enum": ["a", "", 7, None]}, ["a", "", "7", "null"], ["b", "8"]),
+    ({"$ref": "#/$defs/kind"}, ["a", "b"], ["c"]),
+    ({"anyOf": [{"$ref": "#/$defs/kind"}, {"type": "null"}]}, ["a", "null"], ["c", "true"]),
+    ({"type": ["string", "null"]}, ["so", "null", "nullable"], []),
+    ({"type": ["integer", "string"]}, ["7", "seven", "x7"], ["7x", "-x"]),
+    ({"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]},
+     ["[7]", "seven"], ["[x]", "[7.5]"]),
+    ({"type": "array", "items": {"$ref": "#/$defs/kind"}}, ['["a"]'], ['["c"]', "a"]),
+    ({"type": "boolean"}, ["true"], ["True", "yes"]),
+    ({"type": "number", "minimum": 0}, ["1.5"], ["-1", '"1"']),
+    ({}, ["x", "7", '{"a": 1}'], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), TEXTS)
+def test_the_text_of_an_argument_follows_its_schema(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    plain, special = chat_format("qwen3_coder", special=False), chat_format("glm45", special=True)
+    whole = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"kind": {"enum": ["a", "b"]}}}
+    tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=whole, strict=True))
+    given = ToolUse([tool], required=True, several=False)
+    grammars = [form_of(chat, given) for chat in (plain, special)]
+
+    def accepts(text: str) -> bool:
+        """Whether both formats take a text, or neither does."""
+        before = ("<tool_call>", "f", "<arg_key>", "x", "</arg_key>", "<arg_value>")
+        tags = (*before, text, "</arg_value>", "</tool_call>")
+        ids = [token for tag in tags for token in ([256 + SPECIAL.index(tag)] if tag in SPECIAL else tag.encode())]
+        call = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        found = set()
+        for grammar, tokens in zip(grammars, (list(call.encode()), ids), strict=True):
+            matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
+            found.add(bool(matcher.consume_tokens(tokens) and matcher.is_accepting()))
+        (result,) = found
+        return result
+
+    assert [text for text in right if not accepts(text)] == []
+    assert [text for text in wrong if accepts(text)] == []
+
+
+def test_a_text_does_not_hold_what_would_end_it() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=schema, strict=True))
+    grammar = form_of(chat_format("qwen3_coder", special=False), ToolUse([tool], required=True, several=False))
+    for text in ("</parameter>", "\n<parameter=x>", "\n</function>\n</tool_call>"):
+        matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=parser_limits())
+        assert matcher.consume_tokens(list(b"<tool_call>\n<function=f>\n<parameter=x>\na < b"))
+        assert not matcher.consume_tokens(list(text.encode()))
+
+
+def test_many_tools_fit_into_a_grammar() -> None:
+    kinds = ("string", "integer", "boolean", "array")
+    properties = {f"argument_{i}": {"type": kinds[i % 4], "description": "x" * 100} for i in range(10)}
+    schema = {"type": "object", "properties": properties, "required": ["argument_1"]}
+    tools = [
+        Tool(type="function", function=FunctionDefinition(name=f"tool_{i}", parameters=schema, strict=True))
+        for i in range(128)
+    ]
+    for name in ("qwen3_coder", "glm45", "minimax_m2"):
+        assert form_of(chat_format(name, special=True), ToolUse(tools, required=True, several=True))
 
 
 def test_text_needs_no_grammar() -> None:

@@ -476,6 +476,26 @@ _XML_CALLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+_GLM_4_5 = (
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ '<|observation|>\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{% else %}{{ '<|' + message.role + '|>\\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name }}"
+    "{% for name, value in call.function.arguments | items %}{{ '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' + (value if value is string else value | tojson) + '</arg_value>' }}{% endfor %}"
+    "{{ '\\n</tool_call>' }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+_MINIMAX_M2 = (
+    "{% if tools %}{{ ']~b]system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '[e~[\\n' }}{% endif %}"
+    "{% for message in messages %}{{ ']~b]' + message.role + '\\n' + message.content }}"
+    "{% if message.tool_calls %}{{ '\\n<minimax:tool_call>\\n' }}{% for call in message.tool_calls %}"
+    "{{ '<invoke name=\"' + call.function.name + '\">\\n' }}"
+    "{% for name, value in call.function.arguments | items %}{{ '<parameter name=\"' + name + '\">' + (value if value is string else value | tojson) + '</parameter>\\n' }}{% endfor %}"
+    "{{ '</invoke>\\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ']~b]ai\\n<think>\\n' }}{% endif %}"
+)
+
 _VICUNA = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{{ messages[0]['content'].strip() + ' ' }}"
     "{% else %}{% set rest = messages %}{% endif %}"
@@ -494,6 +514,8 @@ FAMILIES: dict[str, Family] = {
     "qwen 2.5": Family(_QWEN_2_5),
     "qwen 3": Family(_QWEN_3),
     "qwen 3 coder": Family(_XML_CALLS),
+    "glm 4.5": Family(_GLM_4_5),
+    "minimax m2": Family(_MINIMAX_M2),
     "llama 2": Family(_LLAMA_2),
     "llama 3": Family(_LLAMA_3),
     "llama 3.1": Family(_LLAMA_3_1),

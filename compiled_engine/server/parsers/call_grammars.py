@@ -37,6 +37,22 @@ CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
 """Given the tools, how literals are written, the chat template, and whether there may be several calls."""
 
 
+def free_text(marks: Sequence[str], literal: Literal) -> str:
+    """The rule `free`: text without the marks, and in it calls, which are the first mark and the rule `rest`."""
+    start = literal(marks[0])
+    if start == quoted(marks[0]):  # text, so a text in front of it has to end where it begins
+        rules = f"free: (said rest)* TEXT?\nsaid[suffix={start}]: /(?s:.*)/{without(marks)}"
+    else:
+        rules = f"free: TEXT? ({start} rest TEXT?)*"
+    return f"{rules}\nTEXT: /(?s:.+)/{without(marks)}"
+
+
+def without(marks: Sequence[str]) -> str:
+    """The part of a terminal that keeps it from holding one of the marks."""
+    found = "|".join(re.escape(mark).replace("\\\n", r"\n").replace("/", r"\/") for mark in marks)
+    return f" & ~/(?s:.*)({found})(?s:.*)/"
+
+
 def quoted(text: str) -> str:
     """A text in Lark."""
     return json.dumps(text, ensure_ascii=False)
@@ -46,8 +62,8 @@ def hermes_calls(tools: Sequence[CallableTool], literal: Literal, template: str,
     opening, closing = literal(hermes.OPENING), literal(hermes.CLOSING)
     return CallRules(
         calls='calls: call ("\\n" call)*' if several else "calls: call",
-        free=f"free: TEXT? (call TEXT?)*\n{_text_without(hermes.OPENING, opening)}",
-        shared=f'call: {opening} "\\n" tool "\\n" {closing}\n{_tools(tools, "arguments")}',
+        free=free_text((hermes.OPENING,), literal),
+        shared=f'call: {opening} rest\nrest: "\\n" tool "\\n" {closing}\n{_tools(tools, "arguments")}',
     )
 
 
@@ -72,12 +88,12 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
             for index, tool in enumerate(tools)
         )
         choice = " | ".join(f"named_{index}" for index in range(len(tools)))
-        calls = f"calls: call{'+' if several else ''}"
-        shared = f"call: {marker} ({choice})\n{named}\n{_arguments(tools)}"
+        calls = f"calls: ({marker} rest){'+' if several else ''}"
+        shared = f"rest: {choice}\n{named}\n{_arguments(tools)}"
     else:
         more = ' (", " tool)*' if several else ""
-        calls, shared = f'calls: {marker} "[" tool{more} "]"', _tools(tools, "arguments")
-    return CallRules(calls=calls, free=f"free: TEXT? calls?\n{_text_without(mistral.MARKER, marker)}", shared=shared)
+        calls, shared = f"calls: {marker} rest", f'rest: "[" tool{more} "]"\n{_tools(tools, "arguments")}'
+    return CallRules(calls=calls, free=free_text((mistral.MARKER,), literal), shared=shared)
 
 
 def _tools(tools: Sequence[CallableTool], key: str) -> str:
@@ -91,11 +107,3 @@ def _tools(tools: Sequence[CallableTool], key: str) -> str:
 
 def _arguments(tools: Sequence[CallableTool]) -> str:
     return "\n".join(f"arguments_{index}: %json {tool.schema}" for index, tool in enumerate(tools))
-
-
-def _text_without(mark: str, literal: str) -> str:
-    """The terminal TEXT: any text that does not hold the mark, which no text holds if it is a special token."""
-    if literal != quoted(mark):
-        return "TEXT: /(?s:.+)/"
-    escaped = re.escape(mark)
-    return f"TEXT: /(?s:.+)/ & ~/(?s:.*){escaped}(?s:.*)/"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 # Where a JSON value ends in text that arrives character by character.
 
 
@@ -56,7 +58,7 @@ class MarkerSearch:
             before, rest = self._held[:place].rstrip(), self._held[place + len(self._marker) :]
             self._held = ""
             return before, rest
-        end = len(self._held[: len(self._held) - self._beginning()].rstrip())
+        end = len(self._held[: len(self._held) - beginning_of(self._held, (self._marker,))].rstrip())
         released, self._held = self._held[:end], self._held[end:]
         return released, None
 
@@ -65,9 +67,16 @@ class MarkerSearch:
         held, self._held = self._held, ""
         return held
 
-    def _beginning(self) -> int:
-        """Length of the longest end of the text that the marker begins with."""
-        for length in range(min(len(self._marker) - 1, len(self._held)), 0, -1):
-            if self._marker.startswith(self._held[-length:]):
-                return length
-        return 0
+
+def first_of(text: str, markers: Collection[str]) -> tuple[int, str] | None:
+    """Return the place of the marker that comes first, and the marker; None if there is none."""
+    found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
+    return min(found, default=None)
+
+
+def beginning_of(text: str, markers: Collection[str]) -> int:
+    """Return the length of the longest end of the text with which one of the markers begins."""
+    for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
+        if any(len(marker) > length and marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0
