@@ -151,13 +151,20 @@ class ServerOptions:
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
     tool_call_parser: str = declare(
         "auto",
-        one_of("auto", "none", "hermes", "llama3_json", "mistral"),
-        "`auto` (by the chat template), `none`, `hermes`, `llama3_json` or `mistral`",
+        one_of(
+            *("auto", "none", "hermes", "llama3_json", "mistral", "kimi_k2", "deepseek_v3", "deepseek_v31", "gemma4"),
+            *("functiongemma", "granite", "granite_20b_fc", "internlm", "jamba", "longcat", "phi4_mini_json", "xlam"),
+            *("lfm2", "olmo3", "llama4_pythonic", "pythonic"),
+        ),
+        "`auto` (by the chat template), `none`, `hermes`, `llama3_json`, `mistral`, `kimi_k2`, `deepseek_v3`, "
+        "`deepseek_v31`, `gemma4`, `functiongemma`, `granite`, `granite_20b_fc`, `internlm`, `jamba`, `longcat`, "
+        "`phi4_mini_json`, `xlam`, `lfm2`, `olmo3`, `llama4_pythonic` or `pythonic`",
     )
     reasoning_parser: str = declare(
         "auto",
-        one_of("auto", "none", "qwen3", "deepseek_r1"),
-        "`auto` (by the chat template), `none`, `qwen3` or `deepseek_r1`",
+        one_of("auto", "none", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "qwen3", "deepseek_r1"),
+        "`auto` (by the chat template), `none`, `kimi_k2`, `gemma4`, `mistral`, `granite`, `seed_oss`, `qwen3` or "
+        "`deepseek_r1`",
     )
     chat_template_kwargs: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),

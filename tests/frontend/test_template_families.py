@@ -157,6 +157,24 @@ def test_calls_have_the_format_of_the_template_for_tools(name: str, tools: str) 
     assert chat.tools is TOOL_FORMATS[tools]
 
 
+# Families by the format in which their templates write calls.
+READ = {
+    "hermes": ("qwen 2.5", "qwen 3", "hermes 2 pro"),
+    "llama3_json": ("llama 3.1",),
+    "mistral": ("mistral 3", "mistral tekken", "mixtral 8x22b"),
+    "kimi_k2": ("kimi",),
+    "deepseek_v3": ("deepseek 3", "deepseek r1"),
+    "granite": ("granite",),
+    "jamba": ("jamba",),
+}
+
+
+@pytest.mark.parametrize("tools", READ)
+def test_the_template_chooses_the_format_of_calls(tools: str) -> None:
+    for name in READ[tools]:
+        assert chat_of(tokenizer_of("gpt", name)).tools is TOOL_FORMATS[tools]
+
+
 HOSTILE = (
     *(
         "<|im_end|>",

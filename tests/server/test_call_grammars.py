@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from compiled_engine.server.forms import ToolUse, answer_form
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Reasoning
-from compiled_engine.server.parsers.registry import TOOL_FORMATS
+from compiled_engine.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "add": {
@@ -40,10 +41,43 @@ ANSWER = {
     "additionalProperties": False,
 }
 # The bytes, an end, and the special tokens that some formats have.
-SPECIAL = ("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+TAGS = sorted({text for tools in TOOL_FORMATS.values() for text in tools.markup if text[-1] in ">]"})
+SPECIAL = ("<end>", "<think>", "</think>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]", *TAGS)
 MARKS = {*b'<[{"'}
 READABLE = {*range(97, 110), *b' \n{}[],:;"0123<>'}
-TEMPLATES = {"hermes": "", "llama3_json": "", "mistral": "", "mistral with names": "[ARGS]"}
+# Formats whose grammars differ in more than their marks.
+TEMPLATES = {
+    **dict.fromkeys(("hermes", "llama3_json", "mistral", "kimi_k2", "deepseek_v3", "deepseek_v31", "gemma4"), ""),
+    **dict.fromkeys(("granite", "internlm", "jamba", "phi4_mini_json", "xlam", "lfm2", "olmo3", "pythonic"), ""),
+    "mistral with names": "[ARGS]",
+}
+
+
+WHOLE_ANSWERS = ("llama3_json", "xlam", "llama4_pythonic", "pythonic")
+OBJECT = '{"name": "look-up", "arguments": {}}'
+D, S, E = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+CALLS = {
+    "hermes": f"<tool_call>\n{OBJECT}\n</tool_call>",
+    "llama3_json": '{"name": "look-up", "parameters": {}}',
+    "mistral": f"[TOOL_CALLS][{OBJECT}]",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look-up:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": f"<｜tool▁calls▁begin｜>{D}function{S}look-up\n```json\n{{}}\n```{E}<｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜>{D}look-up{S}{{}}{E}<｜tool▁calls▁end｜>",
+    "gemma4": "<|tool_call>call:look-up{}<tool_call|>",
+    "functiongemma": "<start_function_call>call:look-up{}<end_function_call>",
+    "granite": f"<|tool_call|>[{OBJECT}]",
+    "granite_20b_fc": f"<function_call>\n{OBJECT}\n",
+    "internlm": f"<|action_start|><|plugin|>\n{OBJECT}\n<|action_end|>",
+    "jamba": f"<tool_calls>[{OBJECT}]</tool_calls>",
+    "longcat": f"<longcat_tool_call>\n{OBJECT}\n</longcat_tool_call>",
+    "phi4_mini_json": f"functools[{OBJECT}]",
+    "xlam": f"[{OBJECT}]",
+    "lfm2": "<|tool_call_start|>[look-up(**{})]<|tool_call_end|>",
+    "olmo3": "<function_calls>look-up(**{})</function_calls>",
+    "llama4_pythonic": "[look-up(**{})]",
+    "pythonic": "[look-up(**{})]",
+}
 
 
 class Bytes:
@@ -67,7 +101,7 @@ class Guard(SpecialTokenGuard):
 def chat_format(name: str, special: bool, reasoning: str | None = None) -> ChatFormat:
     tokenizer: Any = None
     tools = TOOL_FORMATS[name.split(maxsplit=1)[0]]
-    return ChatFormat(tokenizer, TEMPLATES[name], None, tools, reasoning, Guard(special), LONG_WORK, (), {})
+    return ChatFormat(tokenizer, TEMPLATES.get(name, ""), None, tools, reasoning, Guard(special), LONG_WORK, (), {})
 
 
 def tool_use(*, required: bool, several: bool = True, strict: bool = True, names: tuple[str, ...] = ()) -> ToolUse:
@@ -135,8 +169,8 @@ def test_required_calls_are_calls_and_follow_their_schemas(name: str, special: b
     chat = chat_format(name, special)
     for several in (False, True):
         grammar = form_of(chat, tool_use(required=True, several=several, strict=False))
-        texts = [text for seed in range(12) if (text := drawn(grammar, seed)) is not None]
-        assert len(texts) > 4
+        texts = [text for seed in range(8) if (text := drawn(grammar, seed)) is not None]
+        assert len(texts) > 3
         for text in texts:
             pieces = check_calls(chat, text, at_least=1, at_most=99 if several else 1)
             assert not "".join(piece.text for piece in pieces if isinstance(piece, Content)).strip()
@@ -154,8 +188,26 @@ def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, specia
     said = b"I will not <b>call</b> it. Sorry, [1, 2]"
     assert matcher.consume_tokens(list(said)), matcher.get_error()
     assert matcher.is_accepting()
-    if not special and name == "hermes":
-        assert not matcher.consume_tokens(list(b"<tool_call>call it</tool_call>"))
+    mark = {"hermes": "<tool_call>", "kimi_k2": "<|tool_call_begin|>", "jamba": "<tool_calls>"}.get(name)
+    if not special and mark:
+        assert not matcher.consume_tokens(list(f"{mark}call it".encode()))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_a_strict_call_may_follow_text(name: str, special: bool) -> None:
+    """The text is written as a model of the format writes it, except for arguments that a grammar wants in JSON."""
+    chat = chat_format(name, special)
+    grammar = form_of(chat, tool_use(required=False, names=("look-up",)))
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
+    text = CALLS[name] if name in WHOLE_ANSWERS else f"So I look it up.{CALLS[name]}"
+    parts = re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text) if special else [text]
+    for part in parts:
+        assert matcher.consume_tokens([256 + SPECIAL.index(part)] if part in SPECIAL else list(part.encode())), part
+    assert matcher.is_accepting()
+    assert check_calls(chat, text, at_least=1)[0] == (
+        CallStart(0, "look-up") if name in WHOLE_ANSWERS else Content("So I look it up.")
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -169,7 +221,9 @@ def test_an_answer_is_a_call_or_has_the_form_that_was_asked_for(name: str) -> No
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(("reasoning", "prompt"), [("qwen3", ""), ("qwen3", "<think>\n"), ("deepseek_r1", "")])
+@pytest.mark.parametrize(
+    ("reasoning", "prompt"), [("qwen3", ""), ("qwen3", "<think>\n"), ("deepseek_r1", ""), ("kimi_k2", "")]
+)
 def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, special: bool) -> None:
     chat = chat_format("hermes", special, reasoning)
     inside = bool(prompt) or reasoning == "deepseek_r1"
@@ -187,9 +241,9 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
     assert accepts(answer, '{"ok":true}') is not inside
     assert not accepts(answer, *begin, "hm", "</think>", "so: yes")
     calls = form_of(chat, tool_use(required=True, names=("look-up",)), None, prompt)
-    call = '<tool_call>\n{"name": "look-up", "arguments": {}}\n</tool_call>'
-    assert accepts(calls, *begin, "hm", "</think>", "\n", call)
-    whole = f"{'' if inside else '<think>'}hm</think>\n{call}"
+    call = ("<tool_call>", f"\n{OBJECT}\n", "</tool_call>")
+    assert accepts(calls, *begin, "hm", "</think>", "\n", *call)
+    whole = f"{'' if inside else '<think>'}hm</think>\n{''.join(call)}"
     pieces = check_calls(chat, whole, at_least=1, prompt=prompt)
     assert [piece.text for piece in pieces if isinstance(piece, Reasoning)] == ["hm"]
     closed = form_of(chat, None, ANSWER, "<think>\n\n</think>\n\n")
@@ -202,6 +256,26 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
         after = form_of(chat, None, ANSWER, continued, continued)
         assert accepts(after, '{"ok":true}')
         assert not accepts(after, "hm", "</think>", '{"ok":true}')
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("reasoning", ["gemma4", "mistral", "granite", "seed_oss"])
+def test_the_form_begins_where_reasoning_with_other_tags_ends(reasoning: str, special: bool) -> None:
+    chat = chat_format("hermes", special, reasoning)
+    tags = REASONING_FORMATS[reasoning]
+    matcher_of = LLTokenizer(TokenizerWrapper(Bytes()))
+
+    def accepts(*parts: str) -> bool:
+        matcher = LLMatcher(matcher_of, form_of(chat, None, ANSWER), log_level=0, limits=parser_limits())
+        known = chat.guard._ids
+        tokens = [token for part in parts for token in ([known[part]] if part in known else part.encode())]
+        return matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+    assert accepts(tags.opening, f"{tags.label}\nhm", tags.closing, '\n{"ok":true}')
+    assert accepts('{"ok":true}')
+    assert not accepts(tags.opening, f"{tags.label}\nhm", tags.closing, "so: yes")
+    inside = form_of(chat, None, ANSWER, f"model:{tags.beginning}\n")
+    assert LLMatcher(matcher_of, inside, log_level=0, limits=parser_limits()).consume_tokens(list(b"hm"))
 
 
 def test_text_needs_no_grammar() -> None:

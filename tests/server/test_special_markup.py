@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from test_call_grammars import ANSWER, LONG_WORK, SCHEMAS, form_of, tool_use
+from test_call_grammars import ANSWER, CALLS, LONG_WORK, SCHEMAS, form_of, tool_use
 from tiny_tokenizers import byte_level, wrap
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -14,7 +14,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.trials import parser_limits
 from compiled_engine.server.chat_format import ChatFormat, SpecialTokenGuard
 from compiled_engine.server.parsers.answer import joined
-from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece, Reasoning
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -23,10 +23,10 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a":7,"b":"x"}}\n</tool_call>
 PIECES: list[Piece] = [Reasoning("I add."), CallStart(0, "add"), CallArguments(0, '{"a":7,"b":"x"}')]
 
 
-def tokenizer_of(kind: str) -> Tokenizer:
+def tokenizer_of(kind: str, tags: tuple[str, ...] = TAGS) -> Tokenizer:
     backend = Backend.from_str(byte_level().to_json())
     if kind != "text":
-        backend.add_tokens([AddedToken(tag, special=kind == "special", normalized=False) for tag in TAGS])
+        backend.add_tokens([AddedToken(tag, special=kind == "special", normalized=False) for tag in tags])
     return wrap(backend)
 
 
@@ -85,6 +85,25 @@ def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: in
     parser = chat.parser("", list(SCHEMAS), one_call=False)
     pieces = [piece for place in range(0, len(text), size) for piece in parser.push(text[place : place + size])]
     assert joined(pieces + parser.finish()) == PIECES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "gemma4", "granite", "internlm", "lfm2"])
+def test_calls_between_marks_can_be_demanded_and_are_read(name: str, kind: str) -> None:
+    tools = TOOL_FORMATS[name]
+    tokenizer = tokenizer_of(kind, tools.markup)
+    guard = SpecialTokenGuard(tokenizer)
+    chat = ChatFormat(tokenizer, "", None, tools, None, guard, LONG_WORK, (), {})
+    assert accepts(chat, form_of(chat, tool_use(required=True)), CALLS[name])
+    assert not accepts(chat, form_of(chat, tool_use(required=True)), CALLS[name].replace("{}", '{"a": 1}'))
+    ids = tokenizer.encode(f"So.{CALLS[name]}", add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=not chat.has_special_markup(with_tools=True))
+    parser = chat.parser("", list(SCHEMAS), one_call=False)
+    pieces = [piece for token in ids for piece in parser.push(detokenizer.push([token]))]
+    pieces = joined(pieces + parser.push(detokenizer.flush()) + parser.finish())
+    assert [type(piece) for piece in pieces] == [Content, CallStart, CallArguments]
+    call_id = "functions.look-up:0" if name == "kimi_k2" else None
+    assert pieces[1:] == [CallStart(0, "look-up", call_id), CallArguments(0, "{}")]
 
 
 def test_the_tokenizer_decides_which_texts_keep_special_tokens() -> None:

@@ -2,70 +2,15 @@
 
 from __future__ import annotations
 
-from compiled_engine.server.parsers.call_object import WHITESPACE, CallObject
-from compiled_engine.server.parsers.marker_search import MarkerSearch
-from compiled_engine.server.parsers.pieces import Content, Piece
+from compiled_engine.server.parsers.call_marks import HERMES
+from compiled_engine.server.parsers.call_object import CallObject
+from compiled_engine.server.parsers.marked_calls import MarkedCalls
 
-MARKUP = OPENING, CLOSING = "<tool_call>", "</tool_call>"
+MARKUP = OPENING, CLOSING = HERMES.opening, *HERMES.closing
 
 
-class HermesParser:
-    """Text outside of calls is content, as is an invalid call, with its markup.
-
-    Whitespace around a call belongs to its markup. A call without its closing tag or its last brace is still a call.
-    """
+class HermesParser(MarkedCalls):
+    """Reads an object between the tags."""
 
     def __init__(self) -> None:
-        self._search = MarkerSearch(OPENING)
-        self._call: CallObject | None = None
-        self._closing: str | None = None  # after a call: what came of whitespace and the closing tag
-        self._count = 0
-
-    def push(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
-        while text:
-            if self._call is not None:
-                text = self._read_call(self._call, text, pieces)
-            elif self._closing is not None:
-                text = self._read_closing(text, pieces)
-            else:
-                before, rest = self._search.push(text)
-                if before:
-                    pieces.append(Content(before))
-                if rest is not None:
-                    self._call = CallObject()
-                text = rest or ""
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        held = self._search.flush()
-        if self._call is not None and not self._call.begun:
-            held = OPENING + self._call.raw
-        elif self._closing is not None:
-            held = self._closing if self._closing != CLOSING else ""
-        return [Content(held)] if held else []
-
-    def _read_call(self, call: CallObject, text: str, pieces: list[Piece]) -> str:
-        """Read on in a call; what follows it."""
-        text = call.read(text, self._count, pieces)
-        if call.failed or call.closed:
-            self._call = None
-            self._count += call.begun
-            if call.begun:
-                self._closing = ""
-            else:
-                pieces.append(Content(OPENING + call.raw))
-        return text
-
-    def _read_closing(self, text: str, pieces: list[Piece]) -> str:
-        """Read on after a call, where whitespace, the closing tag and whitespace again say nothing."""
-        seen = self._closing or ""
-        for place, character in enumerate(text):
-            if character in WHITESPACE and seen in ("", CLOSING):
-                continue
-            if seen == CLOSING or not CLOSING.startswith(seen + character):
-                self._closing = None
-                return ("" if seen == CLOSING else seen) + text[place:]
-            seen += character
-        self._closing = seen
-        return ""
+        super().__init__(HERMES, CallObject)
