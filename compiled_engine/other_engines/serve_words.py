@@ -17,13 +17,11 @@ TOOL_PARSERS = {
     "qwen3_xml": "qwen3_coder",
     "glm47": "glm45",
 }
-REASONING_PARSERS = dict.fromkeys(
-    (
-        *("glm45", "glm47", "deepseek_v3", "deepseek_v31", "deepseek-v3", "nemotron_v3", "step3p5", "minimax_m2"),
-        *("ernie45", "olmo3", "mimo", "holo2", "poolside_v1"),
-    ),
-    "qwen3",
-) | dict.fromkeys(("step3", "deepseek-r1", "qwen3-thinking"), "deepseek_r1")
+REASONING_PARSERS = {
+    **dict.fromkeys(("glm45", "glm47", "deepseek_v3", "deepseek_v31", "deepseek-v3", "nemotron_v3"), "qwen3"),
+    **dict.fromkeys(("step3p5", "minimax_m2", "olmo3", "mimo", "holo2", "poolside_v1"), "qwen3"),
+    **dict.fromkeys(("step3", "deepseek-r1", "qwen3-thinking"), "deepseek_r1"),
+}
 
 SERVER: Rows = {
     "tool_call_parser": Honoured("`tool_call_parser`", "tool_call_parser", TOOL_PARSERS, nothing=("",)),

@@ -162,9 +162,12 @@ class ServerOptions:
     )
     reasoning_parser: str = declare(
         "auto",
-        one_of("auto", "none", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "qwen3", "deepseek_r1"),
-        "`auto` (by the chat template), `none`, `kimi_k2`, `gemma4`, `mistral`, `granite`, `seed_oss`, `qwen3` or "
-        "`deepseek_r1`",
+        one_of(
+            *("auto", "none", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "hunyuan_a13b", "ernie45"),
+            *("qwen3", "deepseek_r1"),
+        ),
+        "`auto` (by the chat template), `none`, `kimi_k2`, `gemma4`, `mistral`, `granite`, `seed_oss`, "
+        "`hunyuan_a13b`, `ernie45`, `qwen3` or `deepseek_r1`",
     )
     chat_template_kwargs: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),

@@ -23,7 +23,7 @@ from compiled_engine.server.forms import ToolUse, answer_form
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Reasoning
-from compiled_engine.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from compiled_engine.server.parsers.registry import TOOL_FORMATS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "add": {
@@ -194,7 +194,7 @@ def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, specia
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize("name", CALLS)
 def test_a_strict_call_may_follow_text(name: str, special: bool) -> None:
     """The text is written as a model of the format writes it, except for arguments that a grammar wants in JSON."""
     chat = chat_format(name, special)
@@ -259,23 +259,33 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("reasoning", ["gemma4", "mistral", "granite", "seed_oss"])
-def test_the_form_begins_where_reasoning_with_other_tags_ends(reasoning: str, special: bool) -> None:
+@pytest.mark.parametrize(
+    ("reasoning", "opening", "label", "closing"),
+    [
+        ("gemma4", "<|channel>", "thought", "<channel|>"),
+        ("mistral", "[THINK]", "", "[/THINK]"),
+        ("granite", "Here is my thought process:", "", "Here is my response:"),
+        ("seed_oss", "<seed:think>", "", "</seed:think>"),
+    ],
+)
+def test_the_form_begins_where_reasoning_with_other_tags_ends(
+    reasoning: str, opening: str, label: str, closing: str, special: bool
+) -> None:
     chat = chat_format("hermes", special, reasoning)
-    tags = REASONING_FORMATS[reasoning]
-    matcher_of = LLTokenizer(TokenizerWrapper(Bytes()))
+    known = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
 
-    def accepts(*parts: str) -> bool:
-        matcher = LLMatcher(matcher_of, form_of(chat, None, ANSWER), log_level=0, limits=parser_limits())
-        known = chat.guard._ids
+    def allows(grammar: str, *parts: str) -> LLMatcher | None:
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
         tokens = [token for part in parts for token in ([known[part]] if part in known else part.encode())]
-        return matcher.consume_tokens(tokens) and matcher.is_accepting()
+        return matcher if matcher.consume_tokens(tokens) else None
 
-    assert accepts(tags.opening, f"{tags.label}\nhm", tags.closing, '\n{"ok":true}')
-    assert accepts('{"ok":true}')
-    assert not accepts(tags.opening, f"{tags.label}\nhm", tags.closing, "so: yes")
-    inside = form_of(chat, None, ANSWER, f"model:{tags.beginning}\n")
-    assert LLMatcher(matcher_of, inside, log_level=0, limits=parser_limits()).consume_tokens(list(b"hm"))
+    before = form_of(chat, None, ANSWER)
+    for parts in ((opening, f"{label}\nhm", closing, '\n{"ok":true}'), ('{"ok":true}',)):
+        matcher = allows(before, *parts)
+        assert matcher is not None
+        assert matcher.is_accepting()
+    assert allows(before, opening, f"{label}\nhm", closing, "so: yes") is None
+    assert allows(form_of(chat, None, ANSWER, f"model:{opening}{label}\n"), "hm") is not None
 
 
 def test_text_needs_no_grammar() -> None:

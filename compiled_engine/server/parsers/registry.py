@@ -54,7 +54,7 @@ from compiled_engine.server.parsers.marked_calls import MarkedCalls
 from compiled_engine.server.parsers.mistral import MistralParser
 from compiled_engine.server.parsers.pieces import TextParser
 from compiled_engine.server.parsers.python_call import PythonCall
-from compiled_engine.server.parsers.reasoning import ReasoningTags, ThinkParser
+from compiled_engine.server.parsers.reasoning import ReasoningTags, TaggedAnswer, ThinkParser
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -151,6 +151,8 @@ REASONING_FORMATS: dict[str, ReasoningTags] = {
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+    "hunyuan_a13b": ReasoningTags(around=("<answer>", "</answer>")),
+    "ernie45": ReasoningTags(around=("<response>", "</response>")),
     "qwen3": ReasoningTags(),
     "deepseek_r1": ReasoningTags(inside=True),
 }
@@ -175,7 +177,7 @@ def tool_format_of(template: str) -> str | None:
 def reasoning_format_of(template: str) -> str | None:
     """The same for reasoning."""
     for name, tags in REASONING_FORMATS.items():
-        if all(text in template for text in (tags.opening, tags.closing, tags.until)):
+        if all(text in template for text in tags.texts):
             return name
     # A template that searches only for the end of the reasoning belongs to a model with answers that begin with it.
     return "deepseek_r1" if REASONING_FORMATS["deepseek_r1"].closing in template else None
@@ -192,7 +194,9 @@ def begins_inside(name: str, prompt: str, continued: str | None = None) -> bool 
 
 
 def reasoning_parser(name: str, prompt: str, continued: str | None = None) -> TextParser | None:
-    """A parser for what follows `prompt`; None if the reasoning is closed already. continued: see `begins_inside`."""
+    """A parser for what follows `prompt`; None if it is the answer alone. continued: see `begins_inside`."""
     tags, inside = REASONING_FORMATS[name], begins_inside(name, prompt, continued)
+    if inside is None:
+        return None if tags.around is None else TaggedAnswer(*tags.around)
     begun = bool((continued or "").rpartition(tags.opening)[2].removeprefix(tags.label).strip())
-    return None if inside is None else ThinkParser(tags, inside=inside, begun=begun)
+    return ThinkParser(tags, inside=inside, begun=begun)
