@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from test_call_grammars import ANSWER, CALLS, LONG_WORK, SCHEMAS, form_of, tool_use
+from test_call_grammars import ANSWER, LONG_WORK, SCHEMAS, form_of, tool_use
+from test_call_grammars import CALLS as LOOK_UPS
 from tiny_tokenizers import byte_level, wrap
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -94,9 +95,9 @@ def test_calls_between_marks_can_be_demanded_and_are_read(name: str, kind: str) 
     tokenizer = tokenizer_of(kind, tools.markup)
     guard = SpecialTokenGuard(tokenizer)
     chat = ChatFormat(tokenizer, "", None, tools, None, guard, LONG_WORK, (), {})
-    assert accepts(chat, form_of(chat, tool_use(required=True)), CALLS[name])
-    assert not accepts(chat, form_of(chat, tool_use(required=True)), CALLS[name].replace("{}", '{"a": 1}'))
-    ids = tokenizer.encode(f"So.{CALLS[name]}", add_special_tokens=False)
+    assert accepts(chat, form_of(chat, tool_use(required=True)), LOOK_UPS[name])
+    assert not accepts(chat, form_of(chat, tool_use(required=True)), LOOK_UPS[name].replace("{}", '{"a": 1}'))
+    ids = tokenizer.encode(f"So.{LOOK_UPS[name]}", add_special_tokens=False)
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=not chat.has_special_markup(with_tools=True))
     parser = chat.parser("", list(SCHEMAS), one_call=False)
     pieces = [piece for token in ids for piece in parser.push(detokenizer.push([token]))]
