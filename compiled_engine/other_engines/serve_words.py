@@ -8,19 +8,21 @@ from compiled_engine.other_engines.keywords import Honoured, Rows, WithoutEffect
 
 # Parsers with other names elsewhere, which read the same markup as one here.
 TOOL_PARSERS = {
-    "llama4_json": "llama3_json",
-    "ernie45": "hermes",
+    **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
+    **dict.fromkeys(("qwen", "qwen25", "granite4", "ernie45"), "hermes"),
+    "hunyuan_a13b": "jamba",
+    "granite-20b-fc": "granite_20b_fc",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
     **dict.fromkeys(("qwen3_xml", "step3p5", "mimo"), "qwen3_coder"),
     **dict.fromkeys(("glm47", "poolside_v1"), "glm45"),
     "minimax-m2": "minimax_m2",
 }
-REASONING_PARSERS = dict.fromkeys(
-    (
-        *("glm45", "deepseek_v3", "deepseek_v31", "nemotron_v3", "kimi_k2", "step3p5", "minimax_m2", "ernie45"),
-        *("olmo3", "mimo", "holo2", "poolside_v1"),
-    ),
-    "qwen3",
-) | {"step3": "deepseek_r1"}
+REASONING_PARSERS = {
+    **dict.fromkeys(("glm45", "glm47", "deepseek_v3", "deepseek_v31", "deepseek-v3", "nemotron_v3"), "qwen3"),
+    **dict.fromkeys(("step3p5", "minimax_m2", "olmo3", "mimo", "holo2", "poolside_v1"), "qwen3"),
+    **dict.fromkeys(("step3", "deepseek-r1", "qwen3-thinking"), "deepseek_r1"),
+}
 
 SERVER: Rows = {
     "tool_call_parser": Honoured("`tool_call_parser`", "tool_call_parser", TOOL_PARSERS, nothing=("",)),

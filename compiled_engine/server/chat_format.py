@@ -17,8 +17,8 @@ from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import Limits, ServerOptions, template_variables
 from compiled_engine.server.parsers.answer import AnswerParser
-from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
 from compiled_engine.server.parsers.registry import (
+    REASONING_FORMATS,
     TOOL_FORMATS,
     ToolFormat,
     reasoning_format_of,
@@ -128,7 +128,9 @@ class ChatFormat:
 
     def has_special_markup(self, *, with_tools: bool) -> bool:
         """Return whether an answer's markup holds special tokens, so that its text must keep them."""
-        markup: tuple[str, ...] = () if self.reasoning is None else (OPENING, CLOSING)
+        markup: tuple[str, ...] = ()
+        if self.reasoning is not None:
+            markup += REASONING_FORMATS[self.reasoning].texts
         if with_tools and self.tools is not None:
             markup += self.tools.markup
         return any(map(self.guard.is_special, markup))

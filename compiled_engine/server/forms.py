@@ -16,8 +16,7 @@ from compiled_engine.server.chat_messages import Tool
 from compiled_engine.server.errors import bad_request, shortened, shown
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.parsers.call_grammars import CallableTool, quoted
-from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
-from compiled_engine.server.parsers.registry import begins_inside
+from compiled_engine.server.parsers.registry import REASONING_FORMATS, begins_inside
 
 # `response_format`, and `structured_outputs`: the form that a request requires of its answer.
 
@@ -175,11 +174,15 @@ class _ReasoningRules:
 def _reasoning(chat: ChatFormat, prompt: str, continued: str | None) -> _ReasoningRules | None:
     """Return the rule of reasoning, None without any."""
     inside = None if chat.reasoning is None else begins_inside(chat.reasoning, prompt, continued)
-    if inside is None:
+    if chat.reasoning is None or inside is None:
         return None
-    opening, closing = chat.guard.literal(OPENING), chat.guard.literal(CLOSING)
+    tags = REASONING_FORMATS[chat.reasoning]
+    opening, closing = chat.guard.literal(tags.opening), chat.guard.literal(tags.closing)
+    if tags.label:
+        opening += f" {quoted(tags.label)}"
     # A special token is in no text, so it ends one; any other text has to be looked for.
-    thought = f"thought[suffix={closing}]: /(?s:.*)/" if closing == quoted(CLOSING) else f"thought: THOUGHT? {closing}"
-    rules = [thought, "GAP: /\\s{1,8}/", *(["THOUGHT: /(?s:.+)/"] if closing != quoted(CLOSING) else [])]
+    is_text = closing == quoted(tags.closing)
+    thought = f"thought[suffix={closing}]: /(?s:.*)/" if is_text else f"thought: THOUGHT? {closing}"
+    rules = [thought, "GAP: /\\s{1,8}/", *([] if is_text else ["THOUGHT: /(?s:.+)/"])]
     before = "thought GAP? " if inside else f"({opening} thought GAP?)? "
     return _ReasoningRules(before, "\n".join(rules))

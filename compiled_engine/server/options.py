@@ -152,16 +152,24 @@ class ServerOptions:
     tool_call_parser: str = declare(
         "auto",
         one_of(
-            *("auto", "none", "hermes", "llama3_json", "mistral"),
-            *("qwen3_coder", "seed_oss", "glm45", "minimax_m2"),
+            *("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "minimax_m2"),
+            *("kimi_k2", "deepseek_v3", "deepseek_v31", "gemma4", "functiongemma", "granite", "granite_20b_fc"),
+            *("internlm", "jamba", "longcat", "phi4_mini_json", "xlam", "lfm2", "olmo3", "llama4_pythonic"),
+            "pythonic",
         ),
-        "`auto` (by the chat template), `none`, `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `seed_oss`, `glm45` "
-        "or `minimax_m2`",
+        "`auto` (by the chat template), `none`, `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `seed_oss`, "
+        "`glm45`, `minimax_m2`, `kimi_k2`, `deepseek_v3`, `deepseek_v31`, `gemma4`, `functiongemma`, `granite`, "
+        "`granite_20b_fc`, `internlm`, `jamba`, `longcat`, `phi4_mini_json`, `xlam`, `lfm2`, `olmo3`, "
+        "`llama4_pythonic` or `pythonic`",
     )
     reasoning_parser: str = declare(
         "auto",
-        one_of("auto", "none", "qwen3", "deepseek_r1"),
-        "`auto` (by the chat template), `none`, `qwen3` or `deepseek_r1`",
+        one_of(
+            *("auto", "none", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "hunyuan_a13b", "ernie45"),
+            *("qwen3", "deepseek_r1"),
+        ),
+        "`auto` (by the chat template), `none`, `kimi_k2`, `gemma4`, `mistral`, `granite`, `seed_oss`, "
+        "`hunyuan_a13b`, `ernie45`, `qwen3` or `deepseek_r1`",
     )
     allow_chat_template_kwarg: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),

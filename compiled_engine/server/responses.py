@@ -333,10 +333,9 @@ class ResponseEvents:
                 assert isinstance(self._open, ReasoningItem)
                 self._open.content[0].text += text
                 yield self._part("response.reasoning_text.delta", delta=text)
-            case CallStart(_, name):
-                call = FunctionCallItem(
-                    id=new_id("fc"), status="in_progress", call_id=self._make_call_id(), name=name, arguments=""
-                )
+            case CallStart(_, name, call_id):
+                call_id = call_id or self._make_call_id()
+                call = FunctionCallItem(id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments="")
                 yield from self._add(call)
             case CallArguments(_, text):
                 assert isinstance(self._open, FunctionCallItem)

@@ -157,22 +157,26 @@ def test_calls_have_the_format_of_the_template_for_tools(name: str, tools: str) 
     assert chat.tools is TOOL_FORMATS[tools]
 
 
-@pytest.mark.parametrize(
-    ("name", "tools"),
-    [
-        ("qwen 2.5", "hermes"),
-        ("qwen 3", "hermes"),
-        ("qwen 3 coder", "qwen3_coder"),
-        ("glm 4.5", "glm45"),
-        ("minimax m2", "minimax_m2"),
-        ("llama 3.1", "llama3_json"),
-        ("mistral 3", "mistral"),
-        ("chatml", None),
-        ("glm 4", None),
-    ],
-)
-def test_a_template_shows_the_format_of_calls(name: str, tools: str | None) -> None:
-    assert chat_of(tokenizer_of("gpt", name)).tools is (None if tools is None else TOOL_FORMATS[tools])
+# Families by the format in which their templates write calls.
+READ: dict[str | None, tuple[str, ...]] = {
+    "hermes": ("qwen 2.5", "qwen 3", "hermes 2 pro"),
+    "qwen3_coder": ("qwen 3 coder",),
+    "glm45": ("glm 4.5",),
+    "minimax_m2": ("minimax m2",),
+    "llama3_json": ("llama 3.1",),
+    "mistral": ("mistral 3", "mistral tekken", "mixtral 8x22b"),
+    "kimi_k2": ("kimi",),
+    "deepseek_v3": ("deepseek 3", "deepseek r1"),
+    "granite": ("granite",),
+    "jamba": ("jamba",),
+    None: ("chatml", "glm 4"),
+}
+
+
+@pytest.mark.parametrize("tools", READ)
+def test_the_template_chooses_the_format_of_calls(tools: str | None) -> None:
+    for name in READ[tools]:
+        assert chat_of(tokenizer_of("gpt", name)).tools is (None if tools is None else TOOL_FORMATS[tools])
 
 
 HOSTILE = (

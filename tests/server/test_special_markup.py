@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from running_server import RunningServer, ScriptedEngine, running
 from test_call_grammars import ANSWER, LONG_WORK, SCHEMAS, form_of, tool_use
+from test_call_grammars import CALLS as LOOK_UPS
 from tiny_tokenizers import byte_level, wrap
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -18,12 +19,14 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.trials import parser_limits
 from compiled_engine.server.chat_format import ChatFormat, SpecialTokenGuard
 from compiled_engine.server.parsers.answer import joined
-from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece, Reasoning
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
 
+MARKED = ("kimi_k2", "deepseek_v3", "gemma4", "granite", "internlm", "lfm2")
 TAGS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *(text for name in MARKED for text in TOOL_FORMATS[name].markup),
 )
 KINDS = ("special", "added", "text")
 ARGUMENTS = '{"a": 7, "b": "x"}'
@@ -53,6 +56,7 @@ CALLS = {
         '<parameter name="b">x</parameter>\n</invoke>\n</minimax:tool_call>',
         "\n",
     ),
+    **{name: ("", LOOK_UPS[name].replace("look-up", "add").replace("{}", ARGUMENTS), None) for name in MARKED},
 }
 
 
@@ -142,13 +146,15 @@ def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: in
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_parsed_whichever_tokens_their_markup_is(kind: str, calls: str, size: int) -> None:
     chat = chat_of(kind, None, calls)
-    text = ("<|python_tag|>" if calls == "llama3_json" else "") + CALLS[calls][1]
+    text = ("<|python_tag|>" if calls == "llama3_json" else "So.") + CALLS[calls][1]
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     skip = not chat.has_special_markup(with_tools=True)
     detokenizer = Detokenizer(chat.tokenizer, skip_special_tokens=skip)
     parser = chat.parser("", SCHEMAS, one_call=False)
     pieces = [piece for i in range(0, len(ids), size) for piece in parser.push(detokenizer.push(ids[i : i + size]))]
-    assert joined(pieces + parser.push(detokenizer.flush()) + parser.finish()) == PIECES[1:]
+    start = CallStart(0, "add", "functions.add:0" if calls == "kimi_k2" else None)
+    said = [] if calls == "llama3_json" else [Content("So.")]
+    assert joined(pieces + parser.push(detokenizer.flush()) + parser.finish()) == [*said, start, *PIECES[2:]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

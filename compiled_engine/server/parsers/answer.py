@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, TextParser
 
+# Characters that the parsers get at once. Each mark makes a copy of what follows it.
+LONGEST_PART = 4096
+
 
 class AnswerParser:
     """Reasoning is looked for first, and calls in what is no reasoning. None: there is none of it to be found.
@@ -17,7 +20,11 @@ class AnswerParser:
         self._one_call = one_call
 
     def push(self, text: str) -> list[Piece]:
-        return self._of_tools([Content(text)] if self._reasoning is None else self._reasoning.push(text))
+        found: list[Piece] = []
+        for start in range(0, max(len(text), 1), LONGEST_PART):
+            part = text[start : start + LONGEST_PART]
+            found += self._of_tools([Content(part)] if self._reasoning is None else self._reasoning.push(part))
+        return found
 
     def finish(self) -> list[Piece]:
         pieces = [] if self._reasoning is None else self._of_tools(self._reasoning.finish())
