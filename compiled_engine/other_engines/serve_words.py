@@ -11,6 +11,7 @@ TOOL_PARSERS = {
     "llama4_json": "llama3_json",
     "qwen3_xml": "qwen3_coder",
     "glm47": "glm45",
+    "gpt-oss": "openai",
 }
 REASONING_PARSERS = dict.fromkeys(
     (
@@ -18,7 +19,7 @@ REASONING_PARSERS = dict.fromkeys(
         *("olmo3", "mimo", "holo2"),
     ),
     "qwen3",
-) | {"step3": "deepseek_r1"}
+) | {"step3": "deepseek_r1", "gpt-oss": "openai_gptoss", "GptOss": "openai_gptoss"}
 
 SERVER: Rows = {
     "tool_call_parser": Honoured("`tool_call_parser`", "tool_call_parser", TOOL_PARSERS, nothing=("",)),

@@ -151,13 +151,13 @@ class ServerOptions:
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
     tool_call_parser: str = declare(
         "auto",
-        one_of("auto", "none", "hermes", "llama3_json", "mistral"),
-        "`auto` (by the chat template), `none`, `hermes`, `llama3_json` or `mistral`",
+        one_of("auto", "none", "hermes", "llama3_json", "mistral", "openai"),
+        "`auto` (by the chat template), `none`, `hermes`, `llama3_json`, `mistral` or `openai`",
     )
     reasoning_parser: str = declare(
         "auto",
-        one_of("auto", "none", "qwen3", "deepseek_r1"),
-        "`auto` (by the chat template), `none`, `qwen3` or `deepseek_r1`",
+        one_of("auto", "none", "openai_gptoss", "qwen3", "deepseek_r1"),
+        "`auto` (by the chat template), `none`, `openai_gptoss`, `qwen3` or `deepseek_r1`",
     )
     chat_template_kwargs: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),

@@ -105,6 +105,9 @@ def written(name: str, arguments: list[dict[str, object]]) -> str:
     """How a model of the format writes calls of the tool `add`."""
     key = "parameters" if name == "llama3_json" else "arguments"
     objects = [json.dumps({"name": "add", key: each}) for each in arguments]
+    if name == "openai":
+        header = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+        return "<|start|>assistant".join(f"{header}{json.dumps(each)}<|call|>" for each in arguments)
     if name == "hermes":
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
     return "; ".join(objects) if name == "llama3_json" else f"[TOOL_CALLS] [{', '.join(objects)}]"

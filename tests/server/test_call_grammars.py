@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from compiled_engine.server.chat_messages import FunctionDefinition, Tool
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.forms import ToolUse, answer_form
 from compiled_engine.server.long_work import LongWork
+from compiled_engine.server.parsers import harmony
 from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
@@ -40,10 +42,13 @@ ANSWER = {
     "additionalProperties": False,
 }
 # The bytes, an end, and the special tokens that some formats have.
-SPECIAL = ("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+SPECIAL = ("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", *harmony.MARKUP)
 MARKS = {*b'<[{"'}
 READABLE = {*range(97, 110), *b' \n{}[],:;"0123<>'}
-TEMPLATES = {"hermes": "", "llama3_json": "", "mistral": "", "mistral with names": "[ARGS]"}
+TEMPLATES = {"hermes": "", "llama3_json": "", "mistral": "", "mistral with names": "[ARGS]", "openai": ""}
+
+# What precedes an answer's text.
+BEFORE_TEXT = {"openai": "<|channel|>final<|message|>"}
 
 
 class Bytes:
@@ -53,6 +58,13 @@ class Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
+
+
+def tokens_of(text: str, special: bool) -> list[int]:
+    """Bytes, and the special tokens if there are any."""
+    parts = re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text) if special else [text]
+    ids = {token: 256 + index for index, token in enumerate(SPECIAL)} if special else {}
+    return [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
 
 
 LONG_WORK = LongWork("forms", 1000, 10)
@@ -67,6 +79,7 @@ class Guard(SpecialTokenGuard):
 def chat_format(name: str, special: bool, reasoning: str | None = None) -> ChatFormat:
     tokenizer: Any = None
     tools = TOOL_FORMATS[name.split(maxsplit=1)[0]]
+    reasoning = reasoning or tools.reasoning
     return ChatFormat(tokenizer, TEMPLATES[name], None, tools, reasoning, Guard(special), LONG_WORK, (), {})
 
 
@@ -151,8 +164,8 @@ def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, specia
     for text in texts:
         check_calls(chat, text, at_least=0)
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), grammar, log_level=0, limits=parser_limits())
-    said = b"I will not <b>call</b> it. Sorry, [1, 2]"
-    assert matcher.consume_tokens(list(said)), matcher.get_error()
+    said = f"{BEFORE_TEXT.get(name, '')}I will not <b>call</b> it. Sorry, [1, 2]"
+    assert matcher.consume_tokens(tokens_of(said, special)), matcher.get_error()
     assert matcher.is_accepting()
     if not special and name == "hermes":
         assert not matcher.consume_tokens(list(b"<tool_call>call it</tool_call>"))
@@ -163,7 +176,8 @@ def test_an_answer_is_a_call_or_has_the_form_that_was_asked_for(name: str) -> No
     chat = chat_format(name, special=True)
     grammar = form_of(chat, tool_use(required=False, strict=False), ANSWER)
     for seed in range(25):
-        if (text := drawn(grammar, seed)) is not None and text not in ('{"ok":true}', '{"ok":false}'):
+        text = drawn(grammar, seed)
+        if text is not None and text.removeprefix(BEFORE_TEXT.get(name, "")) not in ('{"ok":true}', '{"ok":false}'):
             parser = chat.parser("", list(SCHEMAS), one_call=False)
             assert any(isinstance(piece, CallStart) for piece in parser.push(text) + parser.finish()), text
 
@@ -174,11 +188,10 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
     chat = chat_format("hermes", special, reasoning)
     inside = bool(prompt) or reasoning == "deepseek_r1"
     tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
-    ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
 
     def accepts(grammar: str, *parts: str) -> bool:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
-        tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
+        tokens = [token for part in parts for token in tokens_of(part, special and part in SPECIAL)]
         return matcher.consume_tokens(tokens) and matcher.is_accepting()
 
     answer = form_of(chat, None, ANSWER, prompt)

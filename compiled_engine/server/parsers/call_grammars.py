@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from compiled_engine.server.parsers import hermes, llama3_json, mistral
+from compiled_engine.server.parsers import harmony, hermes, llama3_json, mistral
 
 Literal = Callable[[str], str]
 """How Lark writes a text that may be a special token of the model."""
@@ -40,6 +40,15 @@ CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
 def quoted(text: str) -> str:
     """A text in Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def text_until(mark: str, literal: Literal, name: str) -> str:
+    """A rule for any text with a mark at its end. A special token is in no text, so it ends one; any other mark has to
+    be looked for."""
+    written = literal(mark)
+    if written == quoted(mark):
+        return f"{name}[suffix={written}]: /(?s:.*)/"
+    return f"{name}: {name.upper()}? {written}\n{name.upper()}: /(?s:.+)/"
 
 
 def hermes_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
@@ -75,6 +84,30 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
         more = ' (", " tool)*' if several else ""
         calls, shared = f'calls: {marker} "[" tool{more} "]"', _tools(tools, "arguments")
     return CallRules(calls=calls, free=f"free: TEXT? calls?\n{_text_without(mistral.MARKER, marker)}", shared=shared)
+
+
+def harmony_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
+    """One call, as it ends the answer. `free` uses the rule `thought` of harmony's reasoning."""
+    start, channel, message = map(literal, (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
+    calls = [f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        recipient = f" to={harmony.FUNCTIONS}{tool.name}"
+        header = f'{quoted(recipient)} {channel} "commentary" | {channel} {quoted(f"commentary{recipient}")}'
+        calls.append(f"call_{index}: ({header}) content_type {message} arguments_{index}")
+    calls.append(f'content_type: " "? {literal(harmony.CONSTRAIN)} "json" | " json"')
+    preamble = f'preamble: {channel} "commentary" {message} note {start} "{harmony.AUTHOR}"'
+    mark = "<|"  # begins all markers
+    free = [
+        f'free: (preamble thought*)* (call | {channel} "final" {message} TEXT?)',
+        preamble,
+        text_until(harmony.END, literal, "note"),
+        _text_without(mark, quoted(mark) if start == quoted(harmony.START) else start),
+    ]
+    return CallRules(
+        calls="calls: call",
+        free="\n".join(free),
+        shared="\n".join([*calls, _arguments(tools)]),
+    )
 
 
 def _tools(tools: Sequence[CallableTool], key: str) -> str:

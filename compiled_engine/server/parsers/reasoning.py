@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compiled_engine.server.parsers.marker_search import MarkerSearch
-from compiled_engine.server.parsers.pieces import Content, Piece, Reasoning
+from compiled_engine.server.parsers.pieces import Content, Piece, Reasoning, TextParser
 
 OPENING, CLOSING = "<think>", "</think>"
 
@@ -60,3 +60,22 @@ class ThinkParser:
             text = text.lstrip()
             self._trims = not text
         return text
+
+
+def begins_inside(prompt: str, continued: str | None, *, from_the_start: bool) -> bool | None:
+    """Return whether the text after `prompt` is reasoning from its first character on; None if none can follow, as it
+    is closed. continued: the message that the text continues, whose last tag decides; the prompt's end does without.
+    from_the_start: a model of the format reasons from its first token on, unless the prompt has closed the tag."""
+    if continued and continued.strip():
+        opened, closed = continued.rfind(OPENING), continued.rfind(CLOSING)
+        return True if opened > closed else None
+    end = prompt.rstrip()
+    return None if end.endswith(CLOSING) else from_the_start or end.endswith(OPENING)
+
+
+def think_parser(prompt: str, continued: str | None = None, *, from_the_start: bool) -> TextParser | None:
+    """Make the parser of what follows `prompt`; None if the reasoning is closed already. For the arguments see
+    `begins_inside`."""
+    inside = begins_inside(prompt, continued, from_the_start=from_the_start)
+    begun = bool((continued or "").rpartition(OPENING)[2].strip())
+    return None if inside is None else ThinkParser(inside=inside, begun=begun)

@@ -9,15 +9,26 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
-from compiled_engine.server.parsers import hermes, llama3_json, mistral
-from compiled_engine.server.parsers.call_grammars import CallGrammar, hermes_calls, llama3_calls, mistral_calls
+from compiled_engine.server.parsers import harmony, hermes, llama3_json, mistral
+from compiled_engine.server.parsers.call_grammars import (
+    CallGrammar,
+    harmony_calls,
+    hermes_calls,
+    llama3_calls,
+    mistral_calls,
+)
+from compiled_engine.server.parsers.harmony import HarmonyParser
 from compiled_engine.server.parsers.hermes import HermesParser
 from compiled_engine.server.parsers.llama3_json import Llama3JsonParser
 from compiled_engine.server.parsers.mistral import MistralParser
 from compiled_engine.server.parsers.pieces import TextParser
-from compiled_engine.server.parsers.reasoning import CLOSING, OPENING, ThinkParser
+from compiled_engine.server.parsers.reasoning import CLOSING, OPENING, think_parser
+from compiled_engine.server.parsers.reasoning_grammars import ReasoningGrammar, harmony_rules, think_rules
 
+HARMONY = "openai_gptoss"
+HARMONY_MARKS = ((harmony.CHANNEL, harmony.MESSAGE),)
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -27,7 +38,8 @@ class ToolFormat:
 
     parser: makes a parser, given the names of the request's tools. grammar: its calls as a grammar. marks: rows of
     texts; a chat template for this format contains all of one row. markup: texts that may be special
-    tokens. call_id_length: of the ids that the family's templates accept; None for any.
+    tokens. call_id_length: of the ids that the family's templates accept; None for any. reasoning: the format of
+    reasoning whose parser reads these calls too, as they are no part of the answer's text.
     """
 
     parser: Callable[[Collection[str]], TextParser]
@@ -35,6 +47,7 @@ class ToolFormat:
     marks: tuple[tuple[str, ...], ...]
     markup: tuple[str, ...]
     call_id_length: int | None = None
+    reasoning: str | None = None
 
     def call_id(self) -> str:
         """A new id for a call."""
@@ -49,10 +62,46 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         Llama3JsonParser, llama3_calls, (("<|python_tag|>",), ('"parameters":', "ipython")), (llama3_json.TAG,)
     ),
     "mistral": ToolFormat(lambda names: MistralParser(), mistral_calls, (("[TOOL_CALLS]",),), mistral.MARKUP, 9),
+    "openai": ToolFormat(HarmonyParser, harmony_calls, HARMONY_MARKS, harmony.MARKUP, reasoning=HARMONY),
 }
 
-# Name -> whether a model of the format reasons from its first token on, unless the prompt has closed the tag.
-REASONING_FORMATS: dict[str, bool] = {"qwen3": False, "deepseek_r1": True}
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The format in which a family of models reasons.
+
+    parser: makes the parser of what follows a prompt, given the prompt, the message that the answer continues, and the
+    names of tools whose calls it reads too; None if no reasoning can follow. grammar: its reasoning as a grammar.
+    marks, markup: as those of `ToolFormat`. ends: special tokens that end an answer, also where the checkpoint's
+    generation_config.json does not name them.
+    """
+
+    parser: Callable[[str, str | None, Collection[str] | None], TextParser | None]
+    grammar: ReasoningGrammar
+    marks: tuple[tuple[str, ...], ...]
+    markup: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+
+def _think(*, from_the_start: bool) -> ReasoningFormat:
+    """from_the_start: a model of the format reasons from its first token on, unless the prompt has closed the tag."""
+    return ReasoningFormat(
+        lambda prompt, continued, names: think_parser(prompt, continued, from_the_start=from_the_start),
+        partial(think_rules, from_the_start=from_the_start),
+        # A template that searches only for the end of the reasoning belongs to a model with answers that begin with it.
+        ((CLOSING,),) if from_the_start else ((OPENING, CLOSING),),
+        (OPENING, CLOSING),
+    )
+
+
+# The first whose marks a template has is that of its model.
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    HARMONY: ReasoningFormat(
+        HarmonyParser.behind, harmony_rules, HARMONY_MARKS, harmony.MARKUP, (harmony.CALL, harmony.RETURN)
+    ),
+    "qwen3": _think(from_the_start=False),
+    "deepseek_r1": _think(from_the_start=True),
+}
 
 
 def tool_format_of(template: str) -> str | None:
@@ -67,24 +116,13 @@ def tool_format_of(template: str) -> str | None:
 
 def reasoning_format_of(template: str) -> str | None:
     """The same for reasoning."""
-    if CLOSING not in template:
-        return None
-    # A template that searches only for the end of the reasoning belongs to a model with answers that begin with it.
-    return "qwen3" if OPENING in template else "deepseek_r1"
-
-
-def begins_inside(name: str, prompt: str, continued: str | None = None) -> bool | None:
-    """Return whether the text after `prompt` is reasoning from its first character on; None if none can follow, as it
-    is closed. continued: the message that the text continues, whose last tag decides; the prompt's end does without."""
-    if continued and continued.strip():
-        opened, closed = continued.rfind(OPENING), continued.rfind(CLOSING)
-        return True if opened > closed else None
-    end = prompt.rstrip()
-    return None if end.endswith(CLOSING) else REASONING_FORMATS[name] or end.endswith(OPENING)
+    for name, reasoning in REASONING_FORMATS.items():
+        if any(all(mark in template for mark in row) for row in reasoning.marks):
+            return name
+    return None
 
 
 def reasoning_parser(name: str, prompt: str, continued: str | None = None) -> TextParser | None:
-    """A parser for what follows `prompt`; None if the reasoning is closed already. continued: see `begins_inside`."""
-    inside = begins_inside(name, prompt, continued)
-    begun = bool((continued or "").rpartition(OPENING)[2].strip())
-    return None if inside is None else ThinkParser(inside=inside, begun=begun)
+    """A parser for what follows `prompt`; None if the reasoning is closed already. continued: the message that the text
+    continues."""
+    return REASONING_FORMATS[name].parser(prompt, continued, None)
