@@ -13,12 +13,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Family:
     """source: the template; a second one, for requests with tools, is tool_use. contents: text, parts, or both.
-    arguments_as_text: arguments of calls have to be JSON in a string."""
+    arguments_as_text: arguments of calls have to be JSON in a string. one_call: of a message's calls, only the first is
+    read, and the message may have content or reasoning, not both."""
 
     source: str
     tool_use: str | None = None
     contents: str = "text"
     arguments_as_text: bool = False
+    one_call: bool = False
 
     @property
     def takes_tools(self) -> bool:
@@ -420,7 +422,9 @@ _GPT_OSS = """{%- if messages[0].role == "developer" or messages[0].role == "sys
 {%- for message in rest %}
     {%- if message.role == "assistant" and "tool_calls" in message %}
         {%- set call = message.tool_calls[0].function %}
-        {%- if message.thinking %}{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}{%- endif %}
+        {%- if message.content and message.thinking %}{{- raise_exception("content and thinking") }}{%- endif %}
+        {%- set thought = message.content or message.thinking %}
+        {%- if thought %}{{- "<|start|>assistant<|channel|>analysis<|message|>" + thought + "<|end|>" }}{%- endif %}
         {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}{{- call.arguments | tojson }}{{- "<|call|>" }}
         {%- set last.name = call.name %}
     {%- elif message.role == "assistant" %}{{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
@@ -546,7 +550,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "solar": _named("'### ' + message['role'].title() + ':\\n' + message['content'] + '\\n\\n'", "### Assistant:\n"),
     "llava 1.5": Family(_LLAVA, contents="parts"),
-    "gpt-oss": Family(_GPT_OSS),
+    "gpt-oss": Family(_GPT_OSS, one_call=True),
     "minicpm": Family(
         "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<用户>' + message['content'].strip() + '<AI>' }}"
         "{% else %}{{ message['content'].strip() }}{% endif %}{% endfor %}"
