@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from compiled_engine.frontend.chat_template import REASONING_FIELDS, render_template
@@ -55,17 +56,23 @@ class ContentForm:
 class TemplateForms:
     """contents: by role; the form of the user's is that of other roles. arguments_as_text: those of calls are read as
     JSON in a string. one_call: of a message's calls, only the first is read. one_text: a message with calls may have
-    content or reasoning, not both. described: a tool must have a description."""
+    content or reasoning, not both. one_system: of several system messages at the beginning, only the first is read.
+    described: a tool must have a description."""
 
     contents: Mapping[str, ContentForm]
     arguments_as_text: bool
     one_call: bool = False
     one_text: bool = False
+    one_system: bool = False
     described: bool = False
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages in the forms that the template reads."""
-        return [self.adapt(message) for message in (_one_call_each(messages) if self.one_call else messages)]
+        if self.one_system:
+            messages = _one_system(messages)
+        if self.one_call:
+            messages = _one_call_each(messages)
+        return [self.adapt(message) for message in messages]
 
     def tools(self, tools: Sequence[Any]) -> list[Any]:
         """The tools, JSON schemas, as the template reads them."""
@@ -98,6 +105,15 @@ class TemplateForms:
             is_object = isinstance(given, str) and given.strip().startswith("{")
             arguments = given if is_object else json.dumps(arguments, ensure_ascii=False)
         return {**call, "arguments": arguments}
+
+
+def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with one system message at the beginning, which holds the texts of all that are there."""
+    first = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
+    if len(first) < 2:
+        return list(messages)
+    texts = [ContentForm(text=True, parts=0).adapt(message.get("content") or "") for message in first]
+    return [{**first[0], "content": "\n\n".join(texts)}, *messages[len(first) :]]
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -182,6 +198,7 @@ def forms_of(template: str) -> TemplateForms:
         as_text,
         one_call=_reads_one_call(template, calls),
         one_text=_reads_one_text(template, calls),
+        one_system=_reads_one_system(template, contents["system"], asks),
         described=_needs_descriptions(template, asks),
     )
 
@@ -209,6 +226,14 @@ def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
         return bool(_rendered(template, [asks, {**message, **fields}]))
 
     return takes(content) and takes(thought) and not takes(content | thought)
+
+
+def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
+    """Return whether the second of two system messages is left out, without an error."""
+    text = _rendered(
+        template, [*({"role": "system", "content": form.adapt(mark)} for mark in (MARK, OTHER_MARK)), asks]
+    )
+    return MARK in text and OTHER_MARK not in text
 
 
 def _needs_descriptions(template: str, asks: Any) -> bool:

@@ -22,6 +22,7 @@ from compiled_engine.server.parsers.registry import (
     TOOL_FORMATS,
     ToolFormat,
     reasoning_format_of,
+    reasoning_parser,
     tool_format_of,
 )
 
@@ -148,7 +149,7 @@ class ChatFormat:
         reasoning = None
         if self.reasoning is not None:
             names = tool_names if read_together else None
-            reasoning = REASONING_FORMATS[self.reasoning].parser(prompt, continued, names)
+            reasoning = reasoning_parser(self.reasoning, prompt, continued, names)
         calls = None if tools is None or read_together else tools.parser(tool_names)
         return AnswerParser(reasoning, calls, one_call=one_call)
 

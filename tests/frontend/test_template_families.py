@@ -68,6 +68,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "one": ([USER], {}),
     "no answer begun": ([USER], {"add_generation_prompt": False}),
     "system": ([SYSTEM, USER], {}),
+    "two systems": ([SYSTEM, {**SYSTEM, "content": " and short"}, USER], {}),
     "turns": ([USER, ANSWER, USER], {}),
     "long turns": ([SYSTEM, USER, ANSWER, USER, ANSWER, USER], {}),
     "continued": ([USER, ANSWER], {"add_generation_prompt": False, "continue_final_message": True}),
@@ -90,6 +91,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "tools": ([USER], {"tools": [TOOL]}),
 }
 LOOKING = {**CALLING, "tool_calls": [OTHER_CALL]}
+ONE_SYSTEM = {"two systems": [{**SYSTEM, "content": "be <brief>\n\n and short"}, USER]}
 # For templates that read one call of a message.
 APART: dict[str, list[dict[str, Any]]] = {
     "two calls": [USER, CALLING, FOUND, CALLING, FOUND],
@@ -155,8 +157,8 @@ def test_prompts_are_those_of_transformers(name: str) -> None:
         tokenizer = tokenizer_of(kind, name)
         chat = chat_of(tokenizer)
         for case, (messages, asked) in CASES.items():
-            apart = APART.get(case, messages) if family.one_call else messages
-            right = expected(tokenizer, family, apart, asked)
+            other = (APART if family.one_call else {}) | (ONE_SYSTEM if family.one_system else {})
+            right = expected(tokenizer, family, other.get(case, messages), asked)
             if asked.get("tools") and not family.takes_tools:
                 right = "refused"  # transformers drops the tools
             assert offline(tokenizer, messages, asked) == right, (kind, case)
@@ -201,6 +203,7 @@ HOSTILE = (
         "<s>",
         "[INST] x [/INST] ",
         "<|assistant|>",
+        "<|channel|>",
     ),
     *("<｜end▁of▁sentence｜><｜User｜>", "<|eom|>", "a <", "<|im_", "<|", "[", "<|im_end|"),
 )

@@ -11,8 +11,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_answer_parsers import chunked, content, cuts, parse
 from test_call_grammars import ANSWER, Bytes, chat_format, check_calls, drawn, form_of, tokens_of, tool_use
 
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob
 from compiled_engine.grammars.trials import parser_limits
-from compiled_engine.server.parsers.answer import joined
+from compiled_engine.server.logprob_shapes import TextLogprobs
+from compiled_engine.server.parsers.answer import AnswerParser, joined
 from compiled_engine.server.parsers.harmony import LONGEST_HEADER, MARKUP, HarmonyParser
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from compiled_engine.server.parsers.registry import reasoning_format_of, tool_format_of
@@ -138,6 +140,22 @@ def test_pieces_do_not_depend_on_the_chunks(text: str, places: list[int], with_t
     starts = [piece for piece in whole if isinstance(piece, CallStart)]
     assert [piece.index for piece in starts] == list(range(len(starts)))
     assert with_tools or not starts
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_log_probabilities_are_those_of_the_content(size: int) -> None:
+    """The line break that the parser puts between two texts is no token's."""
+    tokens = ["<|channel|>", "commentary", "<|message|>", "A_pl", "an.", "<|end|>", "<|start|>", "assistant"]
+    tokens += ["<|channel|>", "analysis", "<|message|>", "an", "<|end|>", "<|start|>", "assistant"]
+    tokens += ["<|channel|>", "final", "<|message|>", "Do", "ne.", "\n"]
+    logprobs = TextLogprobs(AnswerParser(parser(), None), 0, None)
+    found = []
+    for place in range(0, len(tokens), size):
+        part = tokens[place : place + size]
+        entries = [{7: Logprob(-1.0, 1, token)} for token in part]
+        reason = "stop" if place + size >= len(tokens) else None
+        found += logprobs.push(CompletionOutput(0, "".join(part), [7] * len(part), None, entries, reason, None))
+    assert [entry.token for entry in found] == ["A_pl", "an.", "Do", "ne.", "\n"]
 
 
 def test_without_tools_a_call_is_reasoning() -> None:

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 class Family:
     """source: the template; a second one, for requests with tools, is tool_use. contents: text, parts, or both.
     arguments_as_text: arguments of calls have to be JSON in a string. one_call: of a message's calls, only the first is
-    read, and the message may have content or reasoning, not both."""
+    read, and the message may have content or reasoning, not both. one_system: of several system messages at the
+    beginning, only the first is read."""
 
     source: str
     tool_use: str | None = None
     contents: str = "text"
     arguments_as_text: bool = False
     one_call: bool = False
+    one_system: bool = False
 
     @property
     def takes_tools(self) -> bool:
@@ -431,7 +433,7 @@ _GPT_OSS = """{%- if messages[0].role == "developer" or messages[0].role == "sys
     {%- elif message.role == "tool" %}
         {%- if last.name is none %}{{- raise_exception("no call before") }}{%- endif %}
         {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" }}{{- message.content | tojson }}{{- "<|end|>" }}
-    {%- else %}{{- "<|start|>user<|message|>" + message.content + "<|end|>" }}{%- endif %}
+    {%- elif message.role == "user" %}{{- "<|start|>user<|message|>" + message.content + "<|end|>" }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}"""
 
@@ -525,7 +527,7 @@ FAMILIES: dict[str, Family] = {
     "hermes 2 pro": Family(_turns(_CHATML, _CHATML_END, before="{{ bos_token }}"), _HERMES_TOOLS),
     "command r": Family(_COMMAND_R, _COMMAND_R_TOOLS),
     "zephyr": _named("'<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n'", "<|assistant|>\n"),
-    "vicuna": Family(_VICUNA),
+    "vicuna": Family(_VICUNA, one_system=True),
     "olmo": _named(
         "'<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '') + '\\n'",
         "<|assistant|>\n",
@@ -533,7 +535,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(_GRANITE),
     "smollm 2": Family(_turns(_CHATML, _CHATML_END)),
-    "smollm 3": Family(_SMOL_LM_3),
+    "smollm 3": Family(_SMOL_LM_3, one_system=True),
     "smolvlm": Family(_SMOL_VLM, contents="parts"),
     "falcon 3": _named(
         "'<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '\\n')",
@@ -550,7 +552,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "solar": _named("'### ' + message['role'].title() + ':\\n' + message['content'] + '\\n\\n'", "### Assistant:\n"),
     "llava 1.5": Family(_LLAVA, contents="parts"),
-    "gpt-oss": Family(_GPT_OSS, one_call=True),
+    "gpt-oss": Family(_GPT_OSS, one_call=True, one_system=True),
     "minicpm": Family(
         "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<用户>' + message['content'].strip() + '<AI>' }}"
         "{% else %}{{ message['content'].strip() }}{% endif %}{% endfor %}"

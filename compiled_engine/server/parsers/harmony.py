@@ -57,7 +57,7 @@ class HarmonyParser:
             parser.push(prompt[place:] if place >= 0 else "")
         if parser._header is not None and parser._header.strip() == AUTHOR:
             parser._header, parser._marked = "", False
-        parser._names = names
+        parser._names, parser._held = names, ""
         parser._said.clear()
         return parser
 
@@ -129,18 +129,18 @@ class HarmonyParser:
 
     def _say(self, text: str, pieces: list[Piece]) -> None:
         kind = self._kind
-        if kind is CallArguments and not self._wrote:
-            text = text.lstrip()
-        if not text or kind is None:
-            return
-        if kind is CallArguments:
-            pieces.append(CallArguments(self._count, text))
-        else:
+        assert kind is not None
+        if issubclass(kind, CallArguments):
+            if not self._wrote:
+                text = text.lstrip()
+            if text:
+                pieces.append(CallArguments(self._count, text))
+        elif text:
             if not self._wrote and kind in self._said:
                 pieces.append(kind("\n"))
             pieces.append(kind(text))
-        self._wrote = True
-        self._said.add(kind)
+            self._said.add(kind)
+        self._wrote = self._wrote or bool(text)
 
     def _end(self, pieces: list[Piece]) -> None:
         """End a message. A call of a function without arguments may have no text."""

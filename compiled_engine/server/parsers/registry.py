@@ -122,7 +122,9 @@ def reasoning_format_of(template: str) -> str | None:
     return None
 
 
-def reasoning_parser(name: str, prompt: str, continued: str | None = None) -> TextParser | None:
+def reasoning_parser(
+    name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
+) -> TextParser | None:
     """A parser for what follows `prompt`; None if the reasoning is closed already. continued: the message that the text
-    continues."""
-    return REASONING_FORMATS[name].parser(prompt, continued, None)
+    continues. names: of the tools whose calls it reads too, if the format's parser does."""
+    return REASONING_FORMATS[name].parser(prompt, continued, names)
