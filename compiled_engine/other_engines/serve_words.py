@@ -17,11 +17,13 @@ TOOL_PARSERS = {
     **dict.fromkeys(("qwen3_xml", "step3p5", "mimo"), "qwen3_coder"),
     **dict.fromkeys(("glm47", "poolside_v1"), "glm45"),
     "minimax-m2": "minimax_m2",
+    "gpt-oss": "openai",
 }
 REASONING_PARSERS = {
     **dict.fromkeys(("glm45", "glm47", "deepseek_v3", "deepseek_v31", "deepseek-v3", "nemotron_v3"), "qwen3"),
     **dict.fromkeys(("step3p5", "minimax_m2", "olmo3", "mimo", "holo2", "poolside_v1"), "qwen3"),
     **dict.fromkeys(("step3", "deepseek-r1", "qwen3-thinking"), "deepseek_r1"),
+    **dict.fromkeys(("gpt-oss", "GptOss"), "openai_gptoss"),
 }
 
 SERVER: Rows = {

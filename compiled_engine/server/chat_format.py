@@ -51,6 +51,10 @@ class SpecialTokenGuard:
         """Return whether the id is that of a special token."""
         return text in self._tokenizer.ids_of_special
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text, None if there is none."""
+        return self._tokenizer.ids_of_special.get(text)
+
 
 LONGEST_SETTING = 256
 MOST_NAMED = 8
@@ -128,9 +132,7 @@ class ChatFormat:
 
     def has_special_markup(self, *, with_tools: bool) -> bool:
         """Return whether an answer's markup holds special tokens, so that its text must keep them."""
-        markup: tuple[str, ...] = ()
-        if self.reasoning is not None:
-            markup += REASONING_FORMATS[self.reasoning].texts
+        markup: tuple[str, ...] = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].markup
         if with_tools and self.tools is not None:
             markup += self.tools.markup
         return any(map(self.guard.is_special, markup))
@@ -140,9 +142,19 @@ class ChatFormat:
     ) -> AnswerParser:
         """Make the parser of an answer to the prompt. tools: the schema of arguments of each tool that it may call, by
         the tool's name. continued: the message that the answer continues."""
-        reasoning = None if self.reasoning is None else reasoning_parser(self.reasoning, prompt, continued)
-        calls = self.tools.parser(tools) if self.tools is not None and tools else None
+        given = self.tools if tools else None
+        read_together = given is not None and given.reasoning is not None
+        reasoning = None
+        if self.reasoning is not None:
+            names = tools if read_together else None
+            reasoning = reasoning_parser(self.reasoning, prompt, continued, names)
+        calls = None if given is None or read_together else given.parser(tools)
         return AnswerParser(reasoning, calls, one_call=one_call)
+
+    def ending_ids(self) -> list[int]:
+        """The ids of special tokens that end an answer, whether the checkpoint says so or not."""
+        ends = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].ends
+        return [token_id for text in ends if (token_id := self.guard.special_id(text)) is not None]
 
     async def render(
         self,
@@ -193,7 +205,7 @@ def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts: LongWork) -> ChatFormat | None:
     """The format of a model with this tokenizer; None without a template. Raises ValueError for a template that is no
-    template."""
+    template, and for parsers that cannot be combined."""
     if tokenizer is None:
         return None
     from compiled_engine.frontend.chat_template import choose_template
@@ -205,20 +217,37 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
     if own is None and given is None:
         return None
     template, tool_template = choose_template(own, given, None), choose_template(own, given, ())
-    tools = _chosen(options.tool_call_parser, tool_format_of(tool_template))
+    tools, reasoning = _formats(options, template, tool_template)
     _ = tokenizer.client_text  # made here, as it takes a while with thousands of special tokens
     return ChatFormat(
         tokenizer,
         template,
         given,
-        None if tools is None else TOOL_FORMATS[tools],
-        _chosen(options.reasoning_parser, reasoning_format_of(template)),
+        tools,
+        reasoning,
         SpecialTokenGuard(tokenizer),
         texts,
         options.allow_chat_template_kwarg,
         template_variables("default_chat_template_kwargs", options.default_chat_template_kwargs or {}),
         tool_template,
         options.limits.max_json_values,
+    )
+
+
+def _formats(options: ServerOptions, template: str, tool_template: str) -> tuple[ToolFormat | None, str | None]:
+    """The formats of calls and of reasoning. Where one parser reads both, it is chosen for both or for neither."""
+    name = _chosen(options.tool_call_parser, tool_format_of(tool_template))
+    reasoning = _chosen(options.reasoning_parser, reasoning_format_of(template))
+    tools = None if name is None else TOOL_FORMATS[name]
+    if tools is None or tools.reasoning in (None, reasoning):
+        return tools, reasoning
+    if options.reasoning_parser == "auto":
+        return tools, tools.reasoning
+    if options.tool_call_parser == "auto":
+        return None, reasoning
+    raise ValueError(
+        f"reasoning_parser must be auto or {tools.reasoning} where tool_call_parser is {name}, which reads both, "
+        f"got {options.reasoning_parser!r}"
     )
 
 

@@ -55,6 +55,8 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     more = _more(fields)
     if fields.skip_special_tokens is None and chat.has_special_markup(with_tools=bool(tools)):
         more["skip_special_tokens"] = False
+    if (ending_ids := chat.ending_ids()) and not fields.ignore_eos:
+        more["stop_token_ids"] = [*(fields.stop_token_ids or ()), *ending_ids]
     params = sampling_params(fields, serving.default_chat_params(), limits, serving.max_answer_tokens, **more)
     text, token_ids = await chat.render(
         messages_for_template(fields.messages, chat, limits),

@@ -155,21 +155,21 @@ class ServerOptions:
             *("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "minimax_m2"),
             *("kimi_k2", "deepseek_v3", "deepseek_v31", "gemma4", "functiongemma", "granite", "granite_20b_fc"),
             *("internlm", "jamba", "longcat", "phi4_mini_json", "xlam", "lfm2", "olmo3", "llama4_pythonic"),
-            "pythonic",
+            *("pythonic", "openai"),
         ),
         "`auto` (by the chat template), `none`, `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `seed_oss`, "
         "`glm45`, `minimax_m2`, `kimi_k2`, `deepseek_v3`, `deepseek_v31`, `gemma4`, `functiongemma`, `granite`, "
         "`granite_20b_fc`, `internlm`, `jamba`, `longcat`, `phi4_mini_json`, `xlam`, `lfm2`, `olmo3`, "
-        "`llama4_pythonic` or `pythonic`",
+        "`llama4_pythonic`, `pythonic` or `openai`",
     )
     reasoning_parser: str = declare(
         "auto",
         one_of(
             *("auto", "none", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "hunyuan_a13b", "ernie45"),
-            *("qwen3", "deepseek_r1"),
+            *("openai_gptoss", "qwen3", "deepseek_r1"),
         ),
         "`auto` (by the chat template), `none`, `kimi_k2`, `gemma4`, `mistral`, `granite`, `seed_oss`, "
-        "`hunyuan_a13b`, `ernie45`, `qwen3` or `deepseek_r1`",
+        "`hunyuan_a13b`, `ernie45`, `openai_gptoss`, `qwen3` or `deepseek_r1`",
     )
     allow_chat_template_kwarg: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),

@@ -106,6 +106,8 @@ SERVER_WORDS: list[tuple[str, dict[str, Any]]] = [
     ("--disable-uvicorn-access-log", {"uvicorn_log_level": "warning"}),
     ("--enable-auto-tool-choice --tool-call-parser llama4_json", {"tool_call_parser": "llama3_json"}),
     ("--reasoning-parser glm45", {"reasoning_parser": "qwen3"}),
+    ("--reasoning-parser gpt-oss", {"reasoning_parser": "openai_gptoss"}),
+    ("--tool-call-parser gpt-oss", {"tool_call_parser": "openai"}),
     ("-asc 2", {"api_server_count": 2}),
     ('--default-chat-template-kwargs {"a":1}', {"default_chat_template_kwargs": '{"a":1}'}),
     ("--default-chat-template-kwargs.a.b 1", {"default_chat_template_kwargs": '{"a": {"b": 1}}'}),

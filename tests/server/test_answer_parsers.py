@@ -163,6 +163,13 @@ BY_FORMAT: dict[str, tuple[Callable[[int, Any], str], str, str]] = {
     "olmo3": (lambda i, given: in_python(given), "\n", "<function_calls>\n{}\n</function_calls>"),
     "llama4_pythonic": (lambda i, given: in_python(given), ", ", "<|python_start|>[{}]<|python_end|>"),
     "pythonic": (lambda i, given: in_python(given), ", ", "[{}]"),
+    "openai": (
+        lambda i, given: (
+            f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{json.dumps(given)}<|call|>"
+        ),
+        "<|start|>assistant",
+        "{}",
+    ),
 }
 
 
@@ -176,7 +183,7 @@ def written(name: str, arguments: list[dict[str, object]]) -> str:
     return around.replace("{}", between.join(each(index, given) for index, given in enumerate(arguments)))
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "openai"])
 @given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=3), places=cuts)
 def test_calls_have_the_arguments_that_were_written(
     name: str, arguments: list[dict[str, object]], places: list[int]

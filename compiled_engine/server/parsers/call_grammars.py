@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from compiled_engine.server.parsers import deepseek, gemma, kimi_k2, llama3_json, mistral
+from compiled_engine.server.parsers import deepseek, gemma, harmony, kimi_k2, llama3_json, mistral
 from compiled_engine.server.parsers.call_marks import CallMarks
 
 Literal = Callable[[str], str]
@@ -62,6 +62,15 @@ NO_LIST = r"\s*[^\s\[](?s:.*)"
 def quoted(text: str) -> str:
     """A text in Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def text_until(mark: str, literal: Literal, name: str) -> str:
+    """A rule for any text with a mark at its end. A special token is in no text, so it ends one; any other mark has to
+    be looked for."""
+    written = literal(mark)
+    if written == quoted(mark):
+        return f"{name}[suffix={written}]: /(?s:.*)/"
+    return f"{name}: {name.upper()}? {written}\n{name.upper()}: /(?s:.+)/"
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,30 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
         more = ' (", " tool)*' if several else ""
         calls, shared = f"calls: {marker} rest", f'rest: "[" tool{more} "]"\n{_objects(tools, "arguments")}'
     return CallRules(calls=calls, free=free_text((mistral.MARKER,), literal), shared=shared)
+
+
+def harmony_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
+    """One call, as it ends the answer. `free` uses the rule `thought` of harmony's reasoning."""
+    start, channel, message = map(literal, (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
+    calls = [f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        recipient = f" to={harmony.FUNCTIONS}{tool.name}"
+        header = f'{quoted(recipient)} {channel} "commentary" | {channel} {quoted(f"commentary{recipient}")}'
+        calls.append(f"call_{index}: ({header}) content_type {message} arguments_{index}")
+    calls.append(f'content_type: " "? {literal(harmony.CONSTRAIN)} "json" | " json"')
+    preamble = f'preamble: {channel} "commentary" {message} note {start} "{harmony.AUTHOR}"'
+    mark = "<|"  # begins all markers
+    free = [
+        f'free: (preamble thought*)* (call | {channel} "final" {message} TEXT?)',
+        preamble,
+        text_until(harmony.END, literal, "note"),
+        f"TEXT: /(?s:.+)/{without((mark,)) if start == quoted(harmony.START) else ''}",
+    ]
+    return CallRules(
+        calls="calls: call",
+        free="\n".join(free),
+        shared="\n".join([*calls, _arguments(tools)]),
+    )
 
 
 def _choice(tools: Sequence[CallableTool]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compiled_engine.server.parsers.marker_search import MarkerSearch
-from compiled_engine.server.parsers.pieces import Content, Piece, Reasoning
+from compiled_engine.server.parsers.pieces import Content, Piece, Reasoning, TextParser
 
 
 @dataclass(frozen=True)
@@ -128,3 +128,21 @@ class TaggedAnswer:
     def finish(self) -> list[Piece]:
         held = self._held + self._search.flush()
         return [Content(held)] if held else []
+
+
+def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bool | None:
+    """Return whether the text after `prompt` is reasoning from its first character on; None if none can follow, as it
+    is closed. continued: the message that the text continues, whose last tag decides; the prompt's end does without."""
+    if continued and continued.strip():
+        return True if continued.rfind(tags.opening) > continued.rfind(tags.closing) else None
+    end = prompt.rstrip()
+    return None if end.endswith(tags.closing) else tags.inside or end.endswith((tags.opening, tags.beginning))
+
+
+def think_parser(tags: ReasoningTags, prompt: str, continued: str | None = None) -> TextParser | None:
+    """Make the parser of what follows `prompt`; None if it is the answer alone. continued: see `begins_inside`."""
+    inside = begins_inside(tags, prompt, continued)
+    if inside is None:
+        return None if tags.around is None else TaggedAnswer(*tags.around)
+    begun = bool((continued or "").rpartition(tags.opening)[2].removeprefix(tags.label).strip())
+    return ThinkParser(tags, inside=inside, begun=begun)

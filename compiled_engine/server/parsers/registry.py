@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from compiled_engine.server.parsers import deepseek, gemma, kimi_k2, llama3_json, mistral
+from compiled_engine.server.parsers import deepseek, gemma, harmony, kimi_k2, llama3_json, mistral
 from compiled_engine.server.parsers.call_grammars import (
     CallGrammar,
     MarkedGrammar,
     fenced_begin,
     gemma_begin,
+    harmony_calls,
     kimi_begin,
     line_of_object,
     llama3_calls,
@@ -51,17 +52,21 @@ from compiled_engine.server.parsers.call_marks import (
 from compiled_engine.server.parsers.call_object import CallObject
 from compiled_engine.server.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from compiled_engine.server.parsers.gemma import GemmaParser
+from compiled_engine.server.parsers.harmony import HarmonyParser
 from compiled_engine.server.parsers.kimi_k2 import KimiK2Parser
 from compiled_engine.server.parsers.llama3_json import Llama3JsonParser
 from compiled_engine.server.parsers.marked_calls import MarkedCalls
 from compiled_engine.server.parsers.mistral import MistralParser
 from compiled_engine.server.parsers.pieces import TextParser
 from compiled_engine.server.parsers.python_call import PythonCall
-from compiled_engine.server.parsers.reasoning import ReasoningTags, TaggedAnswer, ThinkParser
+from compiled_engine.server.parsers.reasoning import ReasoningTags, think_parser
+from compiled_engine.server.parsers.reasoning_grammars import ReasoningGrammar, harmony_rules, think_rules
 from compiled_engine.server.parsers.xml_calls import XmlParser
 from compiled_engine.server.parsers.xml_grammar import xml_calls
 from compiled_engine.server.parsers.xml_markup import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlMarkup
 
+HARMONY = "openai_gptoss"
+HARMONY_MARKS = ((harmony.CHANNEL, harmony.MESSAGE),)
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -72,6 +77,7 @@ class ToolFormat:
     parser: makes a parser, given the schemas of arguments of the request's tools, by the tools' names. grammar: its
     calls as a grammar. marks: rows of texts; a chat template for this format contains all of one row. markup: texts
     that may be special tokens. call_id_length: of the ids that the family's templates accept; None for any.
+    reasoning: the format of reasoning whose parser reads these calls too, as they are no part of the answer's text.
     """
 
     parser: Callable[[Mapping[str, Mapping[str, Any]]], TextParser]
@@ -79,6 +85,7 @@ class ToolFormat:
     marks: tuple[tuple[str, ...], ...]
     markup: tuple[str, ...]
     call_id_length: int | None = None
+    reasoning: str | None = None
 
     def call_id(self) -> str:
         """A new id for a call."""
@@ -157,19 +164,52 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "olmo3": _python(OLMO3, (OLMO3.opening,)),
     "llama4_pythonic": _python(LLAMA4_PYTHONIC, ("<|header_start|>", "[func_name1(")),
     "pythonic": _python(PYTHONIC, ("[func_name1(",)),
+    "openai": ToolFormat(HarmonyParser, harmony_calls, HARMONY_MARKS, harmony.MARKUP, reasoning=HARMONY),
 }
 
-# A template has all texts of its format; the first format of these is chosen.
-REASONING_FORMATS: dict[str, ReasoningTags] = {
-    "kimi_k2": ReasoningTags(until=KIMI_K2.lead),
-    "gemma4": ReasoningTags("<|channel>", "<channel|>", label="thought", until=GEMMA4.opening),
-    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
-    "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
-    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
-    "hunyuan_a13b": ReasoningTags(around=("<answer>", "</answer>")),
-    "ernie45": ReasoningTags(around=("<response>", "</response>")),
-    "qwen3": ReasoningTags(),
-    "deepseek_r1": ReasoningTags(inside=True),
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The format in which a family of models reasons.
+
+    parser: makes the parser of what follows a prompt, given the prompt, the message that the answer continues, and the
+    names of tools whose calls it reads too; None if no reasoning can follow. grammar: its reasoning as a grammar.
+    marks, markup: as those of `ToolFormat`. ends: special tokens that end an answer, also where the checkpoint's
+    generation_config.json does not name them.
+    """
+
+    parser: Callable[[str, str | None, Collection[str] | None], TextParser | None]
+    grammar: ReasoningGrammar
+    marks: tuple[tuple[str, ...], ...]
+    markup: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+
+def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
+    """Reasoning between tags. marks: of a template; without any, all texts of the tags."""
+    return ReasoningFormat(
+        lambda prompt, continued, names: think_parser(tags, prompt, continued),
+        partial(think_rules, tags),
+        (marks or tags.texts,),
+        tags.texts,
+    )
+
+
+# The first whose marks a template has is that of its model.
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    HARMONY: ReasoningFormat(
+        HarmonyParser.behind, harmony_rules, HARMONY_MARKS, harmony.MARKUP, (harmony.CALL, harmony.RETURN)
+    ),
+    "kimi_k2": _think(ReasoningTags(until=KIMI_K2.lead)),
+    "gemma4": _think(ReasoningTags("<|channel>", "<channel|>", label="thought", until=GEMMA4.opening)),
+    "mistral": _think(ReasoningTags("[THINK]", "[/THINK]")),
+    "granite": _think(ReasoningTags("Here is my thought process:", "Here is my response:")),
+    "seed_oss": _think(ReasoningTags("<seed:think>", "</seed:think>")),
+    "hunyuan_a13b": _think(ReasoningTags(around=("<answer>", "</answer>"))),
+    "ernie45": _think(ReasoningTags(around=("<response>", "</response>"))),
+    "qwen3": _think(ReasoningTags()),
+    # A template that searches only for the end of the reasoning belongs to a model with answers that begin with it.
+    "deepseek_r1": _think(ReasoningTags(inside=True), ReasoningTags().closing),
 }
 
 
@@ -189,27 +229,15 @@ def tool_format_of(template: str) -> str | None:
 
 def reasoning_format_of(template: str) -> str | None:
     """The same for reasoning."""
-    for name, tags in REASONING_FORMATS.items():
-        if all(text in template for text in tags.texts):
+    for name, reasoning in REASONING_FORMATS.items():
+        if any(all(mark in template for mark in row) for row in reasoning.marks):
             return name
-    # A template that searches only for the end of the reasoning belongs to a model with answers that begin with it.
-    return "deepseek_r1" if REASONING_FORMATS["deepseek_r1"].closing in template else None
+    return None
 
 
-def begins_inside(name: str, prompt: str, continued: str | None = None) -> bool | None:
-    """Return whether the text after `prompt` is reasoning from its first character on; None if none can follow, as it
-    is closed. continued: the message that the text continues, whose last tag decides; the prompt's end does without."""
-    tags = REASONING_FORMATS[name]
-    if continued and continued.strip():
-        return True if continued.rfind(tags.opening) > continued.rfind(tags.closing) else None
-    end = prompt.rstrip()
-    return None if end.endswith(tags.closing) else tags.inside or end.endswith((tags.opening, tags.beginning))
-
-
-def reasoning_parser(name: str, prompt: str, continued: str | None = None) -> TextParser | None:
-    """A parser for what follows `prompt`; None if it is the answer alone. continued: see `begins_inside`."""
-    tags, inside = REASONING_FORMATS[name], begins_inside(name, prompt, continued)
-    if inside is None:
-        return None if tags.around is None else TaggedAnswer(*tags.around)
-    begun = bool((continued or "").rpartition(tags.opening)[2].removeprefix(tags.label).strip())
-    return ThinkParser(tags, inside=inside, begun=begun)
+def reasoning_parser(
+    name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
+) -> TextParser | None:
+    """A parser for what follows `prompt`; None if the reasoning is closed already. continued: the message that the text
+    continues. names: of the tools whose calls it reads too, if the format's parser does."""
+    return REASONING_FORMATS[name].parser(prompt, continued, names)
