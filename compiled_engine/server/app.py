@@ -21,10 +21,11 @@ from compiled_engine.server.adapters import LOAD, UNLOAD, load_adapter, unload_a
 from compiled_engine.server.chat_completions import chat_completions
 from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
-from compiled_engine.server.errors import UNEXPECTED, ApiError
+from compiled_engine.server.errors import MESSAGES, UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
 from compiled_engine.server.long_work import QUICK_FORM, LongWork
 from compiled_engine.server.lora_modules import adapters_of, check_adapter_options
+from compiled_engine.server.messages import count_tokens, messages
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
 from compiled_engine.server.model_list import health, load, model, models, ready, version
@@ -61,6 +62,8 @@ POST: dict[str, Handler] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
     "/v1/responses": responses,
+    MESSAGES: messages,
+    f"{MESSAGES}/count_tokens": count_tokens,
     "/v1/embeddings": embeddings,
     "/pooling": pooling,
     "/classify": classify,
@@ -97,8 +100,8 @@ def build_app(
     app = Starlette(
         routes=[
             *(Route(path, answers(file), methods=["GET"]) for path, file in pages.items()),
-            *(Route(path, _answered(handler), methods=["GET"]) for path, handler in {**GET, **debug}.items()),
-            *(Route(path, _answered(handler), methods=["POST"]) for path, handler in post.items()),
+            *(Route(path, _answered(path, handler), methods=["GET"]) for path, handler in {**GET, **debug}.items()),
+            *(Route(path, _answered(path, handler), methods=["POST"]) for path, handler in post.items()),
         ],
         exception_handlers={HTTPException: _http_error},
     )
@@ -128,7 +131,7 @@ def _max_new_tokens(engine: AsyncLLM) -> int | None:
     return default if default == stated else None
 
 
-def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
+def _answered(path: str, handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
     """The handler, with whatever it raises made a response."""
 
     async def answer(request: Request) -> Reply:
@@ -138,10 +141,10 @@ def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
         except ClientDisconnect:
             return Response(status_code=499)  # the client has gone
         except ApiError as error:
-            return error_response(error)
+            return error_response(error, path)
         except Exception:
             log.exception("%s %s failed", request.method, request.url.path)
-            return error_response(ApiError(500, UNEXPECTED))
+            return error_response(ApiError(500, UNEXPECTED), path)
 
     return answer
 
@@ -156,4 +159,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
         advice = "; a server has it with --enable-lora and --allowed-lora-folder"
     text = {404: f"there is nothing at {path}{advice}", 405: f"{request.method} is not allowed at {path}"}
     headers = error.headers or {}
-    return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers))
+    return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers), path)

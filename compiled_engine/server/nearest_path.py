@@ -9,7 +9,6 @@ OF_OTHER_SERVERS = {
     "/generate": "/v1/completions",
     "/generate_stream": "/v1/completions",
     "/inference/v1/generate": "/v1/completions",
-    "/v1/messages": "/v1/chat/completions",
     "/invocations": "/v1/chat/completions",
     "/embed": "/v1/embeddings",
     "/v1/embed": "/v1/embeddings",
