@@ -70,7 +70,6 @@ SERVER: Rows = {
         return_tokens_as_token_ids=False,
         enable_force_include_usage=False,
     ),
-    **only("the path /tokenizer_info", "leave it out", enable_tokenizer_info_endpoint=False),
     **only("gRPC", "leave it out", grpc=False),
     **only(
         "restricting methods or headers of other sites",

@@ -12,7 +12,6 @@ OF_OTHER_SERVERS = {
     "/invocations": "/v1/chat/completions",
     "/embed": "/v1/embeddings",
     "/v1/embed": "/v1/embeddings",
-    "/v2/embed": "/v1/embeddings",
     "/predict": "/classify",
     "/health_generate": "/health",
     "/info": "/v1/models",

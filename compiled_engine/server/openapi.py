@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.server.chat_format import LONGEST_SETTING
+from compiled_engine.server.embed import EmbedRequest, EmbedResponse
 from compiled_engine.server.errors import ErrorResponse, MessageErrorResponse
 from compiled_engine.server.message_blocks import CountTokensRequest, MessagesRequest
 from compiled_engine.server.messages import InputTokens, Message
@@ -88,6 +89,8 @@ OPERATIONS = (
     Operation("/v1/messages/count_tokens", "post", "The number of a conversation's tokens.", CountTokensRequest,
               InputTokens, None, OF_BODIES, MessageErrorResponse),
     Operation("/v1/embeddings", "post", "A vector for each text.", EmbeddingRequest, EmbeddingResponse, None,
+              OF_BODIES),
+    Operation("/v2/embed", "post", "Vectors of texts, in the shape of Cohere's API.", EmbedRequest, EmbedResponse, None,
               OF_BODIES),
     Operation("/pooling", "post", "The model's result for each text.", PoolingRequest, PoolingResponse, None,
               OF_BODIES),
@@ -273,6 +276,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     for name in ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest"):
         many = [each | {"maxItems": limits.max_inputs} for each in (texts, batch)]
         schemas[name]["properties"]["input"] = {"anyOf": [text, token_ids, *many]}
+    schemas["EmbedRequest"]["properties"]["texts"] = texts | {"maxItems": limits.max_inputs}
     items = {"type": "array", "minItems": 1, "items": {"anyOf": INPUT_ITEMS}}
     schemas["ResponsesRequest"]["properties"]["input"] = {"anyOf": [{"type": "string"}, items]}
     for name in ("ChatRequest", "TokenizeRequest", *OF_MESSAGES):
