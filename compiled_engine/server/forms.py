@@ -104,19 +104,20 @@ async def answer_form(
     use: ToolUse | None,
     asked: StructuredOutputs | None,
     continued: str | None = None,
+    budget: int | None = None,
 ) -> StructuredOutputs | None:
     """Return the grammar of an answer; None if any text is allowed. prompt: as rendered, which shows whether reasoning
-    comes first. continued: the message that the answer continues.
+    comes first. continued: the message that the answer continues. budget: most tokens of its reasoning.
 
     Raises ApiError 400 naming the tool whose schema is not supported.
     """
-    if asked is None and (use is None or not use.follows_schemas):
+    if asked is None and budget is None and (use is None or not use.follows_schemas):
         return None
     tools: list[CallableTool] = []
     if use is not None:
         tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), lambda: _callable(use))
-    reasoning = _reasoning(chat, prompt, continued)
-    if not tools and not reasoning:
+    reasoning = _reasoning(chat, prompt, continued, budget)
+    if reasoning is None and (not tools or (asked is None and use is not None and not use.follows_schemas)):
         return asked
     grammars = [] if asked is None else _named_answer(asked)
     rules = [f"start: {reasoning.before if reasoning else ''}body", *_body(chat, use, tools, has_answer=bool(grammars))]
@@ -129,7 +130,7 @@ async def answer_form(
 def _body(chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], *, has_answer: bool) -> list[str]:
     """Return the rule `body`, the part after any reasoning, and the rules that it needs."""
     if use is None or not tools:
-        return [f"body: @{ANSWER}"]
+        return [f"body: @{ANSWER}"] if has_answer else ["body: TEXT?", "TEXT: /(?s:.+)/"]
     assert chat.tools is not None
     found = chat.tools.grammar(tools, chat.guard.literal, chat.tool_template or chat.template, use.several)
     if use.required:
@@ -172,14 +173,18 @@ class _ReasoningRules:
     rules: str
 
 
-def _reasoning(chat: ChatFormat, prompt: str, continued: str | None) -> _ReasoningRules | None:
-    """Return the rule of reasoning, None without any."""
+def _reasoning(chat: ChatFormat, prompt: str, continued: str | None, budget: int | None) -> _ReasoningRules | None:
+    """Return the rule of reasoning, None without any. budget: where a token closes reasoning, which no text holds."""
     inside = None if chat.reasoning is None else begins_inside(chat.reasoning, prompt, continued)
     if inside is None:
         return None
     opening, closing = chat.guard.literal(OPENING), chat.guard.literal(CLOSING)
     # A special token is in no text, so it ends one; any other text has to be looked for.
     thought = f"thought[suffix={closing}]: /(?s:.*)/" if closing == quoted(CLOSING) else f"thought: THOUGHT? {closing}"
+    if budget is not None:  # the token that closes is all that is allowed behind the last one of the budget
+        thought = (
+            f"thought: bounded? {closing}\nbounded[max_tokens={budget}]: /(?s:.+)/" if budget else f"thought: {closing}"
+        )
     rules = [thought, "GAP: /\\s{1,8}/", *(["THOUGHT: /(?s:.+)/"] if closing != quoted(CLOSING) else [])]
     before = "thought GAP? " if inside else f"({opening} thought GAP?)? "
     return _ReasoningRules(before, "\n".join(rules))

@@ -103,7 +103,7 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model reasons first, if its chat template has a variable for that."""
+    """Whether the model reasons first, if its chat template has a variable for that; budget_tokens: most tokens."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -166,6 +166,7 @@ def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignore
         reasoning_effort=config.effort,
         continue_final_message=_ends_with_text(fields.messages) or None,
         chat_template_kwargs=_settings(fields, chat, ignored),
+        thinking_token_budget=None if fields.thinking is None else fields.thinking.budget_tokens,
     )
 
 
