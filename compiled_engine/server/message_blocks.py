@@ -152,6 +152,11 @@ def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignore
     for name, nothing in WITHOUT_PLACE.items():
         if (value := getattr(fields, name)) is not None and value not in nothing:
             raise bad_request(name, f"{name} must be absent, as a message has no place for its result, got {value!r}")
+    require_at_most("messages", fields.messages, limits.max_messages, "messages")
+    if (blocks := sum(map(_num_blocks, fields.messages))) > limits.max_messages:
+        raise bad_request("messages", f"messages must have at most {limits.max_messages} blocks, got {blocks}")
+    require_at_most("system", fields.system if isinstance(fields.system, list) else (), limits.max_messages, "blocks")
+    require_at_most("tools", fields.tools, limits.max_tools, "tools")
     choice = fields.tool_choice
     config = fields.output_config or OutputConfig()
     return ChatRequest(
@@ -168,6 +173,15 @@ def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignore
         chat_template_kwargs=_settings(fields, chat, ignored),
         thinking_token_budget=None if fields.thinking is None else fields.thinking.budget_tokens,
     )
+
+
+def _num_blocks(message: InputMessage) -> int:
+    """Return the number of blocks, those within results of tools included."""
+    content = message.content
+    if isinstance(content, str):
+        return 0
+    results = (block.content for block in content if isinstance(block, ToolResultBlock))
+    return len(content) + sum(len(result) for result in results if isinstance(result, list))
 
 
 def _stop(fields: CountTokensRequest, limits: Limits) -> Any:

@@ -201,7 +201,7 @@ def _listed(
     return Response(b"".join(parts()), headers={"content-type": "application/json", **warned(ignored)})
 
 
-async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, list[Any], Any, list[str]]:
+async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, Sequence[Any], Any, list[str]]:
     """The fields, a result for each text, what every answer has, and what of the request is ignored."""
     fields, ignored = await read_body(request, serving_of(request), kind, REFUSED_HERE)
     outputs, answer = await encoded(request, fields, task)

@@ -11,10 +11,12 @@ import pytest
 from test_model_config import read, write
 from transformers import AutoConfig
 
+from compiled_engine.graphs.cache.key import graph_config
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.config_overrides import read_overrides
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.translate import make_options
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -138,6 +140,18 @@ def test_a_reranker_is_made_of_a_decoder(tmp_path: Path) -> None:
     assert [head.tokens for head in one.pooling.head] == [(5,)]
     with pytest.raises(ValueError, match="classifier_from_token must be the token that affirms, or two"):
         read(tmp_path, overrides={**classes, "classifier_from_token": ["a", "b", "c"]})
+
+
+def test_the_compile_cache_sees_what_overrides_change() -> None:
+    """As with a changed file: a constant of the graph makes another entry, an input of the graph does not."""
+
+    def factors(**overrides: Any) -> dict[str, Any]:
+        return graph_config(resolve(EngineOptions(device="cpu", hf_overrides=overrides)))
+
+    plain = factors()
+    assert factors(rope_theta=5.0) == plain
+    for changed in ({"rms_norm_eps": 0.5}, {"num_hidden_layers": 2}, {"rope_parameters": YARN}):
+        assert factors(**changed) != plain
 
 
 def test_an_engine_runs_with_overrides() -> None:

@@ -260,6 +260,14 @@ def test_an_answer_in_a_form(own: RunningServer, engine: ScriptedEngine) -> None
         ({"max_tokens": None}, "max_tokens must be given"),
         ({"max_tokens": 0}, "max_tokens: expected int >= 1, got 0"),
         ({"messages": []}, "messages must not be empty"),
+        ({"messages": HELLO * 4097}, "messages must have at most 4096 messages, got 4097"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]},
+         "messages must have at most 4096 blocks, got 4097"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "x"}] * 4096}]}]},
+         "messages must have at most 4096 blocks, got 4097"),
+        ({"system": [{"type": "text", "text": "x"}] * 4097}, "system must have at most 4096 blocks, got 4097"),
+        ({"tools": [TOOL] * 257}, "tools must have at most 256 tools, got 257"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: expected 'assistant' or 'system' or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
