@@ -150,7 +150,8 @@ def test_the_compile_cache_sees_what_overrides_change() -> None:
 
     plain = factors()
     assert factors(rope_theta=5.0) == plain
-    for changed in ({"rms_norm_eps": 0.5}, {"num_hidden_layers": 2}, {"rope_parameters": YARN}):
+    fewer = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    for changed in ({"rms_norm_eps": 0.5}, fewer, {"rope_parameters": YARN}):
         assert factors(**changed) != plain
 
 
