@@ -99,7 +99,7 @@ def build_app(
     if taken := [each.lora_name for each in adapters if each.lora_name in names]:
         raise ValueError(f"lora_modules has {taken[0]!r}, which is the model's name; allowed: other names")
     optional: dict[str, Handler] = {INSPECTION: Inspection()} if options.debug_inspect else {}
-    if options.enable_tokenizer_info_endpoint:
+    if options.tokenizer_info:
         optional[TOKENIZER_INFO] = tokenizer_info
     app = Starlette(
         routes=[
@@ -162,7 +162,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if path in (LOAD, UNLOAD):
         advice = "; a server has it with --enable-lora and --allowed-lora-folder"
     elif path == TOKENIZER_INFO:
-        advice = "; a server has it with --enable-tokenizer-info-endpoint"
+        advice = "; a server has it with --tokenizer-info"
     text = {404: f"there is nothing at {path}{advice}", 405: f"{request.method} is not allowed at {path}"}
     headers = error.headers or {}
     return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers), path)

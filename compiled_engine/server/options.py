@@ -185,7 +185,7 @@ class ServerOptions:
         "serve the report of `compiled-engine inspect` at /debug/inspect",
         "it names folders of the server",
     )
-    enable_tokenizer_info_endpoint: bool = declare(
+    tokenizer_info: bool = declare(
         False, SWITCH, "serve the tokenizer's configuration and the chat template at /tokenizer_info"
     )
     vllm_metric_names: bool = declare(

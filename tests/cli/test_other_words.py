@@ -100,6 +100,7 @@ ENGINE: list[tuple[str, dict[str, Any]]] = [
     ("--seed -3 --language-model-only", {"seed": -3}),
 ]
 SERVER_WORDS: list[tuple[str, dict[str, Any]]] = [
+    ("--enable-tokenizer-info-endpoint", {"tokenizer_info": True}),
     ("--served-model-name a b", {"served_model_name": ("a", "b")}),
     ("--served-model-name a --served-model-name b", {"served_model_name": ("a", "b")}),
     ("--api-key a b", {"api_key": ("a", "b")}),

@@ -179,11 +179,11 @@ def test_the_configuration_of_the_tokenizer(server: RunningServer, bundled_model
     """On request only, without paths of whoever wrote it, and with the template that the server renders."""
     refused = httpx.get(f"{server.url}/tokenizer_info")
     assert refused.status_code == 404
-    assert "--enable-tokenizer-info-endpoint" in error_of(refused)["message"]
+    assert "--tokenizer-info" in error_of(refused)["message"]
     stated = json.loads((bundled_model_path / "tokenizer_config.json").read_text())
     for template in (None, "{{ messages }}"):
         own = ScriptedEngine(server.engine)
-        with running(own, enable_tokenizer_info_endpoint=True, chat_template=template) as informing:
+        with running(own, tokenizer_info=True, chat_template=template) as informing:
             found = httpx.get(f"{informing.url}/tokenizer_info").json()
         assert found["chat_template"] == (template or server.engine.tokenizer.chat_template)
         assert found.items() >= {name: value for name, value in stated.items() if name != "chat_template"}.items()
