@@ -583,7 +583,7 @@ def _assemble(
 ) -> EngineParts:
     folder = started.config.model.path
     streams = RequestStreams(OutputProcessor(tokenizer))
-    eos_token_ids = read_eos_token_ids(folder, tokenizer)
+    eos_token_ids = read_eos_token_ids(folder, tokenizer, started.config.model.overrides)
     return EngineParts(
         core=core,
         client=connect(core, connection, streams),

@@ -39,6 +39,9 @@ SERVER: Rows = {
         switch=True,
     ),
     "exclude_tools_when_tool_choice_none": Honoured("tool_choice none always leaves tools out of prompts", switch=True),
+    "enable_tokenizer_info_endpoint": Honoured(
+        "`tokenizer_info`", choices={True: {"tokenizer_info": True}, False: {}}, switch=True
+    ),
     "enable_server_load_tracking": Honoured("/load always has it", switch=True),
     "enable_request_id_headers": Honoured("answers always have x-request-id", switch=True),
     "enable_prompt_tokens_details": Honoured("usage always has prompt_tokens_details", switch=True),
@@ -76,7 +79,6 @@ SERVER: Rows = {
         return_tokens_as_token_ids=False,
         enable_force_include_usage=False,
     ),
-    **only("the path /tokenizer_info", "leave it out", enable_tokenizer_info_endpoint=False),
     **only("gRPC", "leave it out", grpc=False),
     **only(
         "restricting methods or headers of other sites",

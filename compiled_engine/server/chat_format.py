@@ -17,6 +17,7 @@ from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import Limits, ServerOptions, template_variables
 from compiled_engine.server.parsers.answer import AnswerParser
+from compiled_engine.server.parsers.call_grammars import quoted
 from compiled_engine.server.parsers.registry import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -58,6 +59,8 @@ class SpecialTokenGuard:
 
 LONGEST_SETTING = 256
 MOST_NAMED = 8
+# Names of the most tokens of reasoning in a request: vLLM's, and that of Qwen's own service.
+BUDGETS = ("thinking_token_budget", "thinking_budget")
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,10 @@ class ChatFormat:
         if getattr(fields, "reasoning_effort", None) is not None and not self.knows("reasoning_effort"):
             fields.reasoning_effort = None
             ignored.append("reasoning_effort is ignored: this model's chat template does not read it")
+        for name in BUDGETS:
+            if getattr(fields, name, None) is not None and (why := self.why_unbounded) is not None:
+                setattr(fields, name, None)
+                ignored.append(f"{name} is ignored: {why}")
         given = getattr(fields, "chat_template_kwargs", None) or {}
         unread = [name for name in given if name not in self.allowed_settings and not self._reads(name)]
         if unread:
@@ -124,6 +131,17 @@ class ChatFormat:
             names = ", ".join(map(shown, unread[:MOST_NAMED]))
             ignored.append(f"chat_template_kwargs: {names} ignored: this model's chat template does not read it")
         return ignored
+
+    @property
+    def why_unbounded(self) -> str | None:
+        """The reason why the tokens of reasoning have no bound; None if they can have one."""
+        if self.reasoning is None:
+            return "no reasoning of this model is known"
+        closing = REASONING_FORMATS[self.reasoning].closing
+        if closing is None:
+            return "reasoning of this model has several parts"
+        is_text = self.guard.literal(closing) == quoted(closing)
+        return f"the tokenizer has no token for {closing}, which closes reasoning" if is_text else None
 
     def _reads(self, name: str) -> bool:
         """Return whether a variable may be in the template, as a whole word."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.chat_format import BUDGETS, ChatFormat
 from compiled_engine.server.chat_messages import (
     Tool,
     begins_an_answer,
@@ -67,7 +68,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
         check=lambda text: serving.check_text(text, params, "messages"),
     )
     continued = text_of(fields.messages[-1]) if fields.continue_final_message else None
-    form = await answer_form(serving.forms, chat, text, use, asked, continued)
+    form = await answer_form(serving.forms, chat, text, use, asked, continued, _budget(fields, chat))
     try:
         params.structured_outputs = form
     except ValueError as error:
@@ -119,6 +120,19 @@ def _more(fields: ChatRequest) -> dict[str, Any]:
     if fields.max_completion_tokens is not None:
         more["max_tokens"] = fields.max_completion_tokens
     return more
+
+
+def _budget(fields: ChatRequest, chat: ChatFormat) -> int | None:
+    """Return the most tokens of reasoning, None for any number. Raises ApiError 400 where no reasoning is known."""
+    given = {name: value for name in BUDGETS if (value := getattr(fields, name)) not in (None, -1)}
+    if len(set(given.values())) > 1:
+        raise bad_request(BUDGETS[1], f"{' and '.join(BUDGETS)} must be equal, got {fields.thinking_token_budget}, "
+                                      f"{fields.thinking_budget}")  # fmt: skip
+    for name, value in given.items():
+        if (why := chat.why_unbounded) is not None:
+            raise bad_request(name, f"{name} must be absent, as {why}, got {value}", code="unsupported_parameter")
+        return value
+    return None
 
 
 def _no_call() -> str:

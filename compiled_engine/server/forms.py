@@ -104,20 +104,21 @@ async def answer_form(
     use: ToolUse | None,
     asked: StructuredOutputs | None,
     continued: str | None = None,
+    budget: int | None = None,
 ) -> StructuredOutputs | None:
     """Return the grammar of an answer; None if any text is allowed. prompt: as rendered, which shows whether reasoning
-    comes first. continued: the message that the answer continues.
+    comes first. continued: the message that the answer continues. budget: most tokens of its reasoning.
 
     Raises ApiError 400 naming the tool whose schema is not supported.
     """
-    if asked is None and (use is None or not use.follows_schemas):
+    if asked is None and budget is None and (use is None or not use.follows_schemas):
         return None
     tools: list[CallableTool] = []
     if use is not None:
         tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), lambda: _callable(use))
     known = None if chat.reasoning is None else REASONING_FORMATS[chat.reasoning]
-    reasoning = None if known is None else known.grammar(prompt, continued, chat.guard.literal)
-    if not tools and reasoning is None:
+    reasoning = None if known is None else known.grammar(prompt, continued, chat.guard.literal, budget)
+    if reasoning is None and (not tools or (asked is None and use is not None and not use.follows_schemas)):
         return asked
     reasoning = reasoning or ReasoningRules("", "")
     grammars = [] if asked is None else _named_answer(asked)
@@ -133,7 +134,7 @@ def _body(
     """Return the rule `body`, the part after any reasoning, and the rules that it needs."""
     answer = f"{reasoning.before_text}@{ANSWER}"
     if use is None or not tools:
-        return [f"body: {answer}"]
+        return [f"body: {answer}"] if has_answer else ["body: TEXT?", "TEXT: /(?s:.+)/"]
     assert chat.tools is not None
     found = chat.tools.grammar(tools, chat.guard.literal, chat.tool_template or chat.template, use.several)
     before = reasoning.before_text if chat.tools.reasoning is None else reasoning.before_message

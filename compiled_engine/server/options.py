@@ -195,6 +195,9 @@ class ServerOptions:
         "serve the report of `compiled-engine inspect` at /debug/inspect",
         "it names folders of the server",
     )
+    tokenizer_info: bool = declare(
+        False, SWITCH, "serve the tokenizer's configuration and the chat template at /tokenizer_info"
+    )
     vllm_metric_names: bool = declare(
         False, SWITCH, "export metrics that vLLM has under its names too, for its dashboards"
     )

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.server.cache_salt import cache_salt
+from compiled_engine.server.chat_format import BUDGETS
 from compiled_engine.server.chat_messages import (
     ChatMessage,
     FunctionCall,
@@ -210,6 +211,7 @@ def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
         parallel_tool_calls=fields.parallel_tool_calls,
         reasoning_effort=effort,
         chat_template_kwargs=fields.chat_template_kwargs,
+        **{name: getattr(fields, name) for name in BUDGETS},
     )
 
 

@@ -21,7 +21,8 @@ from compiled_engine.other_engines.translate import make_options
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.server.options import ServerOptions
 
-# Sections begin with "# " and what the errors of their lines say; the lines of the first start.
+# Sections begin with "# " and what the errors of their lines say; the lines of the first start. Overrides for models of
+# another family are refused by the values of the checkpoint that the test has.
 FILE = Path(__file__).with_name("start_lines.txt")
 STARTS = "starts"
 # What the published files of --config hold.
@@ -81,6 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_text("{{ messages }}")
     (tmp_path / "GPT-OSS_Blackwell.yaml").write_text(YAML)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "vocab.json").write_text(json.dumps({"no": 0, "yes": 1}))
     monkeypatch.chdir(tmp_path)
 
     def checked(*given: Any) -> ServerOptions:

@@ -24,7 +24,7 @@ class AnswerParser:
         found: list[Piece] = []
         for start in range(0, max(len(text), 1), LONGEST_PART):
             part = text[start : start + LONGEST_PART]
-            pieces = [Content(part)] if self._reasoning is None else self._reasoning.push(part)
+            pieces: list[Piece] = [Content(part)] if self._reasoning is None else self._reasoning.push(part)
             found += self._of_tools(pieces)
         return self._counted(found)
 

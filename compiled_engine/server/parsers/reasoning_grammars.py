@@ -23,19 +23,26 @@ class ReasoningRules:
     before_message: str = ""
 
 
-ReasoningGrammar = Callable[[str, "str | None", Literal], "ReasoningRules | None"]
-"""Given the prompt, the message that the answer continues, and how literals are written; None if no reasoning can
-follow."""
+ReasoningGrammar = Callable[[str, "str | None", Literal, "int | None"], "ReasoningRules | None"]
+"""Given the prompt, the message that the answer continues, how literals are written, and the most tokens of reasoning,
+if there is a bound; None if no reasoning can follow."""
 
 
-def think_rules(tags: ReasoningTags, prompt: str, continued: str | None, literal: Literal) -> ReasoningRules | None:
-    """Return the rules for tags; None if the reasoning is closed already. continued: see `begins_inside`."""
+def think_rules(
+    tags: ReasoningTags, prompt: str, continued: str | None, literal: Literal, budget: int | None = None
+) -> ReasoningRules | None:
+    """Return the rules for tags; None if the reasoning is closed already. continued: see `begins_inside`. budget: most
+    tokens of the reasoning, where a token closes it, which no text holds."""
     inside = begins_inside(tags, prompt, continued)
     if inside is None:
         return None
     opening = literal(tags.opening) + (f" {quoted(tags.label)}" if tags.label else "")
     before = "thought GAP? " if inside else f"({opening} thought GAP?)? "
-    return ReasoningRules(before, f"{text_until(tags.closing, literal, 'thought')}\nGAP: /\\s{{1,8}}/")
+    thought = text_until(tags.closing, literal, "thought")
+    if budget is not None:  # the token that closes is all that is allowed behind the last one of the budget
+        bounded = f"thought: bounded? {literal(tags.closing)}\nbounded[max_tokens={budget}]: /(?s:.+)/"
+        thought = bounded if budget else f"thought: {literal(tags.closing)}"
+    return ReasoningRules(before, f"{thought}\nGAP: /\\s{{1,8}}/")
 
 
 def harmony_rules(prompt: str, continued: str | None, literal: Literal) -> ReasoningRules:

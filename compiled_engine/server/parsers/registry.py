@@ -175,7 +175,7 @@ class ReasoningFormat:
     parser: makes the parser of what follows a prompt, given the prompt, the message that the answer continues, and the
     names of tools whose calls it reads too; None if no reasoning can follow. grammar: its reasoning as a grammar.
     marks, markup: as those of `ToolFormat`. ends: special tokens that end an answer, also where the checkpoint's
-    generation_config.json does not name them.
+    generation_config.json does not name them. closing: the tag that ends reasoning whose tokens may have a bound.
     """
 
     parser: Callable[[str, str | None, Collection[str] | None], TextParser | None]
@@ -183,6 +183,7 @@ class ReasoningFormat:
     marks: tuple[tuple[str, ...], ...]
     markup: tuple[str, ...]
     ends: tuple[str, ...] = ()
+    closing: str | None = None
 
 
 def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
@@ -192,13 +193,18 @@ def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
         partial(think_rules, tags),
         (marks or tags.texts,),
         tags.texts,
+        closing=tags.closing,
     )
 
 
 # The first whose marks a template has is that of its model.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     HARMONY: ReasoningFormat(
-        HarmonyParser.behind, harmony_rules, HARMONY_MARKS, harmony.MARKUP, (harmony.CALL, harmony.RETURN)
+        HarmonyParser.behind,
+        lambda prompt, continued, literal, budget: harmony_rules(prompt, continued, literal),
+        HARMONY_MARKS,
+        harmony.MARKUP,
+        (harmony.CALL, harmony.RETURN),
     ),
     "kimi_k2": _think(ReasoningTags(until=KIMI_K2.lead)),
     "gemma4": _think(ReasoningTags("<|channel>", "<channel|>", label="thought", until=GEMMA4.opening)),
