@@ -203,8 +203,8 @@ class MessageEvents:
                 assert isinstance(self._open, ThinkingBlock)
                 self._open.thinking += text
                 yield self._delta("thinking_delta", thinking=text)
-            case CallStart(_, name):
-                yield from self._add(ToolUseBlock(id=self._make_call_id(), name=name, input={}))
+            case CallStart(_, name, call_id):
+                yield from self._add(ToolUseBlock(id=call_id or self._make_call_id(), name=name, input={}))
                 self._arguments = ""
             case CallArguments(_, text):
                 self._arguments = (self._arguments or "") + text

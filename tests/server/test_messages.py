@@ -139,6 +139,14 @@ def test_events_make_the_same_message(own: RunningServer, engine: ScriptedEngine
     assert without_ids(put_together(found)) == without_ids(answer(own, tools=[TOOL]))
 
 
+def test_a_call_has_the_id_that_the_model_wrote(server: RunningServer) -> None:
+    call = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    with running(ScriptedEngine(server.engine, [call]), chat_template=TEMPLATE, tool_call_parser="kimi_k2") as kimi:
+        (block,) = answer(kimi, tools=[TOOL])["content"]
+        (streamed,) = put_together(events(kimi, tools=[TOOL]))["content"]
+    assert block["id"] == streamed["id"] == "functions.add:0"
+
+
 def outputs(text: str, finish_reason: str, stop_reason: Any, cached: int = 0) -> list[RequestOutput]:
     completion = CompletionOutput(0, text, [1, 2], None, None, finish_reason, stop_reason)
     return [RequestOutput("0", None, [1, 2, 3], None, [completion], True, cached, RequestMetrics(0.0))]

@@ -26,7 +26,7 @@ MARKED = ("kimi_k2", "deepseek_v3", "gemma4", "granite", "internlm", "lfm2")
 TAGS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *(text for name in MARKED for text in TOOL_FORMATS[name].markup),
+    *("[THINK]", "[/THINK]", *(text for name in MARKED for text in TOOL_FORMATS[name].markup)),
 )
 KINDS = ("special", "added", "text")
 ARGUMENTS = '{"a": 7, "b": "x"}'

@@ -62,6 +62,15 @@ def test_reasoning_ends_with_its_budget(kind: str, prompt: str) -> None:
     assert not allowed(chat, form(chat, 0, prompt), f"{opening}a</think>\n\n3")
 
 
+def test_reasoning_between_other_tags_ends_with_its_budget() -> None:
+    chat = chat_of("special", "mistral")
+    assert allowed(chat, form(chat, 5), "[THINK]abc[/THINK]\n\nYes.")
+    assert not allowed(chat, form(chat, 5), "[THINK]abcdefgh[/THINK]\n\nYes.")
+    assert (
+        chat_of("added", "mistral").why_unbounded == "the tokenizer has no token for [/THINK], which closes reasoning"
+    )
+
+
 def test_an_answer_that_may_begin_with_reasoning_need_not() -> None:
     chat = chat_of("special")
     assert allowed(chat, form(chat, 3), "No reasoning at all, and more than three tokens.")
