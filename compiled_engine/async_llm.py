@@ -604,7 +604,8 @@ def _assemble(
     folder = started.config.model.path
     streams = RequestStreams(OutputProcessor(tokenizer))
     config, limits, id_prefix = started.config, started.limits, f"{started.client}:"
-    inputs = InputProcessor(tokenizer, limits, read_eos_token_ids(folder, tokenizer), id_prefix, config.adapters)
+    eos_token_ids = read_eos_token_ids(folder, tokenizer, config.model.overrides)
+    inputs = InputProcessor(tokenizer, limits, eos_token_ids, id_prefix, config.adapters)
     return EngineParts(
         core=core,
         client=connect(core, connection, streams),

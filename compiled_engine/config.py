@@ -203,6 +203,7 @@ class ModelConfig:
     is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
     they have none. `merged_adapter`: folder of an adapter that is merged into the weights while they are loaded.
     `head`: set for a head that drafts, whose `vocab_size` is that of its embedding.
+    `overrides`: values in the place of those in config.json, as JSON; empty for none.
     """
 
     path: Path
@@ -244,6 +245,7 @@ class ModelConfig:
     recurrences: Recurrences | None = None
     merged_adapter: Path | None = None
     head: HeadConfig | None = None
+    overrides: str = ""
 
     @property
     def num_mlps(self) -> int:

@@ -38,6 +38,10 @@ SPECULATIVE_CONFIG = Kind(
     require("a dict, or one as JSON", lambda value: isinstance(value, Mapping | str)),
     {"anyOf": [{"type": "string"}, {"type": "object"}]},
 )
+OVERRIDES = Kind(
+    require("a dict of values of config.json, or one as JSON", lambda value: isinstance(value, Mapping | str)),
+    {"anyOf": [{"type": "string"}, {"type": "object"}]},
+)
 BLOCK_SIZE = Kind(lambda name, value: value, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
 
 
@@ -186,6 +190,13 @@ class EngineOptions:
         one_of("auto", "textbook", "transformers"),
         "[source of the model's code](models.md): `textbook` or `transformers`",
         default_is="textbook if it has the architecture",
+    )
+    hf_overrides: Mapping[str, Any] | str | None = declare(
+        None,
+        OVERRIDES,
+        "[values in the place of those in config.json](models.md#values-of-configjson): a dict, on the command line as "
+        "JSON",
+        default_is="the checkpoint's",
     )
     runner: str = declare(
         "auto",

@@ -18,7 +18,7 @@ from compiled_engine.other_engines.lengths import read_length
 from compiled_engine.schema import declarations
 
 # Own options whose values are JSON objects; a YAML file may have them as mappings, and the command line by dotted keys.
-OBJECTS = ("speculative_config", "pooler_config", "default_chat_template_kwargs")
+OBJECTS = ("speculative_config", "pooler_config", "hf_overrides", "default_chat_template_kwargs")
 INTEGERS = {each.name for each in declarations(EngineOptions) if each.schema.get("type") == "integer"}
 _LEVEL = re.compile(r"-O(\d)")
 

@@ -71,6 +71,7 @@ def render_chat(
     message of the wrong form, a role or tools that the template does not know, or what the template itself objects to.
     """
     from compiled_engine.frontend.chat_template import choose_template, plain, schema_of
+    from compiled_engine.frontend.template_forms import forms_of
 
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt must be False when continue_final_message is True")
@@ -96,8 +97,9 @@ def render_chat(
             is_stopped=is_stopped,
         )
 
-    schemas = None if tools is None else [schema_of(tool) for tool in tools]
-    values = plain([_in_forms(checked, template), schemas, further])
+    forms = forms_of(template)
+    schemas = None if tools is None else forms.tools([schema_of(tool) for tool in tools])
+    values = plain([forms.conversation(checked), schemas, further])
     if not tokenizer.client_text.concerns(values):
         check(text := render(values))
         return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)))
@@ -115,14 +117,6 @@ def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> s
         raise
     except Exception as error:  # any, as templates are programs of others
         raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
-
-
-def _in_forms(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The messages in the forms that the template reads."""
-    from compiled_engine.frontend.template_forms import forms_of
-
-    forms = forms_of(template)
-    return [forms.adapt(message) for message in messages]
 
 
 def _check_conversation(name: str, conversation: Any, template: str) -> list[dict[str, Any]]:

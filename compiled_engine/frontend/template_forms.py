@@ -1,5 +1,5 @@
-"""The forms in which a chat template reads a message: contents as text or as parts, arguments of calls as objects or as
-text.
+"""The forms in which a chat template reads a conversation: contents as text or as parts, arguments of calls as objects
+or as text, a call in each message or several.
 
 Templates do not say so. Each is rendered with small conversations, and what comes out shows what it has read.
 """
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import Any
 
-from compiled_engine.frontend.chat_template import render_template
+from compiled_engine.frontend.chat_template import REASONING_FIELDS, render_template
 
 # Arrays and objects within each other, in arguments that are parsed; deeper ones stay text.
 DEEPEST_ARGUMENTS = 64
@@ -28,7 +28,7 @@ _BLANK = dict.fromkeys(
     [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")],
     "",
 )
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "probe",
@@ -57,10 +57,28 @@ class ContentForm:
 @dataclass(frozen=True)
 class TemplateForms:
     """contents: by role; the form of the user's is that of other roles. arguments_as_text: those of calls are read as
-    JSON in a string."""
+    JSON in a string. one_call: of a message's calls, only the first is read. one_text: a message with calls may have
+    content or reasoning, not both. one_system: of several system messages at the beginning, only the first is read.
+    described: a tool must have a description."""
 
     contents: Mapping[str, ContentForm]
     arguments_as_text: bool
+    one_call: bool = False
+    one_text: bool = False
+    one_system: bool = False
+    described: bool = False
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages in the forms that the template reads."""
+        if self.one_system:
+            messages = _one_system(messages)
+        if self.one_call:
+            messages = _one_call_each(messages)
+        return [self.adapt(message) for message in messages]
+
+    def tools(self, tools: Sequence[Any]) -> list[Any]:
+        """The tools, JSON schemas, as the template reads them."""
+        return [_described(tool) for tool in tools] if self.described else list(tools)
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message in the forms that the template reads."""
@@ -70,6 +88,10 @@ class TemplateForms:
             adapted["content"] = form.adapt(message["content"])
         if isinstance(calls := message.get("tool_calls"), list | tuple):
             adapted["tool_calls"] = [self._adapt_call(call) for call in calls]
+            reasoning = next((name for name in REASONING_FIELDS if message.get(name)), None)
+            content = adapted.get("content")
+            if self.one_text and reasoning and content and isinstance(content, str):
+                adapted |= {"content": "", reasoning: f"{message[reasoning]}\n{content}"}
         return adapted
 
     def _adapt_call(self, call: Any) -> Any:
@@ -85,6 +107,47 @@ class TemplateForms:
             is_object = isinstance(given, str) and given.strip().startswith("{")
             arguments = given if is_object else json.dumps(arguments, ensure_ascii=False)
         return {**call, "arguments": arguments}
+
+
+def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with one system message at the beginning, which holds the texts of all that are there."""
+    first = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
+    if len(first) < 2:
+        return list(messages)
+    texts = [ContentForm(text=True, parts=0).adapt(message.get("content") or "") for message in first]
+    return [{**first[0], "content": "\n\n".join(texts)}, *messages[len(first) :]]
+
+
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with a message for each call, and each result behind its call."""
+    apart: list[Mapping[str, Any]] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | tuple) or len(calls) < 2:
+            apart.append(message)
+            continue
+        ids = [call.get("id") if isinstance(call, Mapping) else None for call in calls]
+        results: list[list[Mapping[str, Any]]] = [[] for _ in calls]
+        begin = place
+        while place < len(messages) and messages[place].get("role") == "tool":
+            call_id = messages[place].get("tool_call_id")
+            owner = ids.index(call_id) if ids.count(call_id) == 1 else min(place - begin, len(calls) - 1)
+            results[owner].append(messages[place])
+            place += 1
+        bare = {name: value for name, value in message.items() if name not in REASONING_FIELDS} | {"content": ""}
+        for index, call in enumerate(calls):
+            apart += [{**(bare if index else message), "tool_calls": [call]}, *results[index]]
+    return apart
+
+
+def _described(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
 
 
 def _parsed(arguments: Any) -> Any:
@@ -132,7 +195,57 @@ def forms_of(template: str) -> TemplateForms:
     contents = {
         role: _content_form(template, before, role, after, user) for role, (before, after) in surroundings.items()
     }
-    return TemplateForms({"user": user, **contents}, as_text)
+    return TemplateForms(
+        {"user": user, **contents},
+        as_text,
+        one_call=_reads_one_call(template, calls),
+        one_text=_reads_one_text(template, calls),
+        one_system=_reads_one_system(template, contents["system"], asks),
+        described=_needs_descriptions(template, asks),
+    )
+
+
+def _reads_one_call(template: str, calls: Sequence[Any]) -> bool:
+    """Return whether the second call of a message is left out, without an error."""
+    asks, message = calls
+
+    def shown(*names: str) -> list[bool]:
+        of_message = [
+            {**call, "function": {**call["function"], "name": name}} for call in message["tool_calls"] for name in names
+        ]
+        text = _rendered(template, [asks, {**message, "tool_calls": of_message}])
+        return [name in text for name in names]
+
+    return shown(MARK, OTHER_MARK) == [True, False] and shown(OTHER_MARK) == [True]
+
+
+def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
+    """Return whether a message with a call is refused if it has content and reasoning."""
+    asks, message = calls
+    content, thought = {"content": asks["content"]}, {REASONING_FIELDS[0]: "probe"}
+
+    def takes(fields: Mapping[str, Any]) -> bool:
+        return bool(_rendered(template, [asks, {**message, **fields}]))
+
+    return takes(content) and takes(thought) and not takes(content | thought)
+
+
+def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
+    """Return whether the second of two system messages is left out, without an error."""
+    text = _rendered(
+        template, [*({"role": "system", "content": form.adapt(mark)} for mark in (MARK, OTHER_MARK)), asks]
+    )
+    return MARK in text and OTHER_MARK not in text
+
+
+def _needs_descriptions(template: str, asks: Any) -> bool:
+    """Return whether a tool is refused if it has no description."""
+    function = {name: value for name, value in _TOOL["function"].items() if name != "description"}
+
+    def takes(tool: Any) -> bool:
+        return bool(_rendered(template, [asks], [[tool]]))
+
+    return takes(_TOOL) and not takes({**_TOOL, "function": function})
 
 
 def _content_form(
@@ -172,10 +285,10 @@ def _call(user: ContentForm, arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": user.adapt(""), "tool_calls": [call]}
 
 
-def _rendered(template: str, messages: Sequence[Any]) -> str:
+def _rendered(template: str, messages: Sequence[Any], with_tools: Sequence[list[Any] | None] = (None, [_TOOL])) -> str:
     """The text without and with a tool; empty where the template refuses the conversation."""
     texts = []
-    for tools in (None, [_TOOL]):
+    for tools in with_tools:
         with suppress(Exception):  # any, as templates are programs of others
             text = render_template(
                 template,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -249,11 +250,15 @@ def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
     return path
 
 
-def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Every end-of-sequence token that generation_config.json, config.json or the tokenizer names."""
+def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides: str = "") -> frozenset[int]:
+    """Every end-of-sequence token that generation_config.json, config.json or the tokenizer names. overrides: of
+    config.json, as JSON."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = read_json_if_there(model_path / name).get("eos_token_id")
+        stated = read_json_if_there(model_path / name)
+        if overrides and name == "config.json":
+            stated |= json.loads(overrides)
+        value = stated.get("eos_token_id")
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
             raise ValueError(f"eos_token_id in {str(model_path / name)!r} must be an integer or a list, got {value!r}")

@@ -313,6 +313,10 @@ HONOURED: Rows = {
         choices={"auto": {}, "hf": {}},
     ),
     "config_format": Honoured("config.json", values={"mistral": OTHER_FORMAT}, choices={"auto": {}, "hf": {}}),
+    **{
+        name: Honoured("`hf_overrides`", read="overrides")
+        for name in ("hf_overrides", "json_model_override_args", "rope_scaling", "rope_theta")
+    },
     "hf_token": Honoured("the token that huggingface_hub finds, HF_TOKEN for one", read="no token"),
     **COMPILATION_KEYWORDS,
 }
@@ -386,13 +390,10 @@ NOT_SUPPORTED: Rows = {
         "sleep mode", "close() the engine and make a new one: it starts from the compile cache", enable_sleep_mode=False
     ),
     **only(
-        "overriding the model configuration",
-        "change the checkpoint's config.json",
-        hf_overrides=({},),
+        "another model configuration",
+        "give hf_overrides, or change the checkpoint's config.json",
         hf_config=(),
         hf_config_path=(),
-        rope_scaling=(),
-        rope_theta=(),
         override_attention_dtype=(),
         disable_sliding_window=False,
     ),

@@ -8,17 +8,23 @@ from compiled_engine.other_engines.keywords import Honoured, Rows, WithoutEffect
 
 # Parsers with other names elsewhere, which read the same markup as one here.
 TOOL_PARSERS = {
-    "llama4_json": "llama3_json",
-    "qwen3_xml": "qwen3_coder",
-    "glm47": "glm45",
+    **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
+    **dict.fromkeys(("qwen", "qwen25", "granite4", "ernie45"), "hermes"),
+    "hunyuan_a13b": "jamba",
+    "granite-20b-fc": "granite_20b_fc",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    **dict.fromkeys(("qwen3_xml", "step3p5", "mimo"), "qwen3_coder"),
+    **dict.fromkeys(("glm47", "poolside_v1"), "glm45"),
+    "minimax-m2": "minimax_m2",
+    "gpt-oss": "openai",
 }
-REASONING_PARSERS = dict.fromkeys(
-    (
-        *("glm45", "deepseek_v3", "deepseek_v31", "nemotron_v3", "kimi_k2", "step3p5", "minimax_m2", "ernie45"),
-        *("olmo3", "mimo", "holo2"),
-    ),
-    "qwen3",
-) | {"step3": "deepseek_r1"}
+REASONING_PARSERS = {
+    **dict.fromkeys(("glm45", "glm47", "deepseek_v3", "deepseek_v31", "deepseek-v3", "nemotron_v3"), "qwen3"),
+    **dict.fromkeys(("step3p5", "minimax_m2", "olmo3", "mimo", "holo2", "poolside_v1"), "qwen3"),
+    **dict.fromkeys(("step3", "deepseek-r1", "qwen3-thinking"), "deepseek_r1"),
+    **dict.fromkeys(("gpt-oss", "GptOss"), "openai_gptoss"),
+}
 
 SERVER: Rows = {
     "tool_call_parser": Honoured("`tool_call_parser`", "tool_call_parser", TOOL_PARSERS, nothing=("",)),
@@ -33,6 +39,9 @@ SERVER: Rows = {
         switch=True,
     ),
     "exclude_tools_when_tool_choice_none": Honoured("tool_choice none always leaves tools out of prompts", switch=True),
+    "enable_tokenizer_info_endpoint": Honoured(
+        "`tokenizer_info`", choices={True: {"tokenizer_info": True}, False: {}}, switch=True
+    ),
     "enable_server_load_tracking": Honoured("/load always has it", switch=True),
     "enable_request_id_headers": Honoured("answers always have x-request-id", switch=True),
     "enable_prompt_tokens_details": Honoured("usage always has prompt_tokens_details", switch=True),
@@ -70,7 +79,6 @@ SERVER: Rows = {
         return_tokens_as_token_ids=False,
         enable_force_include_usage=False,
     ),
-    **only("the path /tokenizer_info", "leave it out", enable_tokenizer_info_endpoint=False),
     **only("gRPC", "leave it out", grpc=False),
     **only(
         "restricting methods or headers of other sites",

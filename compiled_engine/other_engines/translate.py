@@ -23,6 +23,8 @@ from compiled_engine.process.callers import warn_caller
 from compiled_engine.schema import unknown_name_message
 
 SIZES = ("capture_sizes", "capture_token_sizes")
+# Words for values in the place of those in config.json.
+OVERRIDES = ("hf_overrides", "json_model_override_args", "rope_scaling", "rope_theta")
 CUDA_GRAPH_OPTIONS = ("graph_mode", *SIZES)
 DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 
@@ -254,6 +256,26 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """All overrides of config.json together, whichever word is read: each of the words has the same result."""
+    found: dict[str, Any] = {}
+    for name in OVERRIDES:
+        each = given.get(name)
+        if isinstance(each, str):
+            try:
+                each = json.loads(each)
+            except ValueError as error:
+                if given[name] is value:
+                    raise ValueError(f"is {value!r}, which is no JSON: {error}") from error
+        if name in ("rope_scaling", "rope_theta"):
+            each = None if each is None else {name: each}
+        elif not isinstance(each, Mapping | None) and given[name] is value:
+            raise ValueError(f"is {value!r}; allowed: a dict of values of config.json, or one as JSON")
+        if isinstance(each, Mapping):
+            found |= each
+    return {"hf_overrides": found} if found else {}
+
+
 # By the names that rows have for them: from a value, and all keywords, to options.
 READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
     "": lambda value, given: {},
@@ -262,6 +284,7 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
     "one device": _device_ids,
     "no token": _hf_token,
     "length": _length,
+    "overrides": _overrides,
 }
 
 

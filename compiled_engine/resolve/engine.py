@@ -28,6 +28,7 @@ from compiled_engine.config import (
 from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
 from compiled_engine.models.checkpoint.adapter_folder import OUTPUT, read_adapter
 from compiled_engine.models.checkpoint.build_model import build_tensors
+from compiled_engine.models.checkpoint.config_overrides import read_overrides
 from compiled_engine.models.checkpoint.config_reader import DEFAULT_IGNORE, read_model_config
 from compiled_engine.models.checkpoint.linear_names import linear_names, require_linears
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
@@ -132,6 +133,7 @@ def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str]
         cache_dir=resolve_cache_dir(options),
         quantization=options.quantization,
         quantization_ignore=options.quantization_ignore,
+        overrides=read_overrides(options.hf_overrides),
         pooling=PoolingOptions(options.runner, pooler.converts(options.convert), pooler),
     )
     reasons |= model_reasons

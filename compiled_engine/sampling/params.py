@@ -112,7 +112,9 @@ OTHER_PARAMS: dict[str, OtherParam] = {
         "log-probabilities of chosen tokens are", "use logprobs=-1 and look them up by token id", None
     ),
     "guided_decoding": _Refused("this older name of structured_outputs is", _STRUCTURED, None),
-    "thinking_token_budget": _Refused("a separate limit on thinking is", "use max_tokens", None, -1),
+    "thinking_token_budget": _Refused(
+        "a separate limit on thinking is", "use max_tokens, or give it to a chat of the server", None, -1
+    ),
     "repetition_detection": _Refused(
         "ending a request because it repeats itself is", "watch LLM.stream and close the iterator", None
     ),

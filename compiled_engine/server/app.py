@@ -21,10 +21,12 @@ from compiled_engine.server.adapters import LOAD, UNLOAD, load_adapter, unload_a
 from compiled_engine.server.chat_completions import chat_completions
 from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
-from compiled_engine.server.errors import UNEXPECTED, ApiError
+from compiled_engine.server.embed import embed
+from compiled_engine.server.errors import MESSAGES, UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
 from compiled_engine.server.long_work import QUICK_FORM, LongWork
 from compiled_engine.server.lora_modules import adapters_of, check_adapter_options
+from compiled_engine.server.messages import count_tokens, messages
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
 from compiled_engine.server.model_list import health, load, model, models, ready, version
@@ -38,7 +40,7 @@ from compiled_engine.server.rerank import rerank, score
 from compiled_engine.server.responses import responses
 from compiled_engine.server.serving import Admission, Serving
 from compiled_engine.server.shared_figures import SharedFigures
-from compiled_engine.server.tokenization import detokenize, tokenize
+from compiled_engine.server.tokenization import TOKENIZER_INFO, detokenize, tokenize, tokenizer_info
 from compiled_engine.server.web_page import PATH as INSPECTION
 from compiled_engine.server.web_page import Inspection, answers, page_files
 
@@ -61,7 +63,10 @@ POST: dict[str, Handler] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
     "/v1/responses": responses,
+    MESSAGES: messages,
+    f"{MESSAGES}/count_tokens": count_tokens,
     "/v1/embeddings": embeddings,
+    "/v2/embed": embed,
     "/pooling": pooling,
     "/classify": classify,
     "/score": score,
@@ -84,7 +89,7 @@ def build_app(
     """
     figures = figures or SharedFigures()
     pages = page_files()
-    routes = [*GET, *POST, LOAD, UNLOAD, *pages, INSPECTION, OTHER_ROUTE]
+    routes = [*GET, *POST, LOAD, UNLOAD, *pages, INSPECTION, TOKENIZER_INFO, OTHER_ROUTE]
     if not options.web_page:
         pages.clear()
     post = POST | ({LOAD: load_adapter, UNLOAD: unload_adapter} if options.allowed_lora_folder else {})
@@ -93,12 +98,14 @@ def build_app(
     check_adapter_options(options, engine.config.adapters is not None)
     if taken := [each.lora_name for each in adapters if each.lora_name in names]:
         raise ValueError(f"lora_modules has {taken[0]!r}, which is the model's name; allowed: other names")
-    debug: dict[str, Handler] = {INSPECTION: Inspection()} if options.debug_inspect else {}
+    optional: dict[str, Handler] = {INSPECTION: Inspection()} if options.debug_inspect else {}
+    if options.tokenizer_info:
+        optional[TOKENIZER_INFO] = tokenizer_info
     app = Starlette(
         routes=[
             *(Route(path, answers(file), methods=["GET"]) for path, file in pages.items()),
-            *(Route(path, _answered(handler), methods=["GET"]) for path, handler in {**GET, **debug}.items()),
-            *(Route(path, _answered(handler), methods=["POST"]) for path, handler in post.items()),
+            *(Route(path, _answered(path, handler), methods=["GET"]) for path, handler in {**GET, **optional}.items()),
+            *(Route(path, _answered(path, handler), methods=["POST"]) for path, handler in post.items()),
         ],
         exception_handlers={HTTPException: _http_error},
     )
@@ -128,7 +135,7 @@ def _max_new_tokens(engine: AsyncLLM) -> int | None:
     return default if default == stated else None
 
 
-def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
+def _answered(path: str, handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
     """The handler, with whatever it raises made a response."""
 
     async def answer(request: Request) -> Reply:
@@ -138,10 +145,10 @@ def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
         except ClientDisconnect:
             return Response(status_code=499)  # the client has gone
         except ApiError as error:
-            return error_response(error)
+            return error_response(error, path)
         except Exception:
             log.exception("%s %s failed", request.method, request.url.path)
-            return error_response(ApiError(500, UNEXPECTED))
+            return error_response(ApiError(500, UNEXPECTED), path)
 
     return answer
 
@@ -154,6 +161,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     advice = f"; did you mean {nearest}?" if nearest else ""
     if path in (LOAD, UNLOAD):
         advice = "; a server has it with --enable-lora and --allowed-lora-folder"
+    elif path == TOKENIZER_INFO:
+        advice = "; a server has it with --tokenizer-info"
     text = {404: f"there is nothing at {path}{advice}", 405: f"{request.method} is not allowed at {path}"}
     headers = error.headers or {}
-    return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers))
+    return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers), path)

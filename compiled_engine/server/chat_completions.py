@@ -137,7 +137,7 @@ def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMe
     for piece in pieces:
         if isinstance(piece, CallStart):
             function = CalledFunction(name=piece.name, arguments="")
-            calls.append(ToolCall(id=make_call_id(), type="function", function=function))
+            calls.append(ToolCall(id=piece.id or make_call_id(), type="function", function=function))
         elif isinstance(piece, CallArguments):
             calls[piece.index].function.arguments += piece.text
     return AnswerMessage(
@@ -184,11 +184,11 @@ class _Part:
                 return Delta(content=text)
             case Reasoning(text):
                 return Delta(reasoning_content=text, reasoning=text)
-            case CallStart(index, name):
+            case CallStart(index, name, call_id):
                 self._last_arguments = ""
                 function = CalledFunction(name=name, arguments="")
-                call = ToolCall(index=index, id=self._answer.prompt.make_call_id(), type="function", function=function)
-                return Delta(tool_calls=[call])
+                call_id = call_id or self._answer.prompt.make_call_id()
+                return Delta(tool_calls=[ToolCall(index=index, id=call_id, type="function", function=function)])
             case CallArguments(index, text):
                 self._last_arguments = (self._last_arguments or "") + text
                 return Delta(tool_calls=[ToolCall(index=index, function=CalledFunction(arguments=text))])

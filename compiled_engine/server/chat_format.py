@@ -17,8 +17,9 @@ from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import Limits, ServerOptions, template_variables
 from compiled_engine.server.parsers.answer import AnswerParser
-from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
+from compiled_engine.server.parsers.call_grammars import quoted
 from compiled_engine.server.parsers.registry import (
+    REASONING_FORMATS,
     TOOL_FORMATS,
     ToolFormat,
     reasoning_format_of,
@@ -51,9 +52,15 @@ class SpecialTokenGuard:
         """Return whether the id is that of a special token."""
         return text in self._tokenizer.ids_of_special
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text, None if there is none."""
+        return self._tokenizer.ids_of_special.get(text)
+
 
 LONGEST_SETTING = 256
 MOST_NAMED = 8
+# Names of the most tokens of reasoning in a request: vLLM's, and that of Qwen's own service.
+BUDGETS = ("thinking_token_budget", "thinking_budget")
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,10 @@ class ChatFormat:
         if getattr(fields, "reasoning_effort", None) is not None and not self.knows("reasoning_effort"):
             fields.reasoning_effort = None
             ignored.append("reasoning_effort is ignored: this model's chat template does not read it")
+        for name in BUDGETS:
+            if getattr(fields, name, None) is not None and (why := self.why_unbounded) is not None:
+                setattr(fields, name, None)
+                ignored.append(f"{name} is ignored: {why}")
         given = getattr(fields, "chat_template_kwargs", None) or {}
         unread = [name for name in given if name not in self.allowed_settings and not self._reads(name)]
         if unread:
@@ -121,6 +132,17 @@ class ChatFormat:
             ignored.append(f"chat_template_kwargs: {names} ignored: this model's chat template does not read it")
         return ignored
 
+    @property
+    def why_unbounded(self) -> str | None:
+        """The reason why the tokens of reasoning have no bound; None if they can have one."""
+        if self.reasoning is None:
+            return "no reasoning of this model is known"
+        closing = REASONING_FORMATS[self.reasoning].closing
+        if closing is None:
+            return "reasoning of this model has several parts"
+        is_text = self.guard.literal(closing) == quoted(closing)
+        return f"the tokenizer has no token for {closing}, which closes reasoning" if is_text else None
+
     def _reads(self, name: str) -> bool:
         """Return whether a variable may be in the template, as a whole word."""
         word = re.compile(rf"\b{re.escape(name)}\b")
@@ -128,19 +150,29 @@ class ChatFormat:
 
     def has_special_markup(self, *, with_tools: bool) -> bool:
         """Return whether an answer's markup holds special tokens, so that its text must keep them."""
-        markup: tuple[str, ...] = () if self.reasoning is None else (OPENING, CLOSING)
+        markup: tuple[str, ...] = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].markup
         if with_tools and self.tools is not None:
             markup += self.tools.markup
         return any(map(self.guard.is_special, markup))
 
     def parser(
-        self, prompt: str, tool_names: Sequence[str], *, one_call: bool, continued: str | None = None
+        self, prompt: str, tools: Mapping[str, Mapping[str, Any]], *, one_call: bool, continued: str | None = None
     ) -> AnswerParser:
-        """Make the parser of an answer to the prompt. tool_names: of the tools that it may call. continued: the message
-        that the answer continues."""
-        reasoning = None if self.reasoning is None else reasoning_parser(self.reasoning, prompt, continued)
-        tools = self.tools.parser(tool_names) if self.tools is not None and tool_names else None
-        return AnswerParser(reasoning, tools, one_call=one_call)
+        """Make the parser of an answer to the prompt. tools: the schema of arguments of each tool that it may call, by
+        the tool's name. continued: the message that the answer continues."""
+        given = self.tools if tools else None
+        read_together = given is not None and given.reasoning is not None
+        reasoning = None
+        if self.reasoning is not None:
+            names = tools if read_together else None
+            reasoning = reasoning_parser(self.reasoning, prompt, continued, names)
+        calls = None if given is None or read_together else given.parser(tools)
+        return AnswerParser(reasoning, calls, one_call=one_call)
+
+    def ending_ids(self) -> list[int]:
+        """The ids of special tokens that end an answer, whether the checkpoint says so or not."""
+        ends = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].ends
+        return [token_id for text in ends if (token_id := self.guard.special_id(text)) is not None]
 
     async def render(
         self,
@@ -191,7 +223,7 @@ def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts: LongWork) -> ChatFormat | None:
     """The format of a model with this tokenizer; None without a template. Raises ValueError for a template that is no
-    template."""
+    template, and for parsers that cannot be combined."""
     if tokenizer is None:
         return None
     from compiled_engine.frontend.chat_template import choose_template
@@ -203,20 +235,37 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
     if own is None and given is None:
         return None
     template, tool_template = choose_template(own, given, None), choose_template(own, given, ())
-    tools = _chosen(options.tool_call_parser, tool_format_of(tool_template))
+    tools, reasoning = _formats(options, template, tool_template)
     _ = tokenizer.client_text  # made here, as it takes a while with thousands of special tokens
     return ChatFormat(
         tokenizer,
         template,
         given,
-        None if tools is None else TOOL_FORMATS[tools],
-        _chosen(options.reasoning_parser, reasoning_format_of(template)),
+        tools,
+        reasoning,
         SpecialTokenGuard(tokenizer),
         texts,
         options.allow_chat_template_kwarg,
         template_variables("default_chat_template_kwargs", options.default_chat_template_kwargs or {}),
         tool_template,
         options.limits.max_json_values,
+    )
+
+
+def _formats(options: ServerOptions, template: str, tool_template: str) -> tuple[ToolFormat | None, str | None]:
+    """The formats of calls and of reasoning. Where one parser reads both, it is chosen for both or for neither."""
+    name = _chosen(options.tool_call_parser, tool_format_of(tool_template))
+    reasoning = _chosen(options.reasoning_parser, reasoning_format_of(template))
+    tools = None if name is None else TOOL_FORMATS[name]
+    if tools is None or tools.reasoning in (None, reasoning):
+        return tools, reasoning
+    if options.reasoning_parser == "auto":
+        return tools, tools.reasoning
+    if options.tool_call_parser == "auto":
+        return None, reasoning
+    raise ValueError(
+        f"reasoning_parser must be auto or {tools.reasoning} where tool_call_parser is {name}, which reads both, "
+        f"got {options.reasoning_parser!r}"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.chat_format import BUDGETS, ChatFormat
 from compiled_engine.server.chat_messages import (
     Tool,
     begins_an_answer,
@@ -55,6 +56,8 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     more = _more(fields)
     if fields.skip_special_tokens is None and chat.has_special_markup(with_tools=bool(tools)):
         more["skip_special_tokens"] = False
+    if (ending_ids := chat.ending_ids()) and not fields.ignore_eos:
+        more["stop_token_ids"] = [*(fields.stop_token_ids or ()), *ending_ids]
     params = sampling_params(fields, serving.default_chat_params(), limits, serving.max_answer_tokens, **more)
     text, token_ids = await chat.render(
         messages_for_template(fields.messages, chat, limits),
@@ -65,17 +68,17 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
         check=lambda text: serving.check_text(text, params, "messages"),
     )
     continued = text_of(fields.messages[-1]) if fields.continue_final_message else None
-    form = await answer_form(serving.forms, chat, text, use, asked, continued)
+    form = await answer_form(serving.forms, chat, text, use, asked, continued, _budget(fields, chat))
     try:
         params.structured_outputs = form
     except ValueError as error:
         raise blamed_on_request(error) from error
-    names = [] if use is None else [tool.function.name for tool in use.tools]
+    schemas = {} if use is None else {tool.function.name: tool.function.parameters or {} for tool in use.tools}
     one_call = fields.parallel_tool_calls is False
     return ChatPrompt(
         {"prompt": text, "prompt_token_ids": token_ids},
         params,
-        lambda: chat.parser(text, names, one_call=one_call, continued=continued),
+        lambda: chat.parser(text, schemas, one_call=one_call, continued=continued),
         _no_call if chat.tools is None else chat.tools.call_id,
     )
 
@@ -117,6 +120,19 @@ def _more(fields: ChatRequest) -> dict[str, Any]:
     if fields.max_completion_tokens is not None:
         more["max_tokens"] = fields.max_completion_tokens
     return more
+
+
+def _budget(fields: ChatRequest, chat: ChatFormat) -> int | None:
+    """Return the most tokens of reasoning, None for any number. Raises ApiError 400 where no reasoning is known."""
+    given = {name: value for name in BUDGETS if (value := getattr(fields, name)) not in (None, -1)}
+    if len(set(given.values())) > 1:
+        raise bad_request(BUDGETS[1], f"{' and '.join(BUDGETS)} must be equal, got {fields.thinking_token_budget}, "
+                                      f"{fields.thinking_budget}")  # fmt: skip
+    for name, value in given.items():
+        if (why := chat.why_unbounded) is not None:
+            raise bad_request(name, f"{name} must be absent, as {why}, got {value}", code="unsupported_parameter")
+        return value
+    return None
 
 
 def _no_call() -> str:

@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients read."""
+"""Errors in the shapes that clients of OpenAI's and of Anthropic's API read."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+# The types of Anthropic's API, which its clients ask at paths that begin so.
+MESSAGES = "/v1/messages"
+MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 UNEXPECTED = "the server failed; its log has the reason"
 # Possible paths of the server, or addresses in its memory.
 _INTERNAL = re.compile(r"(?:(?<![\w/])/[\w.+-]+(?:/[\w.+-]*)+)|(?:0x[0-9a-fA-F]{4,})")
@@ -41,6 +51,19 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorDetails
 
 
+class MessageErrorDetails(msgspec.Struct, kw_only=True):
+    """An error for a client of Anthropic's API; the message names the field of the request at fault."""
+
+    type: str
+    message: str
+
+
+class MessageErrorResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
+    """The body of every response of /v1/messages that is no success, and the event of a stream that fails."""
+
+    error: MessageErrorDetails
+
+
 class ApiError(Exception):
     """Ends a request with this HTTP status. The message is for the client: it holds nothing of the server's insides."""
 
@@ -59,12 +82,17 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
-        """The response's body, as JSON."""
-        return msgspec.json.encode(self.response())
+    def body(self, path: str = "") -> bytes:
+        """The response's body, as JSON, in the shape that clients of the path read."""
+        return msgspec.json.encode(self.message_response() if path.startswith(MESSAGES) else self.response())
+
+    def message_response(self) -> MessageErrorResponse:
+        """The response's body in the shape of Anthropic's API."""
+        kind = MESSAGE_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return MessageErrorResponse(error=MessageErrorDetails(type=kind, message=shortened(str(self))))
 
     def response(self) -> ErrorResponse:
-        """The response's body."""
+        """The response's body in the shape of OpenAI's API."""
         message = shortened(str(self))
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return ErrorResponse(ErrorDetails(message=message, type=kind, param=self.param, code=self.code))

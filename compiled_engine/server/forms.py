@@ -15,9 +15,9 @@ from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.chat_messages import Tool
 from compiled_engine.server.errors import bad_request, shortened, shown
 from compiled_engine.server.long_work import LongWork
-from compiled_engine.server.parsers.call_grammars import CallableTool, quoted
-from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
-from compiled_engine.server.parsers.registry import begins_inside
+from compiled_engine.server.parsers.call_grammars import CallableTool
+from compiled_engine.server.parsers.reasoning_grammars import ReasoningRules
+from compiled_engine.server.parsers.registry import REASONING_FORMATS
 
 # `response_format`, and `structured_outputs`: the form that a request requires of its answer.
 
@@ -104,39 +104,46 @@ async def answer_form(
     use: ToolUse | None,
     asked: StructuredOutputs | None,
     continued: str | None = None,
+    budget: int | None = None,
 ) -> StructuredOutputs | None:
     """Return the grammar of an answer; None if any text is allowed. prompt: as rendered, which shows whether reasoning
-    comes first. continued: the message that the answer continues.
+    comes first. continued: the message that the answer continues. budget: most tokens of its reasoning.
 
     Raises ApiError 400 naming the tool whose schema is not supported.
     """
-    if asked is None and (use is None or not use.follows_schemas):
+    if asked is None and budget is None and (use is None or not use.follows_schemas):
         return None
     tools: list[CallableTool] = []
     if use is not None:
         tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), lambda: _callable(use))
-    reasoning = _reasoning(chat, prompt, continued)
-    if not tools and not reasoning:
+    known = None if chat.reasoning is None else REASONING_FORMATS[chat.reasoning]
+    reasoning = None if known is None else known.grammar(prompt, continued, chat.guard.literal, budget)
+    if reasoning is None and (not tools or (asked is None and use is not None and not use.follows_schemas)):
         return asked
+    reasoning = reasoning or ReasoningRules("", "")
     grammars = [] if asked is None else _named_answer(asked)
-    rules = [f"start: {reasoning.before if reasoning else ''}body", *_body(chat, use, tools, has_answer=bool(grammars))]
-    if reasoning:
-        rules.append(reasoning.rules)
+    body = _body(chat, use, tools, reasoning, has_answer=bool(grammars))
+    rules = [f"start: {reasoning.before}body", *body, reasoning.rules]
     whole = {"grammars": [{"lark_grammar": "\n".join(rules)}, *grammars]}
     return StructuredOutputs(grammar=json.dumps(whole, ensure_ascii=False))
 
 
-def _body(chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], *, has_answer: bool) -> list[str]:
+def _body(
+    chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], reasoning: ReasoningRules, *, has_answer: bool
+) -> list[str]:
     """Return the rule `body`, the part after any reasoning, and the rules that it needs."""
+    answer = f"{reasoning.before_text}@{ANSWER}"
     if use is None or not tools:
-        return [f"body: @{ANSWER}"]
+        return [f"body: {answer}"] if has_answer else ["body: TEXT?", "TEXT: /(?s:.+)/"]
     assert chat.tools is not None
     found = chat.tools.grammar(tools, chat.guard.literal, chat.tool_template or chat.template, use.several)
+    before = reasoning.before_text if chat.tools.reasoning is None else reasoning.before_message
     if use.required:
-        return ["body: calls", found.calls, found.shared]
+        return [f"body: {before}calls", found.calls, found.shared]
     if has_answer:
-        return [f"body: calls | @{ANSWER}", found.calls, found.shared]
-    return ["body: free", found.free, found.calls, found.shared]
+        return [f"body: {before}calls | {answer}", found.calls, found.shared]
+    free = f"TEXT? ({before}free)?" if reasoning.before_message else f"{before}free"
+    return [f"body: {free}", found.free, found.calls, found.shared]
 
 
 def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
@@ -162,24 +169,3 @@ def _callable(use: ToolUse) -> list[CallableTool]:
         bounded = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
         found.append(CallableTool(tool.function.name, json.dumps(bounded, ensure_ascii=False)))
     return found
-
-
-@dataclass(frozen=True)
-class _ReasoningRules:
-    """before: the part before an answer in a rule. rules: the rules that it needs."""
-
-    before: str
-    rules: str
-
-
-def _reasoning(chat: ChatFormat, prompt: str, continued: str | None) -> _ReasoningRules | None:
-    """Return the rule of reasoning, None without any."""
-    inside = None if chat.reasoning is None else begins_inside(chat.reasoning, prompt, continued)
-    if inside is None:
-        return None
-    opening, closing = chat.guard.literal(OPENING), chat.guard.literal(CLOSING)
-    # A special token is in no text, so it ends one; any other text has to be looked for.
-    thought = f"thought[suffix={closing}]: /(?s:.*)/" if closing == quoted(CLOSING) else f"thought: THOUGHT? {closing}"
-    rules = [thought, "GAP: /\\s{1,8}/", *(["THOUGHT: /(?s:.+)/"] if closing != quoted(CLOSING) else [])]
-    before = "thought GAP? " if inside else f"({opening} thought GAP?)? "
-    return _ReasoningRules(before, "\n".join(rules))

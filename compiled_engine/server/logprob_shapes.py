@@ -228,7 +228,9 @@ class TextLogprobs:
         for piece in pieces:
             start = end = len(self._undecided)
             if isinstance(piece, Content):  # markup precedes it, and possible markup follows it
-                start = max(0, self._undecided.rfind(piece.text))
+                start = self._undecided.rfind(piece.text)
+                if start < 0:  # a line break that the parser has put between two texts
+                    continue
                 end = min(end, start + len(piece.text))
             self._is_text += bytes(start) + b"\x01" * (end - start)
             self._undecided = self._undecided[end:]

@@ -93,6 +93,7 @@ def _refusal(header: str, value: str) -> ApiError:
 
 
 REQUEST_ID = b"x-request-id"
+API_KEY = b"x-api-key"  # where clients of Anthropic's API put it
 OTHER_ROUTE = "other"
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 LONGEST_LOGGED_PATH = 200
@@ -148,7 +149,7 @@ class RequestScope:
         preflight = self._pages.preflight(scope) if refusal is None else None
         if preflight is None:
             refusal = refusal or self._refusal_of_key(scope, path)
-        app = preflight or (self._app if refusal is None else error_response(refusal))
+        app = preflight or (self._app if refusal is None else error_response(refusal, path))
         needs_key = bool(self._keys) and preflight is None and path not in self._open_paths
         is_logged = refusal is None and (needs_key or not self._keys) and self._has_log
         await app(scope, receive, send_with_id)
@@ -176,16 +177,18 @@ class RequestScope:
         if not (self._keys or self._admin_keys) or path in self._open_paths:
             return None
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = _header(scope, API_KEY) or b""
         given = hashlib.sha256(key.strip()).digest()
-        is_bearer = scheme.lower() == b"bearer"
+        has_key = bool(key.strip())
         matches = [hmac.compare_digest(given, each) for each in (*self._admin_keys, *self._keys)]
-        is_admin = is_bearer and any(matches[: len(self._admin_keys)])
+        is_admin = has_key and any(matches[: len(self._admin_keys)])
         scope.setdefault("state", {}).update({KEY: given, ADMIN: is_admin})
-        if not self._keys or (is_bearer and any(matches)):
+        if not self._keys or (has_key and any(matches)):
             return None
         return ApiError(
             401,
-            "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'",
+            "the API key is missing or wrong; give it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )

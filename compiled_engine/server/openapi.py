@@ -11,7 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.server.chat_format import LONGEST_SETTING
-from compiled_engine.server.errors import ErrorResponse
+from compiled_engine.server.embed import EmbedRequest, EmbedResponse
+from compiled_engine.server.errors import ErrorResponse, MessageErrorResponse
+from compiled_engine.server.message_blocks import CountTokensRequest, MessagesRequest
+from compiled_engine.server.messages import InputTokens, Message
 from compiled_engine.server.middleware import OPEN_PATHS
 from compiled_engine.server.model_list import Load, ModelCard, ModelList, Version
 from compiled_engine.server.pooling import (
@@ -61,7 +64,8 @@ OF_BODIES = (400, 404, 408, 413, 415, 503)
 
 @dataclass(frozen=True)
 class Operation:
-    """text: what it does. takes, gives: the bodies' types; a `str` is text, None is nothing. event: of its stream."""
+    """text: what it does. takes, gives: the bodies' types; a `str` is text, None is nothing. event: of its stream.
+    errors: their statuses; error: their type."""
 
     path: str
     method: str
@@ -70,6 +74,7 @@ class Operation:
     gives: type[msgspec.Struct] | type[str] | None = None
     event: type[msgspec.Struct] | type[str] | None = None
     errors: tuple[int, ...] = ()
+    error: type[msgspec.Struct] = ErrorResponse
 
 
 OPERATIONS = (
@@ -79,7 +84,13 @@ OPERATIONS = (
               OF_BODIES),
     Operation("/v1/responses", "post", "Respond to a conversation; nothing is kept.", ResponsesRequest, ResponseObject,
               str, OF_BODIES),
+    Operation("/v1/messages", "post", "Continue a conversation, in the shape of Anthropic's API.", MessagesRequest,
+              Message, str, OF_BODIES, MessageErrorResponse),
+    Operation("/v1/messages/count_tokens", "post", "The number of a conversation's tokens.", CountTokensRequest,
+              InputTokens, None, OF_BODIES, MessageErrorResponse),
     Operation("/v1/embeddings", "post", "A vector for each text.", EmbeddingRequest, EmbeddingResponse, None,
+              OF_BODIES),
+    Operation("/v2/embed", "post", "Vectors of texts, in the shape of Cohere's API.", EmbedRequest, EmbedResponse, None,
               OF_BODIES),
     Operation("/pooling", "post", "The model's result for each text.", PoolingRequest, PoolingResponse, None,
               OF_BODIES),
@@ -113,7 +124,7 @@ def document(serving: Serving) -> dict[str, Any]:
     from compiled_engine import __version__
 
     types = {each for one in OPERATIONS for each in (one.takes, one.gives, one.event) if each not in (None, str)}
-    ordered = sorted((*types, ErrorResponse), key=str)
+    ordered = sorted({*types, *(one.error for one in OPERATIONS)}, key=str)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=SCHEMAS)
     bound_schemas(schemas, serving)
     paths: dict[str, Any] = {}
@@ -147,7 +158,7 @@ def _operation(one: Operation) -> dict[str, Any]:
     for status in sorted({*one.errors, *OF_ALL}):
         result["responses"][str(status)] = {
             "description": ERRORS[status],
-            "content": {"application/json": {"schema": _schema(ErrorResponse)}},
+            "content": {"application/json": {"schema": _schema(one.error)}},
         }
     if one.takes is not None:
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema(one.takes)}}}
@@ -162,7 +173,8 @@ def _schema(kind: Any) -> dict[str, str]:
 
 # Constraints that request types cannot express: bounds that depend on the server's options and on the model.
 
-REQUESTS = ("CompletionRequest", "ChatRequest", "ResponsesRequest")
+OF_MESSAGES = ("MessagesRequest", "CountTokensRequest")
+REQUESTS = ("CompletionRequest", "ChatRequest", "ResponsesRequest", *OF_MESSAGES)
 
 
 def _item(kind: str, required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
@@ -205,7 +217,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     most_logprobs = {} if limits.max_logprobs == -1 else {"maximum": limits.max_logprobs, "minimum": 0}
     for name in REQUESTS:
         fields = schemas[name]["properties"]
-        _narrow(fields, ("n",), maximum=1 if name == "ResponsesRequest" else limits.max_completions)
+        _narrow(fields, ("n",), maximum=limits.max_completions if name in ("CompletionRequest", "ChatRequest") else 1)
         lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
         _narrow(fields, lengths, maximum=serving.max_answer_tokens)
         _narrow(fields, ("logprobs", "prompt_logprobs", "top_logprobs"), **most_logprobs)
@@ -228,7 +240,9 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
                 branch["maxProperties"] = limits.max_token_list
         if "model" in fields:
             fields["model"] = {"enum": [*serving.names, *serving.adapters, None]}
-        if "tool_choice" in fields:
+        if name in OF_MESSAGES:
+            fields |= {"prompt_logprobs": NULL, "return_token_ids": {"enum": [False, None]}}
+        elif "tool_choice" in fields:
             fields["tool_choice"] = tool_choices(has_tools=serving.chat is not None and serving.chat.tools is not None)
         bound_forms(schemas[name])
         if "tools" in fields and (serving.chat is None or serving.chat.tools is None):
@@ -262,9 +276,10 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     for name in ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest"):
         many = [each | {"maxItems": limits.max_inputs} for each in (texts, batch)]
         schemas[name]["properties"]["input"] = {"anyOf": [text, token_ids, *many]}
+    schemas["EmbedRequest"]["properties"]["texts"] = texts | {"maxItems": limits.max_inputs}
     items = {"type": "array", "minItems": 1, "items": {"anyOf": INPUT_ITEMS}}
     schemas["ResponsesRequest"]["properties"]["input"] = {"anyOf": [{"type": "string"}, items]}
-    for name in ("ChatRequest", "TokenizeRequest"):
+    for name in ("ChatRequest", "TokenizeRequest", *OF_MESSAGES):
         _narrow(schemas[name]["properties"], ("messages",), minItems=1, maxItems=limits.max_messages)
     schemas["DetokenizeRequest"]["properties"]["tokens"]["items"] = token_id
 

@@ -151,13 +151,25 @@ class ServerOptions:
     chat_template: str | None = declare(None, text(), "Jinja template, or a file with one, instead of the checkpoint's")
     tool_call_parser: str = declare(
         "auto",
-        one_of("auto", "none", "hermes", "llama3_json", "mistral"),
-        "`auto` (by the chat template), `none`, `hermes`, `llama3_json` or `mistral`",
+        one_of(
+            *("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "minimax_m2"),
+            *("kimi_k2", "deepseek_v3", "deepseek_v31", "gemma4", "functiongemma", "granite", "granite_20b_fc"),
+            *("internlm", "jamba", "longcat", "phi4_mini_json", "xlam", "lfm2", "olmo3", "llama4_pythonic"),
+            *("pythonic", "openai"),
+        ),
+        "`auto` (by the chat template), `none`, `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `seed_oss`, "
+        "`glm45`, `minimax_m2`, `kimi_k2`, `deepseek_v3`, `deepseek_v31`, `gemma4`, `functiongemma`, `granite`, "
+        "`granite_20b_fc`, `internlm`, `jamba`, `longcat`, `phi4_mini_json`, `xlam`, `lfm2`, `olmo3`, "
+        "`llama4_pythonic`, `pythonic` or `openai`",
     )
     reasoning_parser: str = declare(
         "auto",
-        one_of("auto", "none", "qwen3", "deepseek_r1"),
-        "`auto` (by the chat template), `none`, `qwen3` or `deepseek_r1`",
+        one_of(
+            *("auto", "none", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "hunyuan_a13b", "ernie45"),
+            *("openai_gptoss", "qwen3", "deepseek_r1"),
+        ),
+        "`auto` (by the chat template), `none`, `kimi_k2`, `gemma4`, `mistral`, `granite`, `seed_oss`, "
+        "`hunyuan_a13b`, `ernie45`, `openai_gptoss`, `qwen3` or `deepseek_r1`",
     )
     allow_chat_template_kwarg: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),
@@ -182,6 +194,9 @@ class ServerOptions:
         SWITCH,
         "serve the report of `compiled-engine inspect` at /debug/inspect",
         "it names folders of the server",
+    )
+    tokenizer_info: bool = declare(
+        False, SWITCH, "serve the tokenizer's configuration and the chat template at /tokenizer_info"
     )
     vllm_metric_names: bool = declare(
         False, SWITCH, "export metrics that vLLM has under its names too, for its dashboards"

@@ -177,7 +177,7 @@ def _with_values(
     def item(index: int, values: np.ndarray) -> Iterator[bytes]:
         head = msgspec.json.encode(kind(index=index, **{name: []}))
         yield head.removesuffix(b"[]}")
-        yield from _values(values, fields.encoding_format)
+        yield from values_as_json(values, fields.encoding_format)
         yield b"}"
 
     items = (item(i, output.outputs.values) for i, output in enumerate(outputs))
@@ -201,17 +201,27 @@ def _listed(
     return Response(b"".join(parts()), headers={"content-type": "application/json", **warned(ignored)})
 
 
-async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, list[Any], Any, list[str]]:
+async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, Sequence[Any], Any, list[str]]:
     """The fields, a result for each text, what every answer has, and what of the request is ignored."""
+    fields, ignored = await read_body(request, serving_of(request), kind, REFUSED_HERE)
+    outputs, answer = await encoded(request, fields, task)
+    return fields, outputs, answer, ignored
+
+
+async def encoded(
+    request: Request, fields: Any, task: str | None, **names: str
+) -> tuple[Sequence[PoolingRequestOutput[PoolingOutput]], dict[str, Any]]:
+    """A result for each text of a request, and what every answer has. names: what the request calls its fields, where
+    that differs. Raises ApiError."""
     serving = serving_of(request)
-    fields, ignored = await read_body(request, serving, kind, REFUSED_HERE)
     model = serving.model(fields.model)
     messages = getattr(fields, "messages", None)
+    given = names.pop("input", "input") if messages is None else "messages"
     texts: list[Any]
     if messages is None:
         if fields.input is None:
-            raise bad_request("input", "input must be given")
-        texts = parse_prompts(fields.input, serving.options.limits.max_inputs, "input")
+            raise bad_request(given, f"{given} must be given")
+        texts = parse_prompts(fields.input, serving.options.limits.max_inputs, given)
     else:
         texts = [await _chat(serving, fields)]
     salt = cache_salt(request, fields)
@@ -227,9 +237,9 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
             lora_request=serving.adapter(fields.model),
         )
 
-    given = "input" if messages is None else "messages"
-    outputs = await unless_gone(request.receive, pooled(serving, len(texts), encode(), prompts=given))
-    return fields, outputs, answer_of(serving, model, outputs, "embd"), ignored
+    work = pooled(serving, len(texts), encode(), **names, prompts=given)
+    outputs = await unless_gone(request.receive, work)
+    return outputs, answer_of(serving, model, outputs, "embd")
 
 
 async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
@@ -311,7 +321,7 @@ def usage_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> PoolingUsage:
     return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
 
 
-def _values(values: np.ndarray, encoding: Encoding | None) -> Iterator[bytes]:
+def values_as_json(values: np.ndarray, encoding: Encoding | None) -> Iterator[bytes]:
     """The values as JSON, in parts."""
     if encoding == "base64":
         data = values.astype("<f4").tobytes()

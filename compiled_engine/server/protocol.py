@@ -93,6 +93,9 @@ RESPONSES_REFUSED: dict[str, Refused] = {
 RESPONSES_HABITS = HABITS | {"max_tool_calls"}
 
 
+Budget = Annotated[int, Meta(ge=-1)]
+
+
 class ResponsesRequest(SamplingFields, kw_only=True):
     """input: text, or a list of messages, function calls and their outputs. instructions: a system message.
 
@@ -110,6 +113,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -305,7 +310,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     for completions.
 
     tool_choice: auto, none, required, or a function. parallel_tool_calls: whether an answer may hold several calls.
-    include_reasoning: whether the answer shows its reasoning. continue_final_message: the last message is continued
+    thinking_token_budget, thinking_budget: most tokens of reasoning; -1 for any number. include_reasoning: whether the
+    answer shows its reasoning. continue_final_message: the last message is continued
     instead of answered.
     """
 
@@ -319,6 +325,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

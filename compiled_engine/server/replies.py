@@ -226,9 +226,9 @@ async def _in_pieces(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
     yield bytes(piece)
 
 
-def error_response(error: ApiError) -> Response:
-    """The whole response for an error."""
-    return Response(error.body(), error.status, {"content-type": "application/json", **error.headers})
+def error_response(error: ApiError, path: str = "") -> Response:
+    """The whole response for an error of a request for the path."""
+    return Response(error.body(path), error.status, {"content-type": "application/json", **error.headers})
 
 
 def warned(ignored: Sequence[str]) -> dict[str, str]:

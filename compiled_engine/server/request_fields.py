@@ -130,7 +130,7 @@ def _wrong(error: msgspec.ValidationError, values: Any, kind: type[Any], within:
     value = _at(values, path)
     got = "" if value is ... else f", got {shown(value)}"
     text = text.split(", got")[0]
-    if text.startswith("invalid enum value") and (allowed := _texts_at(kind, path)):
+    if text.startswith(("invalid enum value", "invalid value")) and (allowed := _texts_at(kind, path)):
         text = f"expected {' or '.join(map(repr, allowed))}"
     return bad_request(where or None, f"{where}: {text}{got}")
 
@@ -145,7 +145,9 @@ def _texts_at(kind: type[Any], path: str) -> list[str]:
 
 def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
     """Return the type of a field, or of a list's entries."""
-    if isinstance(kind, inspect.StructType):
+    if isinstance(kind, inspect.StructType) and name == kind.tag_field:
+        inner: list[inspect.Type] = [inspect.LiteralType((str(kind.tag),))]
+    elif isinstance(kind, inspect.StructType):
         inner = [field.type for field in kind.fields if field.encode_name == name]
     elif isinstance(kind, inspect.ListType):
         inner = [kind.item_type]

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.server.cache_salt import cache_salt
+from compiled_engine.server.chat_format import BUDGETS
 from compiled_engine.server.chat_messages import (
     ChatMessage,
     FunctionCall,
@@ -210,6 +211,7 @@ def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
         parallel_tool_calls=fields.parallel_tool_calls,
         reasoning_effort=effort,
         chat_template_kwargs=fields.chat_template_kwargs,
+        **{name: getattr(fields, name) for name in BUDGETS},
     )
 
 
@@ -333,10 +335,9 @@ class ResponseEvents:
                 assert isinstance(self._open, ReasoningItem)
                 self._open.content[0].text += text
                 yield self._part("response.reasoning_text.delta", delta=text)
-            case CallStart(_, name):
-                call = FunctionCallItem(
-                    id=new_id("fc"), status="in_progress", call_id=self._make_call_id(), name=name, arguments=""
-                )
+            case CallStart(_, name, call_id):
+                call_id = call_id or self._make_call_id()
+                call = FunctionCallItem(id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments="")
                 yield from self._add(call)
             case CallArguments(_, text):
                 assert isinstance(self._open, FunctionCallItem)

@@ -1,7 +1,8 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.frontend.prompts import has_long_text
+from compiled_engine.frontend.tokenizer import find_tokenizer_folder, read_json_if_there
+from compiled_engine.frontend.tokenizer_files import CONFIG_FILE
 from compiled_engine.server.chat_messages import (
     ChatMessage,
     Tool,
@@ -21,6 +24,10 @@ from compiled_engine.server.errors import bad_request
 from compiled_engine.server.replies import json_response, read_body, unless_gone
 from compiled_engine.server.sampling_fields import TokenId
 from compiled_engine.server.serving import Serving, serving_of
+
+TOKENIZER_INFO = "/tokenizer_info"
+# Fields of tokenizer_config.json that name files of whoever wrote it.
+PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -116,3 +123,17 @@ async def detokenize(request: Request) -> Response:
     decode = partial(serving.tokenizer().decode, fields.tokens)
     text = await unless_gone(request.receive, serving.texts.run("tokens", len(fields.tokens), decode))
     return json_response(DetokenizeResponse(text), ignored)
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """GET /tokenizer_info: the fields of tokenizer_config.json, and the chat template that the server renders."""
+    serving = serving_of(request)
+    tokenizer, config = serving.tokenizer(), serving.engine.config
+    folder = find_tokenizer_folder(config.tokenizer, config.model.path)
+    assert folder is not None  # the tokenizer is from there
+    stated = await asyncio.to_thread(read_json_if_there, folder / CONFIG_FILE)
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens, **stated}
+    template = tokenizer.chat_template if serving.chat is None else serving.chat.given or tokenizer.chat_template
+    if template is not None:
+        fields["chat_template"] = template
+    return json_response({name: value for name, value in fields.items() if name not in PATHS})

@@ -92,6 +92,7 @@ OTHER_FIELDS = (
     "model.hub_name",
     "model.revision",
     "model.wrapper",
+    "model.overrides",  # of config.json, whose values are the other fields
     "model.rope.theta",
     "model.rope.original_max_position_embeddings",
     "model.rope.low_freq_factor",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.config_overrides import with_overrides
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
@@ -16,6 +20,7 @@ from compiled_engine.models.checkpoint.pooling_folder import (
     PoolingOptions,
     causal_name,
     headless_name,
+    judged_by_tokens,
     read_pooling,
     stated_length,
     why_pooling,
@@ -54,14 +59,15 @@ def read_model_config(
     quantization: str | None = None,
     quantization_ignore: tuple[str, ...] = (),
     pooling: PoolingOptions | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[ModelConfig, dict[str, str]]:
     """The model in a checkpoint folder, and the reasons for chosen values, by dotted field name.
 
     dtype, load_format, model_impl, quantization: as EngineOptions has checked them. max_model_len: tokens, None for as
     many as the model supports. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub, whose
     weights need not be in the folder yet. cache_dir: folder of descriptions of transformers' models. quantization:
-    None for the checkpoint's own; quantization_ignore: targets that are not quantised. Raises ValueError for an
-    argument or field that is wrong, missing or not supported.
+    None for the checkpoint's own; quantization_ignore: targets that are not quantised. overrides: of config.json.
+    Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
     path = Path(path)
     reasons: dict[str, str] = {}
@@ -70,10 +76,13 @@ def read_model_config(
             f"model must be a folder that holds a checkpoint, or org/name of the Hugging Face Hub, got {str(path)!r}, "
             "which is neither"
         )
-    fields, wrapper = text_model(JsonFields.from_file(path / "config.json"))
+    whole = with_overrides(JsonFields.from_file(path / "config.json"), overrides or {})
+    fields, wrapper = text_model(whole)
+    if overrides:
+        reasons["model.overrides"] = f"hf_overrides: {', '.join(overrides)}"
     if wrapper is not None:
         reasons["model.wrapper"] = f"the text model of a {wrapper} runs alone; tensors of other parts are not read"
-    pooling = pooling or PoolingOptions()
+    fields, pooling = judged_by_tokens(fields, pooling or PoolingOptions())
     stated = fields
     architecture = stated.texts("architectures")[0]
     pools = why_pooling(architecture, path, pooling)
@@ -131,6 +140,7 @@ def read_model_config(
         wrapper=wrapper,
         max_model_len=max_model_len,
         quantisation=quantisation,
+        overrides=json.dumps(overrides, sort_keys=True) if overrides else "",
     )
     return model, reasons
 

@@ -66,6 +66,7 @@ _NOT_AFTER = {"Pooling": ("Dense", "Normalize"), "Dense": ("Normalize",)}
 _CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}  # their activations
 RERANKERS = ("Qwen3ForCausalLM",)
 NO_YES = ("no", "yes")
+TOKENS = "classifier_from_token"
 # Qwen3-Reranker's: what is before a pair, the pair, and what is behind it, each tokenised by itself.
 RERANKER_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -114,6 +115,16 @@ def headless_name(architecture: str, convert: str) -> str:
         if architecture.endswith(suffix):
             return architecture.removesuffix(suffix) + "Model"
     return architecture
+
+
+def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFields, PoolingOptions]:
+    """Read a classifier that names tokens as the decoder whose output judges by these tokens: it has no other head."""
+    architecture = fields.texts("architectures")[0]
+    if TOKENS not in fields or not architecture.endswith(CLASSIFIER) or asked.convert == EMBED:
+        return fields, asked
+    return fields.replaced(architectures=[causal_name(architecture)]), asked._replace(
+        runner="pooling", convert=CLASSIFY
+    )
 
 
 def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | None:
@@ -221,17 +232,17 @@ def _reranker(
     fields: JsonFields, path: Path, stated: _Stated | None, hidden_size: int, reasons: dict[str, str]
 ) -> Pooling:
     architecture = fields.texts("architectures")[0]
-    words = fields.texts("classifier_from_token") if "classifier_from_token" in fields else [*NO_YES]
-    if len(words) != 2:
-        raise fields.error("classifier_from_token", "two tokens, the one that denies first")
+    words = fields.texts(TOKENS) if TOKENS in fields else [*NO_YES]
+    if len(words) not in (1, 2):
+        raise fields.error(TOKENS, "the token that affirms, or two, the one that denies first")
     if stated is not None and stated.score_tokens is not None:
         tokens: tuple[int, ...] = stated.score_tokens
-    elif architecture in RERANKERS or "classifier_from_token" in fields:
+    elif architecture in RERANKERS or TOKENS in fields:
         tokens = _token_ids(path, words)
     else:
         raise ValueError(
             f"convert is 'classify', but {architecture} has no head of a classifier, and no tokens that judge are "
-            f"known for it; allowed: a {CLASSIFIER}, or a config.json with classifier_from_token"
+            f"known for it; allowed: a {CLASSIFIER}, or a config.json with {TOKENS}"
         )
     reasons["model.pooling.kinds"] = "the logits after the last token judge"
     alone = len(tokens) == 1

@@ -84,6 +84,10 @@ ENGINE: list[tuple[str, dict[str, Any]]] = [
     ("--enable-lora --no-async-scheduling", {"enable_lora": True, "async_scheduling": False}),
     ("--no-enable-lora", {}),
     ("--logits-processors a:B c:D", {"logits_processors": ("a:B", "c:D")}),
+    (
+        "--hf-overrides.text_config.rope_theta 5 --hf_overrides.eos_token_id 7",
+        {"hf_overrides": '{"text_config": {"rope_theta": 5}, "eos_token_id": 7}'},
+    ),
     ("--pooler-config.pooling_type MEAN", {"pooler_config": '{"pooling_type": "MEAN"}'}),
     ('--override-pooler-config {"normalize":false}', {"pooler_config": '{"normalize": false}'}),
     (
@@ -98,6 +102,7 @@ ENGINE: list[tuple[str, dict[str, Any]]] = [
     ("--seed -3 --language-model-only", {"seed": -3}),
 ]
 SERVER_WORDS: list[tuple[str, dict[str, Any]]] = [
+    ("--enable-tokenizer-info-endpoint", {"tokenizer_info": True}),
     ("--served-model-name a b", {"served_model_name": ("a", "b")}),
     ("--served-model-name a --served-model-name b", {"served_model_name": ("a", "b")}),
     ("--api-key a b", {"api_key": ("a", "b")}),
@@ -106,6 +111,8 @@ SERVER_WORDS: list[tuple[str, dict[str, Any]]] = [
     ("--disable-uvicorn-access-log", {"uvicorn_log_level": "warning"}),
     ("--enable-auto-tool-choice --tool-call-parser llama4_json", {"tool_call_parser": "llama3_json"}),
     ("--reasoning-parser glm45", {"reasoning_parser": "qwen3"}),
+    ("--reasoning-parser gpt-oss", {"reasoning_parser": "openai_gptoss"}),
+    ("--tool-call-parser gpt-oss", {"tool_call_parser": "openai"}),
     ("-asc 2", {"api_server_count": 2}),
     ('--default-chat-template-kwargs {"a":1}', {"default_chat_template_kwargs": '{"a":1}'}),
     ("--default-chat-template-kwargs.a.b 1", {"default_chat_template_kwargs": '{"a": {"b": 1}}'}),

@@ -58,6 +58,7 @@ MAY_BE_NONE = {
     *("model", "tokenizer", "download_dir", "merge_adapter", "cache_dir", "passes", "async_scheduling", "quantization"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "num_blocks"),
     *("num_state_snapshots", "max_cpu_loras", "compile_workers", "speculative_config", "pooler_config"),
+    "hf_overrides",
     *REVISIONS,
     *SIZES,
 }
@@ -132,6 +133,9 @@ def test_objects() -> None:
     for given in ({"method": "ngram"}, '{"method": "ngram"}', None):
         EngineOptions(speculative_config=given)
     refused("speculative_config", 5, TypeError)
+    for overrides in ({"rope_theta": 5}, '{"rope_theta": 5}', {}, None):
+        EngineOptions(hf_overrides=overrides)
+    refused("hf_overrides", 5, TypeError)
     for pooler in ({"dimensions": 3}, '{"dimensions": 3}', PoolerConfig(dimensions=3), None):
         EngineOptions(pooler_config=pooler)
     with pytest.raises(ValueError, match="pooler_config has no 'dimension'"):

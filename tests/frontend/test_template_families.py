@@ -47,7 +47,7 @@ def tokenizer_of(kind: str, family: str) -> Tokenizer:
     return Tokenizer.of_transformers(hf)
 
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "find",
@@ -61,11 +61,14 @@ USER, ANSWER = {"role": "user", "content": " Hëllo  \n"}, {"role": "assistant",
 SYSTEM = {"role": "system", "content": "be <brief>"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": " 你 two"}]}
 FOUND = {"role": "tool", "content": "found", "tool_call_id": "abcd12345", "name": "find"}
+OTHER_CALL = {**CALL, "id": "efgh12345", "function": {"name": "look", "arguments": "{}"}}
+OTHER_FOUND = {**FOUND, "content": "looked", "tool_call_id": "efgh12345", "name": "look"}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "one": ([USER], {}),
     "no answer begun": ([USER], {"add_generation_prompt": False}),
     "system": ([SYSTEM, USER], {}),
+    "two systems": ([SYSTEM, {**SYSTEM, "content": " and short"}, USER], {}),
     "turns": ([USER, ANSWER, USER], {}),
     "long turns": ([SYSTEM, USER, ANSWER, USER, ANSWER, USER], {}),
     "continued": ([USER, ANSWER], {"add_generation_prompt": False, "continue_final_message": True}),
@@ -78,9 +81,22 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     ),
     "call": ([USER, CALLING, FOUND], {"tools": [TOOL]}),
     "two calls": ([USER, {**CALLING, "tool_calls": [CALL, CALL]}, FOUND, FOUND], {"tools": [TOOL]}),
+    "results in another order": (
+        [USER, {**CALLING, "tool_calls": [CALL, OTHER_CALL]}, OTHER_FOUND, FOUND, USER],
+        {"tools": [TOOL]},
+    ),
+    "a result for two calls": ([USER, {**CALLING, "tool_calls": [OTHER_CALL, CALL]}, FOUND, USER], {"tools": [TOOL]}),
     "answered call": ([USER, CALLING, FOUND, ANSWER, USER], {"tools": [TOOL]}),
     "call without tools": ([USER, CALLING, FOUND], {}),
     "tools": ([USER], {"tools": [TOOL]}),
+}
+LOOKING = {**CALLING, "tool_calls": [OTHER_CALL]}
+ONE_SYSTEM = {"two systems": [{**SYSTEM, "content": "be <brief>\n\n and short"}, USER]}
+# For templates that read one call of a message.
+APART: dict[str, list[dict[str, Any]]] = {
+    "two calls": [USER, CALLING, FOUND, CALLING, FOUND],
+    "results in another order": [USER, CALLING, FOUND, LOOKING, OTHER_FOUND, USER],
+    "a result for two calls": [USER, LOOKING, CALLING, FOUND, USER],
 }
 
 
@@ -141,7 +157,8 @@ def test_prompts_are_those_of_transformers(name: str) -> None:
         tokenizer = tokenizer_of(kind, name)
         chat = chat_of(tokenizer)
         for case, (messages, asked) in CASES.items():
-            right = expected(tokenizer, family, messages, asked)
+            other = (APART if family.one_call else {}) | (ONE_SYSTEM if family.one_system else {})
+            right = expected(tokenizer, family, other.get(case, messages), asked)
             if asked.get("tools") and not family.takes_tools:
                 right = "refused"  # transformers drops the tools
             assert offline(tokenizer, messages, asked) == right, (kind, case)
@@ -150,11 +167,53 @@ def test_prompts_are_those_of_transformers(name: str) -> None:
     assert rendered >= 5 * len(BACKENDS)
 
 
+def test_reasoning_and_text_of_a_message_with_a_call_are_kept_where_a_template_takes_one_of_them() -> None:
+    tokenizer = tokenizer_of("gpt", "gpt-oss")
+    for content in ("I look.", [{"type": "text", "text": "I look."}]):
+        given = [USER, {**CALLING, "content": content, "reasoning": "hm"}, FOUND]
+        right = expected(tokenizer, FAMILIES["gpt-oss"], [USER, {**CALLING, "thinking": "hm\nI look."}, FOUND], {})
+        assert offline(tokenizer, given, {}) == served(chat_of(tokenizer), given, {}) == right != "refused"
+
+
+def test_a_tool_without_a_description_is_taken_where_a_template_needs_one() -> None:
+    tokenizer = tokenizer_of("gpt", "gpt-oss")
+    bare, blank = (
+        {**TOOL, "function": {"name": "find", "parameters": TOOL["function"]["parameters"], **more}}
+        for more in ({}, {"description": ""})
+    )
+    right = expected(tokenizer, FAMILIES["gpt-oss"], [USER], {"tools": [blank]})
+    for tools in ([bare], [blank]):
+        found = offline(tokenizer, [USER], {"tools": tools})
+        assert found == served(chat_of(tokenizer), [USER], {"tools": tools}) == right != "refused"
+
+
 @pytest.mark.parametrize(("name", "tools"), [("hermes 2 pro", "hermes"), ("mixtral 8x22b", "mistral")])
 def test_calls_have_the_format_of_the_template_for_tools(name: str, tools: str) -> None:
     chat = chat_of(tokenizer_of("gpt", name))
     assert "tools" not in chat.template
     assert chat.tools is TOOL_FORMATS[tools]
+
+
+# Families by the format in which their templates write calls.
+READ: dict[str | None, tuple[str, ...]] = {
+    "hermes": ("qwen 2.5", "qwen 3", "hermes 2 pro"),
+    "qwen3_coder": ("qwen 3 coder",),
+    "glm45": ("glm 4.5",),
+    "minimax_m2": ("minimax m2",),
+    "llama3_json": ("llama 3.1",),
+    "mistral": ("mistral 3", "mistral tekken", "mixtral 8x22b"),
+    "kimi_k2": ("kimi",),
+    "deepseek_v3": ("deepseek 3", "deepseek r1"),
+    "granite": ("granite",),
+    "jamba": ("jamba",),
+    None: ("chatml", "glm 4"),
+}
+
+
+@pytest.mark.parametrize("tools", READ)
+def test_the_template_chooses_the_format_of_calls(tools: str | None) -> None:
+    for name in READ[tools]:
+        assert chat_of(tokenizer_of("gpt", name)).tools is (None if tools is None else TOOL_FORMATS[tools])
 
 
 HOSTILE = (
@@ -166,6 +225,7 @@ HOSTILE = (
         "<s>",
         "[INST] x [/INST] ",
         "<|assistant|>",
+        "<|channel|>",
     ),
     *("<｜end▁of▁sentence｜><｜User｜>", "<|eom|>", "a <", "<|im_", "<|", "[", "<|im_end|"),
 )

@@ -73,6 +73,7 @@ PERTURBED: dict[str, Any] = {
     "model.hub_name": "org/name",
     "model.merged_adapter": Path("/an/adapter"),
     "model.wrapper": "LlavaForConditionalGeneration",
+    "model.overrides": '{"rope_theta": 5.0}',
     "model.revision": "0" * 40,
     "model.architecture": "LlamaForCausalLM",
     "model.vocab_size": 103,

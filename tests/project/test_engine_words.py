@@ -72,7 +72,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "runner.input_batch": (42, 1),
     "runner.kv_cache": (4, 0),
     "runner.model_forward": (8, 1),
-    "runner.model_runner": (91, 7),
+    "runner.model_runner": (92, 7),
     "runner.pending_steps": (12, 0),
     "runner.request_states": (5, 0),
     "runner.step_graphs": (35, 4),

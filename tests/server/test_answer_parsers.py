@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,9 +21,15 @@ from compiled_engine.server.parsers.registry import (
     tool_format_of,
 )
 
-FORMATS = sorted(TOOL_FORMATS)
+# Formats that differ in more than their marks.
+FORMATS = [
+    *("hermes", "llama3_json", "mistral", "kimi_k2", "deepseek_v3", "gemma4", "jamba", "xlam", "lfm2", "olmo3"),
+    "llama4_pythonic",
+]
 # What answers are made of, with and without sense.
 FRAGMENTS = [
+    *sorted({text for name in FORMATS for text in TOOL_FORMATS[name].markup}),
+    *("functions.add:0", "call:add", '{a:[1,<|"|>}<|"|>]}', "function", "```json", "```", "add(a=1)", "add(**{", ")"),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>", "</think>"),
     *('{"name": "add", "arguments": {"a": [1, "}"]}}', '{"name":"add","parameters":{}}', '{"name": "add"}'),
     *('{"arguments": "{\\"a\\": 1}", "id": 7, "name": "add"}', '"a\\"}', "add", "[", "]", "{", "}", ",", ";", ":", '"'),
@@ -36,7 +44,7 @@ def parse(parser: TextParser | AnswerParser, *chunks: str) -> list[Piece]:
 
 
 def tools(name: str) -> TextParser:
-    return TOOL_FORMATS[name].parser(["add"])
+    return TOOL_FORMATS[name].parser({"add": {}})
 
 
 def chunked(text: str, places: list[int]) -> list[str]:
@@ -78,8 +86,7 @@ def test_answers_do_not_depend_on_the_chunks(
 def test_no_character_of_a_text_without_calls_is_lost(name: str, text: str) -> None:
     pieces = parse(tools(name), text)
     if not any(isinstance(piece, CallStart) for piece in pieces):
-        kept, given_text = content(pieces), text
-        assert "".join(kept.split()) == "".join(given_text.split())
+        assert content(pieces) == text
     indices = [piece.index for piece in pieces if isinstance(piece, CallStart)]
     assert indices == list(range(len(indices)))
 
@@ -90,8 +97,9 @@ def test_text_without_markup_stays_as_it_is(text: str, places: list[int]) -> Non
         assert content(parse(AnswerParser(reasoning_parser("qwen3", ""), tools(name)), *chunked(text, places))) == text
 
 
+KEYS = st.text(alphabet=st.characters(codec="utf-8", categories=["L", "Nd"]), min_size=1, max_size=8)
 ARGUMENTS = st.dictionaries(
-    st.text(max_size=8),
+    KEYS | st.just("a_b"),
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=12),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -101,16 +109,81 @@ ARGUMENTS = st.dictionaries(
 )
 
 
+def of_gemma(value: object, quote: str) -> str:
+    """A value as Gemma's templates write it."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{quote}{key}{quote}:{of_gemma(each, quote)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(of_gemma(each, quote) for each in value)}]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else str(value)
+
+
+def in_python(arguments: dict[str, object]) -> str:
+    return f"add({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+# How a model of a format writes a call of the tool `add`, what is between two, and what is around all of them.
+BY_FORMAT: dict[str, tuple[Callable[[int, Any], str], str, str]] = {
+    "hermes": (lambda i, given: f"<tool_call>\n{of_json(given)}\n</tool_call>", "\n", "{}"),
+    "llama3_json": (lambda i, given: of_json(given, "parameters"), "; ", "{}"),
+    "mistral": (lambda i, given: of_json(given), ", ", "[TOOL_CALLS] [{}]"),
+    "kimi_k2": (
+        lambda i, given: (
+            f"<|tool_call_begin|>functions.add:{i}<|tool_call_argument_begin|>{json.dumps(given)}<|tool_call_end|>"
+        ),
+        "",
+        "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
+    ),
+    "deepseek_v3": (
+        lambda i, given: (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{json.dumps(given)}\n```<｜tool▁call▁end｜>"
+        ),
+        "\n",
+        "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        lambda i, given: f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{json.dumps(given)}<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>",
+    ),
+    "gemma4": (lambda i, given: "<|tool_call>call:add" + of_gemma(given, '<|"|>') + "<tool_call|>", "", "{}"),
+    "functiongemma": (
+        lambda i, given: "<start_function_call>call:add" + of_gemma(given, "<escape>") + "<end_function_call>",
+        "",
+        "{}",
+    ),
+    "granite": (lambda i, given: of_json(given), ", ", "<|tool_call|>[{}]"),
+    "granite_20b_fc": (lambda i, given: f"<function_call> {of_json(given)}", "\n", "{}"),
+    "internlm": (lambda i, given: f"<|action_start|><|plugin|>\n{of_json(given)}<|action_end|>", "", "{}"),
+    "jamba": (lambda i, given: of_json(given), ",\n", "<tool_calls>[\n{}\n]</tool_calls>"),
+    "longcat": (lambda i, given: f"<longcat_tool_call>{of_json(given)}</longcat_tool_call>", "\n", "{}"),
+    "phi4_mini_json": (lambda i, given: of_json(given), ", ", "functools[{}]"),
+    "xlam": (lambda i, given: of_json(given), ", ", "[{}]"),
+    "lfm2": (lambda i, given: in_python(given), ", ", "<|tool_call_start|>[{}]<|tool_call_end|>"),
+    "olmo3": (lambda i, given: in_python(given), "\n", "<function_calls>\n{}\n</function_calls>"),
+    "llama4_pythonic": (lambda i, given: in_python(given), ", ", "<|python_start|>[{}]<|python_end|>"),
+    "pythonic": (lambda i, given: in_python(given), ", ", "[{}]"),
+    "openai": (
+        lambda i, given: (
+            f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{json.dumps(given)}<|call|>"
+        ),
+        "<|start|>assistant",
+        "{}",
+    ),
+}
+
+
+def of_json(arguments: dict[str, object], key: str = "arguments") -> str:
+    return json.dumps({"name": "add", key: arguments})
+
+
 def written(name: str, arguments: list[dict[str, object]]) -> str:
     """How a model of the format writes calls of the tool `add`."""
-    key = "parameters" if name == "llama3_json" else "arguments"
-    objects = [json.dumps({"name": "add", key: each}) for each in arguments]
-    if name == "hermes":
-        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
-    return "; ".join(objects) if name == "llama3_json" else f"[TOOL_CALLS] [{', '.join(objects)}]"
+    each, between, around = BY_FORMAT[name]
+    return around.replace("{}", between.join(each(index, given) for index, given in enumerate(arguments)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "openai"])
 @given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=3), places=cuts)
 def test_calls_have_the_arguments_that_were_written(
     name: str, arguments: list[dict[str, object]], places: list[int]
@@ -193,6 +266,9 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
         ("hermes", '<tool_call>{"name": "add", "arguments": {}} }\n}\n</tool_call>\nthen', "then"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}]}\n</tool_call>', ""),
         ("hermes", '<tool_call>{"arguments": {}, "name": "add"}}', ""),
+        ("longcat", '<longcat_tool_call>{"name": "add", "arguments": {}}}</longcat_tool_call>\nthen', "then"),
+        ("jamba", '<tool_calls>[{"name": "add", "arguments": {}}}]</tool_calls>', ""),
+        ("jamba", '<tool_calls>[{"name": "add", "arguments": {}}]] so', "]so"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}} so', "}so"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}}</tool_', "}</tool_"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call>} so', "} so"),
@@ -241,7 +317,7 @@ def test_a_call_that_fails_after_its_beginning_keeps_its_index() -> None:
     ],
 )
 def test_of_equal_keys_the_first_counts(keys: str) -> None:
-    both = TOOL_FORMATS["hermes"].parser(["add", "mul"])
+    both = TOOL_FORMATS["hermes"].parser({"add": {}, "mul": {}})
     assert calls(parse(both, f"<tool_call>{{{keys}}}</tool_call>")) == [("add", {"a": 1})]
 
 
@@ -297,6 +373,49 @@ def test_reasoning_of_a_continued_message(name: str, continued: str, text: str, 
             assert content(pieces) == answer
 
 
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "reasoning", "answer"),
+    [
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nhm\n<channel|>yes", "hm", "yes"),
+        ("gemma4", "<|turn>model\n", "<|channel>hm<channel|>yes", "hm", "yes"),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", "hm<channel|>yes", "hm", "yes"),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "yes", "", "yes"),
+        ("gemma4", "<|turn>model\n", "<|channel>thou", "", ""),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nhm", "hm", ""),
+        ("gemma4", "<|turn>model\n", "<|chan", "", "<|chan"),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nhm\n<|tool_call>call:f{}", "hm", "<|tool_call>call:f{}"),
+        ("mistral", "[/INST]", "[THINK]hm[/THINK]yes", "hm", "yes"),
+        ("mistral", "[/INST][THINK]", "hm [/THINK] yes", "hm", "yes"),
+        ("granite", "", "Here is my thought process:\nhm\n\nHere is my response:\nyes", "hm", "yes"),
+        ("granite", "", "Here is my answer", "", "Here is my answer"),
+        ("seed_oss", "", "<seed:think>hm</seed:think>yes", "hm", "yes"),
+        ("hunyuan_a13b", "", "<think>\nhm\n</think>\n<answer>\nyes\n</answer>", "hm", "yes"),
+        ("hunyuan_a13b", "", "<answer>yes</answer> so", "", "yes so"),
+        ("hunyuan_a13b", "", "<think>hm</think>yes <ans", "hm", "yes <ans"),
+        ("hunyuan_a13b", "", "<think>hm</think><answer>yes</ans", "hm", "yes</ans"),
+        ("hunyuan_a13b", "<think>\n\n</think>\n", "<answer>\nyes\n</answer>", "", "yes"),
+        ("hunyuan_a13b", "<think>\n\n</think>\n", " yes", "", " yes"),
+        ("ernie45", "<think>", "hm</think>\n\n<response>\nyes</response>\n", "hm", "yes\n"),
+        ("kimi_k2", "", "<think>hm</think>yes", "hm", "yes"),
+        ("kimi_k2", "", "<think>hm<|tool_calls_section_begin|>x", "hm", "<|tool_calls_section_begin|>x"),
+        ("kimi_k2", "<think>", "hm <|tool_calls_sec", "hm <|tool_calls_sec", ""),
+        ("qwen3", "", "<think>hm<|tool_calls_section_begin|>x", "hm<|tool_calls_section_begin|>x", ""),
+    ],
+)
+def test_reasoning_with_other_tags(name: str, prompt: str, text: str, reasoning: str, answer: str) -> None:
+    for chunks in ([text], list(text)):
+        parser = reasoning_parser(name, prompt)
+        pieces = parse(AnswerParser(parser, None), *chunks)
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == reasoning
+        assert content(pieces) == answer
+
+
+def test_a_call_ends_the_reasoning_of_kimi() -> None:
+    text = f"<think>hm{written('kimi_k2', [{'a': 1}])}"
+    pieces = parse(AnswerParser(reasoning_parser("kimi_k2", ""), tools("kimi_k2")), *text)
+    assert pieces == [Reasoning("hm"), CallStart(0, "add", "functions.add:0"), CallArguments(0, '{"a": 1}')]
+
+
 def test_a_continued_message_without_text_is_an_answer_that_begins() -> None:
     assert parse(AnswerParser(reasoning_parser("deepseek_r1", "bot:", ""), None), "hm</think>a") == [
         Reasoning("hm"),
@@ -320,10 +439,33 @@ def test_a_single_call_where_parallel_ones_are_not_wanted() -> None:
     [
         ("{{ m.content }}", None, None),
         ("<tool_call>\n{'name': ..., 'arguments': ...} content.split('</think>') <think>", "hermes", "qwen3"),
-        ("<tool_call><function=name> arguments", None, None),
+        ("<tool_call>\n<function=name>\n<parameter=key> tool_call.arguments", "qwen3_coder", None),
+        ("<seed:tool_call>\n<function=name>\n<parameter=key> tool_call.arguments", "seed_oss", None),
+        ("<tool_call>name\n<arg_key>key</arg_key>\n<arg_value> tool_call.arguments", "glm45", None),
+        ("'<minimax:tool_call>' ... <invoke name= ... tool_call.arguments", "minimax_m2", None),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
         ("<|start_header_id|>ipython <|python_tag|>", "llama3_json", None),
         ("content.split('</think>')[-1]", None, "deepseek_r1"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|> <think></think>", "kimi_k2", "kimi_k2"),
+        ("<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' '```json' '</think>'", "deepseek_v3", "deepseek_r1"),
+        ("<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' <think></think>", "deepseek_v31", "qwen3"),
+        ("'<|tool_call>call:' <|channel>thought <channel|> parameters:{", "gemma4", "gemma4"),
+        ("'<start_function_call>call:' <escape>", "functiongemma", None),
+        ("<|tool_call|> Here is my thought process: Here is my response:", "granite", "granite"),
+        ('<function_call> {"name": "no_function", "arguments": {}}', "granite_20b_fc", None),
+        ("<|action_start|><|plugin|>\n", "internlm", None),
+        ('<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>', "jamba", None),
+        ('<longcat_tool_call>{"name":', "longcat", None),
+        ('formatted as functools[{"name":', "phi4_mini_json", None),
+        ('ipython, a single JSON array: [{"name": "f", "arguments": {}}]', "xlam", None),
+        ("List of tools: <|tool_list_start|>[", "lfm2", None),
+        ("<function_calls>\n", "olmo3", None),
+        ("ipython [func_name1(params_name1=params_value1)]", "pythonic", None),
+        ("<|header_start|>ipython [func_name1(param1=value1)]", "llama4_pythonic", None),
+        ("[TOOL_CALLS] [THINK][/THINK]", "mistral", "mistral"),
+        ("<seed:think></seed:think>", None, "seed_oss"),
+        ("<think></think> <answer></answer>", None, "hunyuan_a13b"),
+        ("between <think></think> and <response></response>", None, "ernie45"),
     ],
 )
 def test_formats_follow_from_the_template(template: str, tool_format: str | None, reasoning: str | None) -> None:

@@ -216,7 +216,7 @@ def chat_answer(n: int = 1, **given: Any) -> Any:
     numbers = count()
 
     def parser() -> AnswerParser:
-        return AnswerParser(reasoning_parser("qwen3", ""), TOOL_FORMATS["hermes"].parser(["add"]))
+        return AnswerParser(reasoning_parser("qwen3", ""), TOOL_FORMATS["hermes"].parser({"add": {}}))
 
     prompt: dict[str, Any] = {"prompt": "abc", "prompt_token_ids": tuple(PROMPT)}
     made = ChatPrompt(prompt, SamplingParams(n=n), parser, lambda: f"call_{next(numbers)}")

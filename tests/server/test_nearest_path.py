@@ -16,7 +16,8 @@ from compiled_engine.server.nearest_path import OF_OTHER_SERVERS
         ("/v1/chat/completions/", "/v1/chat/completions"),
         ("/openai/v1/rerank", "/v1/rerank"),
         ("/generate", "/v1/completions"),
-        ("/v1/messages", "/v1/chat/completions"),
+        ("/embed", "/v1/embeddings"),
+        ("/anthropic/v1/messages", "/v1/messages"),
         ("/v1/audio/speech", None),
     ],
 )

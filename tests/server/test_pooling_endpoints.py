@@ -115,6 +115,75 @@ def test_base64_holds_little_endian_floats(embedder: RunningServer) -> None:
     assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == pytest.approx(floats)
 
 
+def of_embed(server: RunningServer, **body: Any) -> Any:
+    answer = post(server, "/v2/embed", **{"model": MODEL, "texts": TEXTS, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_vectors_in_the_shape_of_cohere(embedder: RunningServer) -> None:
+    plain = post(embedder, "/v1/embeddings", input=TEXTS).json()
+    expected = [each["embedding"] for each in plain["data"]]
+    answer = of_embed(embedder)
+    assert (set(answer), answer["texts"]) == ({"id", "texts", "meta", "response_type", "embeddings"}, TEXTS)
+    tokens = plain["usage"]["prompt_tokens"]
+    assert answer["meta"] == {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens}}
+    assert set(answer["embeddings"]) == {"float"}
+    np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=1e-6)
+    kinds = ["ubinary", "float", "binary", "base64", "float"]
+    forms = of_embed(embedder, embedding_types=kinds, output_dimension=16)["embeddings"]
+    cut = np.array(forms["float"])
+    assert set(forms) == {*kinds}
+    assert cut.shape == (3, 16)
+    np.testing.assert_allclose([np.frombuffer(base64.b64decode(each), "<f4") for each in forms["base64"]], cut)
+    assert (np.unpackbits(np.array(forms["ubinary"], np.uint8), axis=1) == (cut >= 0)).all()
+    assert (np.array(forms["binary"]) + 128 == forms["ubinary"]).all()
+
+
+def test_the_type_of_a_text_is_a_prompt_of_the_model(embedder: RunningServer, reranker: RunningServer) -> None:
+    asked = post(embedder, "/v1/embeddings", input=TEXTS, prompt_name="query").json()
+    expected = [each["embedding"] for each in asked["data"]]
+    for name in ("query", "search_query"):
+        np.testing.assert_allclose(of_embed(embedder, input_type=name)["embeddings"]["float"], expected, atol=1e-6)
+    warned = post(reranker, "/v2/embed", texts=TEXTS, input_type="search_query")
+    assert error_of(warned)["message"].startswith("task is 'embed', but the model can classify")
+
+
+def test_long_texts_are_cut_unless_that_is_an_error(embedder: RunningServer) -> None:
+    long = "b " * 60
+    assert of_embed(embedder, texts=[long])["meta"]["tokens"]["input_tokens"] == 40
+    assert of_embed(embedder, texts=[long], max_tokens=5)["meta"]["tokens"]["input_tokens"] == 5
+    assert error_of(post(embedder, "/v2/embed", texts=[long], truncate="NONE"))["param"] == "texts"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "texts", "texts must be given"),
+        ({"texts": []}, "texts", "texts: the prompt must be"),
+        ({"texts": ["a", 3]}, "texts[1]", "expected str, got 3"),
+        ({"texts": ["a"], "output_dimension": 57}, "output_dimension", "output_dimension must be at most 56"),
+        ({"texts": ["a"], "output_dimension": 12, "embedding_types": ["binary"]}, "embedding_types", "got 12 values"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]", "'ubinary', got 'int8'"),
+        ({"texts": ["a"], "truncate": "START"}, "truncate", "expected 'END' or 'NONE', got 'START'"),
+        (
+            {"texts": ["a"], "truncate": "NONE", "max_tokens": 4},
+            "max_tokens",
+            "must be absent where truncate is 'NONE'",
+        ),
+        ({"texts": ["a"], "input_type": "classification"}, "input_type", "query, search_query, got 'classification'"),
+        ({"texts": ["a"], "images": ["x"]}, "images", "images is not supported: input is text"),
+    ],
+)
+def test_what_cannot_be_embedded_in_the_shape_of_cohere(
+    embedder: RunningServer, body: dict[str, Any], param: str, message: str
+) -> None:
+    response = post(embedder, "/v2/embed", **body)
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
 def test_results_of_each_token(embedder: RunningServer) -> None:
     answer = post(embedder, "/pooling", input=TEXTS[0], task="token_embed").json()
     rows = np.array(answer["data"][0]["data"])

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -172,6 +173,22 @@ def test_entries_of_the_vocabulary(server: RunningServer) -> None:
     hf = server.engine.tokenizer.hf
     assert answer["token_strs"] == hf.convert_ids_to_tokens(answer["tokens"])
     assert any(entry.startswith("\u0120") for entry in answer["token_strs"])
+
+
+def test_the_configuration_of_the_tokenizer(server: RunningServer, bundled_model_path: Path) -> None:
+    """On request only, without paths of whoever wrote it, and with the template that the server renders."""
+    refused = httpx.get(f"{server.url}/tokenizer_info")
+    assert refused.status_code == 404
+    assert "--tokenizer-info" in error_of(refused)["message"]
+    stated = json.loads((bundled_model_path / "tokenizer_config.json").read_text())
+    for template in (None, "{{ messages }}"):
+        own = ScriptedEngine(server.engine)
+        with running(own, tokenizer_info=True, chat_template=template) as informing:
+            found = httpx.get(f"{informing.url}/tokenizer_info").json()
+        assert found["chat_template"] == (template or server.engine.tokenizer.chat_template)
+        assert found.items() >= {name: value for name, value in stated.items() if name != "chat_template"}.items()
+        assert found["eos_token"] == server.engine.tokenizer.special_tokens["eos_token"]
+        assert isinstance(found["tokenizer_class"], str)
 
 
 class Counted(list[dict[int, Logprob] | None]):

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from running_server import RunningServer, ScriptedEngine, running
 from test_call_grammars import ANSWER, LONG_WORK, SCHEMAS, form_of, tool_use
+from test_call_grammars import CALLS as LOOK_UPS
 from tiny_tokenizers import byte_level, wrap
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -18,20 +19,44 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.trials import parser_limits
 from compiled_engine.server.chat_format import ChatFormat, SpecialTokenGuard
 from compiled_engine.server.parsers.answer import joined
-from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece, Reasoning
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+MARKED = ("kimi_k2", "deepseek_v3", "gemma4", "granite", "internlm", "lfm2")
+TAGS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("[THINK]", "[/THINK]", *(text for name in MARKED for text in TOOL_FORMATS[name].markup)),
+)
 KINDS = ("special", "added", "text")
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a":7,"b":"x"}}\n</tool_call>'
-PIECES: list[Piece] = [Reasoning("I add."), CallStart(0, "add"), CallArguments(0, '{"a":7,"b":"x"}')]
+ARGUMENTS = '{"a": 7, "b": "x"}'
+PIECES: list[Piece] = [Reasoning("I add."), CallStart(0, "add"), CallArguments(0, ARGUMENTS)]
 TEMPLATE = "{{ messages[0].content }}{{ tools }}<think></think>"
 # Of each format: what the template holds, a call, and what is between two.
 CALLS = {
-    "hermes": ("<tool_call>arguments", CALL, "\n"),
-    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "add", "arguments": {"a":7,"b":"x"}}]', None),
-    "mistral with names": ("[TOOL_CALLS][ARGS]", '[TOOL_CALLS]add[ARGS]{"a":7,"b":"x"}', ""),
-    "llama3_json": ("<|python_tag|>", '{"name": "add", "parameters": {"a":7,"b":"x"}}', "; "),
+    "hermes": ("<tool_call>arguments", f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>', "\n"),
+    "mistral": ("[TOOL_CALLS]", f'[TOOL_CALLS][{{"name": "add", "arguments": {ARGUMENTS}}}]', None),
+    "mistral with names": ("[TOOL_CALLS][ARGS]", f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}", ""),
+    "llama3_json": ("<|python_tag|>", f'{{"name": "add", "parameters": {ARGUMENTS}}}', "; "),
+    "qwen3_coder": (
+        "<tool_call><function=",
+        "<tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "\n",
+    ),
+    "glm45": (
+        "<tool_call><arg_key><arg_value>",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>x</arg_value>\n</tool_call>",
+        "\n",
+    ),
+    "minimax_m2": (
+        "<minimax:tool_call><invoke name=",
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">7</parameter>\n'
+        '<parameter name="b">x</parameter>\n</invoke>\n</minimax:tool_call>',
+        "\n",
+    ),
+    **{name: ("", LOOK_UPS[name].replace("look-up", "add").replace("{}", ARGUMENTS), None) for name in MARKED},
 }
 
 
@@ -95,22 +120,23 @@ def test_reasoning_before_json_can_be_closed(kind: str, reasoning: str) -> None:
     assert not accepts(chat, grammar, opening + "so</think>not json")
 
 
+@pytest.mark.parametrize("calls", ["hermes", "qwen3_coder", "glm45", "minimax_m2"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
-def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: int) -> None:
+def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: int, calls: str) -> None:
     """Streamed tokens, and texts cut after each number of characters."""
-    chat = chat_of(kind)
-    text = f"<think>\nI add.\n</think>\n\n{CALL}"
+    chat = chat_of(kind, calls=calls)
+    text = f"<think>\nI add.\n</think>\n\n{CALLS[calls][1]}"
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     skip = not chat.has_special_markup(with_tools=True)
     detokenizer = Detokenizer(chat.tokenizer, skip_special_tokens=skip)
-    parser = chat.parser("", list(SCHEMAS), one_call=False)
+    parser = chat.parser("", SCHEMAS, one_call=False)
     pieces: list[Piece] = []
     for place in range(0, len(ids), size):
         pieces += parser.push(detokenizer.push(ids[place : place + size]))
     pieces += parser.push(detokenizer.flush()) + parser.finish()
     assert joined(pieces) == PIECES
-    parser = chat.parser("", list(SCHEMAS), one_call=False)
+    parser = chat.parser("", SCHEMAS, one_call=False)
     pieces = [piece for place in range(0, len(text), size) for piece in parser.push(text[place : place + size])]
     assert joined(pieces + parser.finish()) == PIECES
 
@@ -120,13 +146,15 @@ def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: in
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_parsed_whichever_tokens_their_markup_is(kind: str, calls: str, size: int) -> None:
     chat = chat_of(kind, None, calls)
-    text = ("<|python_tag|>" if calls == "llama3_json" else "") + CALLS[calls][1]
+    text = ("<|python_tag|>" if calls == "llama3_json" else "So.") + CALLS[calls][1]
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     skip = not chat.has_special_markup(with_tools=True)
     detokenizer = Detokenizer(chat.tokenizer, skip_special_tokens=skip)
-    parser = chat.parser("", list(SCHEMAS), one_call=False)
+    parser = chat.parser("", SCHEMAS, one_call=False)
     pieces = [piece for i in range(0, len(ids), size) for piece in parser.push(detokenizer.push(ids[i : i + size]))]
-    assert joined(pieces + parser.push(detokenizer.flush()) + parser.finish()) == PIECES[1:]
+    start = CallStart(0, "add", "functions.add:0" if calls == "kimi_k2" else None)
+    said = [] if calls == "llama3_json" else [Content("So.")]
+    assert joined(pieces + parser.push(detokenizer.flush()) + parser.finish()) == [*said, start, *PIECES[2:]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -319,3 +319,22 @@ def test_what_a_response_cannot_be(client: openai.OpenAI, asked: dict[str, Any],
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": MODEL, "input": "Hello.", **asked})
     assert caught.value.param == param
+
+
+def test_calls_have_the_ids_that_the_model_wrote(server: RunningServer) -> None:
+    """In answers of both interfaces, whole and streamed."""
+    engine = ScriptedEngine(server.engine)
+    text = '<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{"a": 1}}<|tool_call_end|>'
+    engine.chunks, ids = list(text.format(4) + text.format(5)), ["functions.add:4", "functions.add:5"]
+    with (
+        running(engine, chat_template=TEMPLATE, tool_call_parser="kimi_k2") as own,
+        openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+        message = client.chat.completions.create(**asked).choices[0].message
+        assert [call.id for call in message.tool_calls or ()] == ids
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        assert [call.id for call in calls if call.id] == ids
+        response = client.responses.create(model=MODEL, input="What is 1 + 2?", tools=FUNCTION)
+        assert [(item.call_id, item.name) for item in response.output] == [(each, "add") for each in ids]  # type: ignore[union-attr]

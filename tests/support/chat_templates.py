@@ -13,12 +13,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Family:
     """source: the template; a second one, for requests with tools, is tool_use. contents: text, parts, or both.
-    arguments_as_text: arguments of calls have to be JSON in a string."""
+    arguments_as_text: arguments of calls have to be JSON in a string. one_call: of a message's calls, only the first is
+    read, and the message may have content or reasoning, not both. one_system: of several system messages at the
+    beginning, only the first is read."""
 
     source: str
     tool_use: str | None = None
     contents: str = "text"
     arguments_as_text: bool = False
+    one_call: bool = False
+    one_system: bool = False
 
     @property
     def takes_tools(self) -> bool:
@@ -420,14 +424,16 @@ _GPT_OSS = """{%- if messages[0].role == "developer" or messages[0].role == "sys
 {%- for message in rest %}
     {%- if message.role == "assistant" and "tool_calls" in message %}
         {%- set call = message.tool_calls[0].function %}
-        {%- if message.thinking %}{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}{%- endif %}
+        {%- if message.content and message.thinking %}{{- raise_exception("content and thinking") }}{%- endif %}
+        {%- set thought = message.content or message.thinking %}
+        {%- if thought %}{{- "<|start|>assistant<|channel|>analysis<|message|>" + thought + "<|end|>" }}{%- endif %}
         {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}{{- call.arguments | tojson }}{{- "<|call|>" }}
         {%- set last.name = call.name %}
     {%- elif message.role == "assistant" %}{{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
     {%- elif message.role == "tool" %}
         {%- if last.name is none %}{{- raise_exception("no call before") }}{%- endif %}
         {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" }}{{- message.content | tojson }}{{- "<|end|>" }}
-    {%- else %}{{- "<|start|>user<|message|>" + message.content + "<|end|>" }}{%- endif %}
+    {%- elif message.role == "user" %}{{- "<|start|>user<|message|>" + message.content + "<|end|>" }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}"""
 
@@ -476,6 +482,26 @@ _XML_CALLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+_GLM_4_5 = (
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ '<|observation|>\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{% else %}{{ '<|' + message.role + '|>\\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name }}"
+    "{% for name, value in call.function.arguments | items %}{{ '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' + (value if value is string else value | tojson) + '</arg_value>' }}{% endfor %}"
+    "{{ '\\n</tool_call>' }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+_MINIMAX_M2 = (
+    "{% if tools %}{{ ']~b]system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '[e~[\\n' }}{% endif %}"
+    "{% for message in messages %}{{ ']~b]' + message.role + '\\n' + message.content }}"
+    "{% if message.tool_calls %}{{ '\\n<minimax:tool_call>\\n' }}{% for call in message.tool_calls %}"
+    "{{ '<invoke name=\"' + call.function.name + '\">\\n' }}"
+    "{% for name, value in call.function.arguments | items %}{{ '<parameter name=\"' + name + '\">' + (value if value is string else value | tojson) + '</parameter>\\n' }}{% endfor %}"
+    "{{ '</invoke>\\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ']~b]ai\\n<think>\\n' }}{% endif %}"
+)
+
 _VICUNA = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{{ messages[0]['content'].strip() + ' ' }}"
     "{% else %}{% set rest = messages %}{% endif %}"
@@ -494,6 +520,8 @@ FAMILIES: dict[str, Family] = {
     "qwen 2.5": Family(_QWEN_2_5),
     "qwen 3": Family(_QWEN_3),
     "qwen 3 coder": Family(_XML_CALLS),
+    "glm 4.5": Family(_GLM_4_5),
+    "minimax m2": Family(_MINIMAX_M2),
     "llama 2": Family(_LLAMA_2),
     "llama 3": Family(_LLAMA_3),
     "llama 3.1": Family(_LLAMA_3_1),
@@ -521,7 +549,7 @@ FAMILIES: dict[str, Family] = {
     "hermes 2 pro": Family(_turns(_CHATML, _CHATML_END, before="{{ bos_token }}"), _HERMES_TOOLS),
     "command r": Family(_COMMAND_R, _COMMAND_R_TOOLS),
     "zephyr": _named("'<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n'", "<|assistant|>\n"),
-    "vicuna": Family(_VICUNA),
+    "vicuna": Family(_VICUNA, one_system=True),
     "olmo": _named(
         "'<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '') + '\\n'",
         "<|assistant|>\n",
@@ -529,7 +557,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(_GRANITE),
     "smollm 2": Family(_turns(_CHATML, _CHATML_END)),
-    "smollm 3": Family(_SMOL_LM_3),
+    "smollm 3": Family(_SMOL_LM_3, one_system=True),
     "smolvlm": Family(_SMOL_VLM, contents="parts"),
     "falcon 3": _named(
         "'<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '\\n')",
@@ -546,7 +574,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "solar": _named("'### ' + message['role'].title() + ':\\n' + message['content'] + '\\n\\n'", "### Assistant:\n"),
     "llava 1.5": Family(_LLAVA, contents="parts"),
-    "gpt-oss": Family(_GPT_OSS),
+    "gpt-oss": Family(_GPT_OSS, one_call=True, one_system=True),
     "minicpm": Family(
         "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<用户>' + message['content'].strip() + '<AI>' }}"
         "{% else %}{{ message['content'].strip() }}{% endif %}{% endfor %}"

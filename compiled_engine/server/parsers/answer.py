@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, TextParser
 
+# Characters that the parsers get at once. Each mark makes a copy of what follows it.
+LONGEST_PART = 4096
+
 
 class AnswerParser:
-    """Reasoning is looked for first, and calls in what is no reasoning. None: there is none of it to be found.
+    """Reasoning is looked for first, and calls in what is no reasoning. None: there is none of it to be found, or the
+    other parser reads it too.
 
     one_call: only the first call is given out (parallel_tool_calls is false).
     """
@@ -17,20 +21,25 @@ class AnswerParser:
         self._one_call = one_call
 
     def push(self, text: str) -> list[Piece]:
-        return self._of_tools([Content(text)] if self._reasoning is None else self._reasoning.push(text))
+        found: list[Piece] = []
+        for start in range(0, max(len(text), 1), LONGEST_PART):
+            part = text[start : start + LONGEST_PART]
+            pieces: list[Piece] = [Content(part)] if self._reasoning is None else self._reasoning.push(part)
+            found += self._of_tools(pieces)
+        return self._counted(found)
 
     def finish(self) -> list[Piece]:
         pieces = [] if self._reasoning is None else self._of_tools(self._reasoning.finish())
         if self._tools is not None:
-            pieces += self._counted(self._tools.finish())
-        return pieces
+            pieces += self._tools.finish()
+        return self._counted(pieces)
 
     def _of_tools(self, pieces: list[Piece]) -> list[Piece]:
         if self._tools is None:
             return pieces
         found: list[Piece] = []
         for piece in pieces:
-            found += self._counted(self._tools.push(piece.text)) if isinstance(piece, Content) else [piece]
+            found += self._tools.push(piece.text) if isinstance(piece, Content) else [piece]
         return found
 
     def _counted(self, pieces: list[Piece]) -> list[Piece]:

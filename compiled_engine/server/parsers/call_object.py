@@ -163,9 +163,11 @@ NULL = ("null",)  # the result of `decoded` for null, since None means that the 
 
 
 def decoded(text: str) -> Any:
-    """The value of a JSON text; None if it is none."""
+    """The value of a JSON text; None if it is none, or a text with half a character, which no answer could hold."""
     try:
         value = json.loads(text)
+        if isinstance(value, str):
+            value.encode()
     except (ValueError, RecursionError):
         return None
     return NULL if value is None else value

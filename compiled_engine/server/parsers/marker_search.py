@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 # Where a JSON value ends in text that arrives character by character.
 
 
@@ -38,25 +40,32 @@ class JsonValue:
 
 
 class MarkerSearch:
-    """Lets text through up to a marker. The whitespace before the marker belongs to it and is left out.
+    """Lets text through up to a marker, the first of several. The whitespace before it belongs to it and is left out.
 
     What may turn out to be whitespace before the marker, or its beginning, is held back until it is known not to be.
+    lead: a text that belongs to the marker where it precedes it, and is any other text elsewhere. found: the marker
+    that was found last, as it was written, with its lead and the whitespace before it.
     """
 
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
+    def __init__(self, *markers: str, lead: str = "") -> None:
+        """markers: without any, all text is let through."""
+        self._markers = markers
+        self._lead = lead
         self._held = ""
+        self.found = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that certainly precedes the marker, and the text after it; None for the latter until it is
         found."""
         self._held += text
-        place = self._held.find(self._marker)
-        if place >= 0:
-            before, rest = self._held[:place].rstrip(), self._held[place + len(self._marker) :]
+        if found := first_of(self._held, self._markers):
+            place, marker = found
+            before, rest = self._without_lead(self._held[:place]), self._held[place + len(marker) :]
+            self.found = self._held[len(before) : len(self._held) - len(rest)]
             self._held = ""
             return before, rest
-        end = len(self._held[: len(self._held) - self._beginning()].rstrip())
+        beginning = beginning_of(self._held, (*self._markers, self._lead))
+        end = len(self._without_lead(self._held[: len(self._held) - beginning]))
         released, self._held = self._held[:end], self._held[end:]
         return released, None
 
@@ -65,9 +74,20 @@ class MarkerSearch:
         held, self._held = self._held, ""
         return held
 
-    def _beginning(self) -> int:
-        """Length of the longest end of the text that the marker begins with."""
-        for length in range(min(len(self._marker) - 1, len(self._held)), 0, -1):
-            if self._marker.startswith(self._held[-length:]):
-                return length
-        return 0
+    def _without_lead(self, text: str) -> str:
+        text = text.rstrip()
+        return text.removesuffix(self._lead).rstrip() if self._lead else text
+
+
+def first_of(text: str, markers: Collection[str]) -> tuple[int, str] | None:
+    """Return the place of the marker that comes first, and the marker; None if there is none."""
+    found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
+    return min(found, default=None)
+
+
+def beginning_of(text: str, markers: Collection[str]) -> int:
+    """Return the length of the longest end of the text with which one of the markers begins."""
+    for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
+        if any(len(marker) > length and marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0

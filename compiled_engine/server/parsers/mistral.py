@@ -47,7 +47,7 @@ class MistralParser:
             pieces.append(Content(before))
         if rest is None:
             return ""
-        self._read, self._held = self._read_form, MARKER
+        self._read, self._held = self._read_form, self._search.found
         return rest
 
     def _read_form(self, text: str, pieces: list[Piece]) -> str:
@@ -86,7 +86,7 @@ class MistralParser:
 
     def _read_name(self, text: str, pieces: list[Piece]) -> str:
         for place, character in enumerate(text):
-            before = self._held.removeprefix(MARKER).lstrip()
+            before = self._held.lstrip().removeprefix(MARKER).lstrip()
             if character == "{" and (name := _name_before_arguments(before)):
                 pieces.append(CallStart(self._count, name))
                 self._read, self._held, self._value = self._read_arguments, "", JsonValue()

@@ -22,10 +22,12 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The model calls a tool; `index` counts the calls of an answer from 0."""
+    """The model calls a tool; `index` counts the calls of an answer from 0. id: as the model wrote it; None if its
+    format has no ids."""
 
     index: int
     name: str
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,153 @@
+"""/v2/embed: vectors of texts in the shape of Cohere's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+
+from compiled_engine.frontend.prompts import LONGEST_SALT
+from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.pooling import REFUSED_HERE, EmbeddingRequest, encoded, values_as_json
+from compiled_engine.server.replies import Reply, long_json_response, read_body
+from compiled_engine.server.request_fields import Refused
+from compiled_engine.server.serving import Serving, serving_of
+
+EMBED_REFUSED: dict[str, Refused] = {
+    **REFUSED_HERE,
+    "images": Refused("input is text; give texts", ([],)),
+    "inputs": Refused("give texts", ([],)),
+}
+# The prompts that a checkpoint has for an input_type under another name.
+PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage")}
+VectorType = Literal["float", "base64", "binary", "ubinary"]
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """input_type: of the checkpoint's prompts, the one that is put before each text. embedding_types: in binary and
+    ubinary each value is a bit, 1 unless it is negative, of signed or unsigned bytes.
+
+    truncate: END keeps the first tokens of a text, at most max_tokens or as many as the model takes; NONE: a text that
+    is too long is an error.
+    """
+
+    texts: list[str]
+    model: str | None = None
+    input_type: str | None = None
+    embedding_types: Annotated[list[VectorType], Meta(min_length=1)] | None = None
+    output_dimension: Annotated[int, Meta(ge=1)] | None = None
+    truncate: Literal["END", "NONE"] = "END"
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=LONGEST_SALT)] | None = None
+
+
+class Vectors(msgspec.Struct, kw_only=True):
+    """The vectors, in the order of the texts, in each form that was asked for."""
+
+    floats: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
+    base64: list[str] | UnsetType = UNSET
+    binary: list[list[int]] | UnsetType = UNSET
+    ubinary: list[list[int]] | UnsetType = UNSET
+
+
+class ApiVersion(msgspec.Struct):
+    """The version of the shape."""
+
+    version: str = "2"
+
+
+class EmbedTokens(msgspec.Struct):
+    """The tokens of all texts."""
+
+    input_tokens: int
+
+
+class EmbedMeta(msgspec.Struct, kw_only=True):
+    """Facts of an answer."""
+
+    api_version: ApiVersion
+    tokens: EmbedTokens
+
+
+class EmbedResponse(msgspec.Struct, kw_only=True):
+    """The vectors, and the texts."""
+
+    id: str
+    texts: list[str]
+    meta: EmbedMeta
+    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
+    embeddings: Vectors
+
+
+async def embed(request: Request) -> Reply:
+    """POST /v2/embed."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, EmbedRequest, EMBED_REFUSED)
+    if fields.truncate == "NONE" and fields.max_tokens is not None:
+        raise bad_request("max_tokens", f"max_tokens must be absent where truncate is 'NONE', got {fields.max_tokens}")
+    asked = EmbeddingRequest(
+        model=fields.model,
+        input=fields.texts,
+        dimensions=fields.output_dimension,
+        truncate_prompt_tokens=None if fields.truncate == "NONE" else fields.max_tokens or -1,
+        prompt_name=_prompt_name(serving, fields.input_type, ignored),
+        priority=fields.priority,
+        cache_salt=fields.cache_salt,
+    )
+    names = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
+    outputs, answer = await encoded(request, asked, "embed", **names)
+    kinds = list(dict.fromkeys(fields.embedding_types or ["float"]))
+    vectors = [output.outputs.values for output in outputs]
+    if vectors[0].size % 8 and (packed := [kind for kind in kinds if kind in ("binary", "ubinary")]):
+        raise bad_request(
+            "embedding_types",
+            f"embedding_types must not have {packed[0]!r} unless a vector has a multiple of 8 values, got "
+            f"{vectors[0].size} values",
+        )
+    meta = EmbedMeta(api_version=ApiVersion(), tokens=EmbedTokens(answer["usage"].prompt_tokens))
+    response = EmbedResponse(id=answer["id"], texts=fields.texts, meta=meta, embeddings=Vectors())
+    return long_json_response(_parts(response, kinds, vectors), ignored)
+
+
+def _prompt_name(serving: Serving, input_type: str | None, ignored: list[str]) -> str | None:
+    """Return the checkpoint's prompt for the input type. Raises ApiError 400 if it has others only."""
+    stated = serving.engine.config.model.pooling
+    prompts = dict(stated.prompts) if stated is not None else {}
+    if input_type is None:
+        return None
+    if not prompts:
+        ignored.append("input_type is ignored: this model has no prompts")
+        return None
+    for name in (input_type, *PROMPTS.get(input_type, ())):
+        if name in prompts:
+            return name
+    others = [kind for kind, names in PROMPTS.items() if not prompts.keys().isdisjoint(names)]
+    allowed = ", ".join([*prompts, *others])
+    raise bad_request(
+        "input_type", f"input_type must be one of the model's prompts, {allowed}, got {shown(input_type)}"
+    )
+
+
+def _parts(response: EmbedResponse, kinds: Sequence[str], vectors: Sequence[np.ndarray]) -> Iterator[bytes]:
+    """The answer as JSON, in parts that each take a moment to make."""
+    yield msgspec.json.encode(response).removesuffix(b"}}")
+    for place, kind in enumerate(kinds):
+        yield b"," * (place > 0) + msgspec.json.encode(kind) + b":["
+        for number, values in enumerate(vectors):
+            yield b"," if number else b""
+            yield from _in_form(values, kind)
+        yield b"]"
+    yield b"}}"
+
+
+def _in_form(values: np.ndarray, kind: str) -> Iterator[bytes]:
+    if kind in ("float", "base64"):
+        encoding: Any = kind
+        return values_as_json(values, encoding)
+    packed = np.packbits(values >= 0).astype(np.int64)
+    return values_as_json(packed - 128 * (kind == "binary"), None)

@@ -1,0 +1,19 @@
+"""Calls as Gemma 4 and FunctionGemma write them, such as `<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>`."""
+
+from __future__ import annotations
+
+from compiled_engine.server.parsers.call_marks import FUNCTION_GEMMA, GEMMA4, CallMarks
+from compiled_engine.server.parsers.gemma_arguments import GemmaArguments
+from compiled_engine.server.parsers.marked_calls import MarkedCalls
+from compiled_engine.server.parsers.named_call import NAME, NamedCall
+
+KIND = "call:"
+QUOTE, FUNCTION_QUOTE = '<|"|>', "<escape>"
+MARKUP, FUNCTION_MARKUP = (*GEMMA4.texts, QUOTE), (*FUNCTION_GEMMA.texts, FUNCTION_QUOTE)
+
+
+class GemmaParser(MarkedCalls):
+    """Reads calls with arguments in Gemma's form, or in JSON."""
+
+    def __init__(self, marks: CallMarks, quote: str) -> None:
+        super().__init__(marks, lambda: NamedCall((KIND, NAME), lambda: GemmaArguments(quote)))

@@ -1,0 +1,129 @@
+"""Arguments as Gemma writes them, such as {city:<|"|>Paris<|"|>,days:3}, made JSON while they arrive."""
+
+from __future__ import annotations
+
+import json
+
+from compiled_engine.server.parsers.call_object import WHITESPACE
+from compiled_engine.server.parsers.marker_search import JsonValue
+
+CLOSING = {"{": "}", "[": "]"}
+# Templates write Python's words into prompts, so models write them too.
+WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+class GemmaArguments:
+    """Reads an object, from its brace on. Its keys have no quotes, and texts have the family's own. JSON is read too.
+
+    closed: the object is complete. failed: the last character cannot be part of it.
+    """
+
+    def __init__(self, quote: str) -> None:
+        self.closed = self.failed = False
+        self._quote = quote
+        self._open: list[str] = []  # brackets
+        self._is_key = False
+        self._comma = ""  # due before the next key or value
+        self._seen = ""  # of a quote, or of a key or value without quotes
+        self._json = JsonValue()
+        self._read = self._in_start
+
+    def push(self, character: str) -> str:
+        """Return the JSON that the character completes."""
+        return self._read(character)
+
+    def _in_start(self, character: str) -> str:
+        """State where a key or a value begins, or the object or list ends."""
+        if character in WHITESPACE:
+            return ""
+        if self._open and character == CLOSING[self._open[-1]]:
+            return self._end(character)
+        if character in CLOSING and not self._is_key:
+            self._open.append(character)
+            self._is_key = character == "{"
+            return self._due() + character
+        if character == '"':
+            self._json, self._read = JsonValue(), self._in_json_text
+            return self._due() + self._in_json_text(character)
+        self._read = self._in_quote if character == self._quote[0] else self._in_bare
+        return self._read(character)
+
+    def _in_quote(self, character: str) -> str:
+        self._seen += character
+        if self._seen == self._quote:
+            self._seen, self._read = "", self._in_text
+            return self._due() + '"'
+        return "" if self._quote.startswith(self._seen) else self._fail()
+
+    def _in_text(self, character: str) -> str:
+        self._seen += character
+        if self._seen == self._quote:
+            return '"' + self._after_part()
+        if self._quote.startswith(self._seen):
+            return ""
+        # The character is none of the quote that seemed to begin; but another one may begin with it.
+        text = self._seen[:-1] if character == self._quote[0] else self._seen
+        self._seen = self._seen[len(text) :]
+        return json.dumps(text, ensure_ascii=False)[1:-1]
+
+    def _in_json_text(self, character: str) -> str:
+        return character + (self._after_part() if self._json.ends_with(character) else "")
+
+    def _in_bare(self, character: str) -> str:
+        if character not in (":" if self._is_key else ",}]"):
+            self._seen += character
+            return self._fail() if character in '{}[]",' else ""
+        word = self._seen.strip()
+        if not word:
+            return self._fail()
+        text = self._due() + (json.dumps(word, ensure_ascii=False) if self._is_key else _json_of(word))
+        return text + self._after_part() + self._read(character)
+
+    def _after_part(self) -> str:
+        """Go on behind a key or a value."""
+        self._seen, self._read = "", self._in_colon if self._is_key else self._in_comma
+        return ""
+
+    def _in_colon(self, character: str) -> str:
+        if character == ":":
+            self._is_key, self._read = False, self._in_start
+            return ": "
+        return "" if character in WHITESPACE else self._fail()
+
+    def _in_comma(self, character: str) -> str:
+        """State behind a value."""
+        if character == ",":
+            self._comma, self._read = ", ", self._in_start
+            self._is_key = self._open[-1] == "{"
+            return ""
+        if character == CLOSING[self._open[-1]]:
+            return self._end(character)
+        return "" if character in WHITESPACE else self._fail()
+
+    def _end(self, character: str) -> str:
+        self._open.pop()
+        self.closed = not self._open
+        self._comma, self._is_key, self._read = "", False, self._in_comma
+        return character
+
+    def _due(self) -> str:
+        comma, self._comma = self._comma, ""
+        return comma
+
+    def _fail(self) -> str:
+        self.failed = True
+        return ""
+
+
+def _json_of(word: str) -> str:
+    """The JSON of a value without quotes: a number or a word of JSON, and a text otherwise."""
+    word = WORDS.get(word, word)
+    try:
+        json.loads(word, parse_constant=_refuse)
+    except ValueError:
+        return json.dumps(word, ensure_ascii=False)
+    return word
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")

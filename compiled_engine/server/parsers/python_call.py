@@ -1,0 +1,134 @@
+"""A call as Python has it, such as `add(a=1, b="x")`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+from compiled_engine.server.parsers.call_object import WHITESPACE, decoded
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece
+
+KEY = re.compile(r"[\w.-]+")
+# Values that models write as JSON does.
+WORDS = {"true": True, "false": False, "null": None}
+# Python's texts cannot hold these characters; models write them all the same.
+ESCAPED = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
+
+
+class PythonCall:
+    """Reads one call of a tool with named arguments, whose values are literals, or with all of them as `**{...}`, JSON.
+
+    begun, closed, failed, raw: see `CallObject`. A call begins once it is complete, since it may turn out to be no
+    call until then.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """names: those of the tools that may be called."""
+        self.begun = self.closed = self.failed = False
+        self.raw = ""
+        self._names = names
+        self._seen = ""  # of the name
+        self._name: str | None = None  # None until its bracket has come
+        self._arguments = [""]
+        self._depth = 0
+        self._quote = ""  # of the text that is being read
+        self._escaped = False
+
+    def read(self, text: str, index: int, pieces: list[Piece]) -> str:
+        for place, character in enumerate(text):
+            if self._name is None:
+                if not self._in_name(character):
+                    self.failed = True
+                    return text[place:]
+            elif self._ends_with(character):
+                arguments = _joined(self._arguments)
+                if arguments is None:
+                    self.failed = True
+                    return text[place:]
+                pieces += [CallStart(index, self._name), CallArguments(index, arguments)]
+                self.begun = self.closed = True
+                return text[place + 1 :]
+            self.raw += character
+        return ""
+
+    def _in_name(self, character: str) -> bool:
+        """Read a character of the name, behind whitespace; return whether it may be one."""
+        if character == "(" and self._seen in self._names:
+            self._name = self._seen
+            return True
+        if character in WHITESPACE and not self._seen:
+            return True
+        self._seen += character
+        return any(name.startswith(self._seen) for name in self._names)
+
+    def _ends_with(self, character: str) -> bool:
+        """Read a character of the arguments; return whether it is the bracket that ends them."""
+        if self._quote:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == self._quote:
+                self._quote = ""
+            elif character in ESCAPED:
+                character = ESCAPED[character]
+        elif character in "\"'":
+            self._quote = character
+        elif character in "([{":
+            self._depth += 1
+        elif character in ")]}":
+            self._depth -= 1
+            if self._depth < 0:
+                return True
+        elif character == "," and not self._depth:
+            self._arguments.append("")
+            return False
+        self._arguments[-1] += character
+        return False
+
+
+def _joined(arguments: list[str]) -> str | None:
+    """The arguments of a call as JSON; None if they are none."""
+    if not arguments[-1].strip():  # there are none, or a comma follows the last one
+        arguments = arguments[:-1]
+    if len(arguments) == 1 and (text := arguments[0].strip()).startswith("**"):
+        text = text.removeprefix("**").strip()
+        return text if isinstance(decoded(text), dict) else None
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if not KEY.fullmatch(key.strip()):
+            return None
+        try:
+            found.setdefault(key.strip(), _value_of(value.strip()))
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return None
+    try:
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # halves of a character, which Python does not join
+        return json.dumps(found)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return text
+
+
+def _value_of(text: str) -> Any:
+    """Return the value of a literal. Raises ValueError, TypeError, SyntaxError, RecursionError or MemoryError for any
+    other text."""
+    if text in WORDS:
+        return WORDS[text]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        return ast.literal_eval(_WithoutWords().visit(ast.parse(text, mode="eval")))
+
+
+class _WithoutWords(ast.NodeTransformer):
+    """Replaces JSON's words by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.copy_location(ast.Constant(WORDS[node.id]), node) if node.id in WORDS else node

@@ -1,0 +1,170 @@
+"""Calls as tags, as a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compiled_engine.server.parsers.argument_schemas import ArgumentSchemas
+from compiled_engine.server.parsers.call_grammars import CallableTool, CallRules, Literal, free_text, quoted, without
+from compiled_engine.server.parsers.xml_markup import XmlMarkup
+
+# Keywords of a schema that say nothing about its values.
+NOTES = ("description", "title", "default", "examples")
+REFERENCE = re.compile(r'"\$ref"')
+# A schema below which only definitions are referred to can be used without what is around it.
+ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
+# Longer texts are not counted: a grammar's size grows with the count.
+MOST_COUNTED = 10_000
+# What a text of JSON begins with, and is.
+BEGINNINGS = {"object": "{", "array": r"\[", "integer": "-0-9", "number": "-0-9"}
+WORDS = {"null": ("null",), "boolean": ("true", "false")}
+# Parts of an expression that are written in another way between slashes.
+PART = re.compile(r"\\.|[/\n]", re.DOTALL)
+ESCAPES = {"/": r"\/", "\n": r"\n"}
+# Where a tool names no arguments.
+ANY_NAME = r"""NAME: /[^\s<>"']{1,64}/"""
+
+
+def xml_calls(
+    markup: XmlMarkup, tools: Sequence[CallableTool], literal: Literal, template: str, several: bool
+) -> CallRules:
+    """Arguments come in the order of the schema. A text is what the parser reads as one: without what would end it."""
+    grammar = _XmlGrammar(markup, literal)
+    start = literal(markup.starts[0])
+    rules = [grammar.call(index, tool) for index, tool in enumerate(tools)]
+    choice = " | ".join(f"call_{index}" for index in range(len(tools)))
+    more = " (LINE? call)*" if several and markup.opening else ""
+    rest = f"LINE? call{more} LINE? {literal(markup.closing)}" if markup.opening else "call"
+    return CallRules(
+        calls=f"calls: {start} rest{f' (LINE? {start} rest)*' if several else ''}",
+        free=free_text(markup.starts, literal),
+        shared="\n".join([f"rest: {rest}", f"call: {choice}", *rules, 'LINE: "\\n"', ANY_NAME, *grammar.values]),
+    )
+
+
+class _XmlGrammar:
+    """values: the rules of arguments' texts with their closing tags, each once for all arguments that share it."""
+
+    def __init__(self, markup: XmlMarkup, literal: Literal) -> None:
+        self._markup = markup
+        self._literal = literal
+        self._rules: dict[str, tuple[str, str]] = {}
+
+    @property
+    def values(self) -> list[str]:
+        return [rule for _, rule in self._rules.values()]
+
+    def call(self, index: int, tool: CallableTool) -> str:
+        """The rule of a tool's calls: from its name on to the tag that ends them."""
+        markup, arguments = self._markup, ArgumentSchemas(json.loads(tool.schema))
+        head = f"{markup.quote}{tool.name}{markup.quote}{markup.name_end}"
+        parts = [quoted((markup.call if markup.opening else "") + head), "LINE?"]
+        names = [*arguments.properties, *sorted(arguments.required - arguments.properties.keys())]
+        for name in names:
+            before = self._plain(markup.key, markup.quote, name, markup.quote, markup.key_end)
+            count = "" if name in arguments.required else "?"
+            parts.append(self._argument(before, self._value(name, arguments), count))
+        if not names and not arguments.closed:
+            before = f"{self._plain(markup.key, markup.quote)} NAME {self._plain(markup.quote, markup.key_end)}"
+            parts.append(self._argument(before, self._terminal(_text({})), "*"))
+        return f"call_{index}: {' '.join([*parts, self._literal(markup.call_end)])}"
+
+    def _argument(self, before: str, value: str, count: str) -> str:
+        opening = self._plain(self._markup.value, self._markup.gap)
+        if self._markup.value:
+            return f"({before} LINE? {opening} {value} LINE?){count}"
+        return f"({before} {opening} {value} LINE?){count}"
+
+    def _plain(self, *parts: str) -> str:
+        """Tags and other texts: special tokens apart, and what is between them in one."""
+        found = [""]
+        for part in parts:
+            written = self._literal(part)
+            if written == quoted(part):
+                found[-1] += part
+            else:
+                found += [written, ""]
+        return " ".join(part if place % 2 else quoted(part) for place, part in enumerate(found) if part)
+
+    def _value(self, name: str, arguments: ArgumentSchemas) -> str:
+        """The text of an argument with its closing tag.
+
+        Texts are one terminal, and JSON is apart from it: a terminal goes on as long as it can, so that no text may
+        begin as JSON does.
+        """
+        texts: list[str] = []
+        values: list[Any] = []
+        branches = arguments.branches(name)
+        beginnings = "".join(sorted({BEGINNINGS.get(each.get("type", ""), "") for each in branches}))
+        apart = rf" & ~/\s*[{beginnings}](?s:.*)/" if beginnings else ""
+        for schema in branches:
+            kind = schema.get("type")
+            if "const" in schema or isinstance(schema.get("enum"), list):
+                texts += [quoted(each) for each in _written(schema)]
+            elif kind == "string":
+                texts.append(f"({_text(schema)}{apart})")
+            elif kind in WORDS:
+                texts += [quoted(each) for each in WORDS[kind]]
+            elif kind is None:
+                texts.append(_text({}))
+            else:
+                values.append({key: given for key, given in schema.items() if key not in NOTES})
+        ways = [self._terminal(" | ".join(texts))] if texts or not values else []
+        if values:
+            ways.append(self._json(_schema(values, arguments)))
+        return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
+
+    def _terminal(self, text: str) -> str:
+        """The name of the rule for a text, which is nothing that would end it earlier."""
+        markup, closing = self._markup, self._literal(self._markup.value_end)
+        name = f"text_{len(self._rules)}"
+        body = f"({text or _text({})}){without(markup.value_ends)}"
+        if closing == quoted(markup.value_end):  # text, so the argument has to end where it begins
+            rule = f"{name}[suffix={quoted(markup.gap + markup.value_end)}]: {body}"
+        else:
+            rule = f"{name}: {name.upper()} {closing}\n{name.upper()}: {body}"
+        return self._rules.setdefault(text, (name, rule))[0]
+
+    def _json(self, schema: str) -> str:
+        """The name of the rule for JSON of a schema."""
+        name = f"value_{len(self._rules)}"
+        end = self._plain(self._markup.gap, self._markup.value_end)
+        return self._rules.setdefault(schema, (name, f"{name}: {name}_json {end}\n{name}_json: %json {schema}"))[0]
+
+
+def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
+    """Schemas of an argument, with all that they refer to."""
+    schema: dict[str, Any] = values[0] if len(values) == 1 else {"anyOf": values}
+    below = ["x-guidance"]
+    if REFERENCE.search(json.dumps(schema)):
+        below += ["$defs", "definitions"]
+        if ELSEWHERE.search(json.dumps([schema, *(arguments.root.get(key) for key in below)])):
+            schema = {"type": sorted({value["type"] for value in values})}
+    return json.dumps(schema | {key: arguments.root[key] for key in below if key in arguments.root}, ensure_ascii=False)
+
+
+def _written(schema: Mapping[str, Any]) -> list[str]:
+    """The texts of the values that a schema lists."""
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """The terminal of a string."""
+    least, most = _count(schema, "minLength") or 0, _count(schema, "maxLength")
+    counted = f"/(?s:.{{{least},{'' if most is None else most}}})/"
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str):
+        return counted
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
+    inner = PART.sub(lambda part: ESCAPES.get(part[0], part[0]), pattern[begin : len(pattern) - end])
+    anything = "(?s:.*)"
+    return f"{counted} & /{'' if begin else anything}({inner}){'' if end else anything}/"
+
+
+def _count(schema: Mapping[str, Any], key: str) -> int | None:
+    count = schema.get(key)
+    return count if isinstance(count, int) and 0 <= count <= MOST_COUNTED else None

@@ -1,0 +1,69 @@
+"""Values of the user's own in the place of those in a checkpoint's config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+
+# The part with the rotary embedding's scaling, in transformers 4 and 5.
+ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+# Fields of this part that a new one keeps, as transformers 4 has them beside it.
+ROPE_BASE = ("rope_theta", "partial_rotary_factor")
+
+
+def with_overrides(fields: JsonFields, overrides: Mapping[str, Any]) -> JsonFields:
+    """The fields of a config.json with other values.
+
+    Configurations of parts, such as text_config, are overridden value by value; any other value is replaced whole.
+    """
+    if not overrides:
+        return fields
+    return JsonFields(f"{fields.source} with hf_overrides", _overridden(fields.values, overrides))
+
+
+def _overridden(stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    result = {**stated, **given}
+    for name, value in given.items():
+        part = stated.get(name)
+        if (
+            name.endswith("_config")
+            and isinstance(value, Mapping)
+            and isinstance(part, Mapping)
+            and "quant" not in name
+        ):
+            result[name] = _overridden(part, value)
+    return _with_one_rope(result, stated, given)
+
+
+def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The two names of the rotary embedding's part are one: else the stated part would hide a given one."""
+    parts = {name: part for name in ROPE_SECTIONS if isinstance(part := stated.get(name), Mapping)}
+    base = {key: part[key] for part in parts.values() for key in ROPE_BASE if key in part}
+    base |= {key: given[key] for key in ROPE_BASE if key in base and key in given}
+    if name := next((name for name in ROPE_SECTIONS if name in given), None):
+        part = {"rope_type": "default"} if given[name] is None else given[name]
+        for other in ROPE_SECTIONS:
+            result.pop(other, None)
+        result[name] = base | dict(part) if isinstance(part, Mapping) else part
+    else:
+        result |= {name: {**part, **{key: base[key] for key in base if key in part}} for name, part in parts.items()}
+    return result
+
+
+def read_overrides(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """The value of the option hf_overrides, which may be JSON. Raises TypeError or ValueError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"hf_overrides is {value!r}; allowed: a dict as JSON ({error})") from error
+    if not isinstance(value, Mapping | None):
+        raise TypeError(f"hf_overrides is {value!r}; allowed: a dict of values of config.json, or one as JSON")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"hf_overrides is {value!r}; allowed: values that JSON has ({error})") from error
+    return value or {}
