@@ -2,7 +2,7 @@
 
 They may cross process borders, so each is plain typed data that msgspec encodes and decodes without pickle. What is
 not data, such as a token mask object, is handed over separately from its message and stays in its process. Messages of
-which there is one for each request are structs: these are made the fastest.
+which there is one for each request are structs, because structs are the cheapest to create.
 """
 
 from __future__ import annotations
@@ -280,7 +280,8 @@ class ControlCall:
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """A request that takes a row of the runner: all that the runner will ever need to know of it.
+    """A request that takes a row of the runner: all that the runner needs to know of it, but for blocks that
+    it gets later.
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `block_ids`: its block
     table in each KV group. `extras`: plain data of features, by name.

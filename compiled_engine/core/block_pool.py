@@ -51,8 +51,8 @@ def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]
 class BlockPool:
     """`num_blocks` blocks with reference counts; those without references wait in a free list.
 
-    A free block keeps its contents findable by hash until it is given out again. The free list starts with
-    the blocks that hold nothing findable, then come the others, the one freed longest ago first.
+    A free block keeps its contents findable by hash until it is given out again. A block that
+    is freed without a hash goes to the front of the free list, any other one to the end.
     Every operation on a block takes constant time.
     """
 

@@ -1,4 +1,4 @@
-"""The engine core: scheduler and runner. Requests in, token deltas out, all plain data, no API objects."""
+"""The engine core drives a scheduler and an executor. Requests in, token deltas out, all plain data, no API objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived
 
-# Where all requests are held back, a step waits so long for one of them.
+# How long a step waits for a request that is held back when there is nothing else to do.
 PATIENCE_S = 0.005
 
 
@@ -39,12 +39,12 @@ CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
 
 
 class EngineCore:
-    """Not thread-safe: one caller adds, aborts and steps.
+    """Schedules requests, has steps executed and returns outputs. Not thread-safe: one caller adds, aborts and steps.
 
     num_slots: tokens that the KV cache holds. clock: started by benchmarks; its laps are schedule, prepare,
     launch, masks, wait and output. start_s: seconds that the start took. features: those that are switched on.
 
-    bell: None: no events arrive between steps.
+    bell: a descriptor that is readable when an event needs a step; None here, as none arrives between steps.
     """
 
     bell: int | None = None
@@ -79,7 +79,7 @@ class EngineCore:
         self._answering = {name: feature for feature in features for name in feature.calls}
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._late: SchedulerOutput | None = None  # the newest, while what its sampling awaits cannot be made yet
-        self._late_begun = False  # that of the newest
+        self._late_begun = False  # whether it is being made for the step submitted last
         self._held: set[str] = set()  # requests that a feature holds back
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
@@ -114,7 +114,8 @@ class EngineCore:
             set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
-        """End a request now; None if it is not known any more. `stopped`: its output is complete, by a stop string."""
+        """End a request now; None if it is not known any more. `stopped`: its output is complete, by a stop string. The
+        output's finish_reason is "abort" in either case; only the counts differ."""
         if request_id in self._held:
             self._withdraw(request_id)
             return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=0)

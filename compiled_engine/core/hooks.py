@@ -1,9 +1,9 @@
 """The seams of the plan: what features do where requests come and go and steps are planned.
 
 A feature overrides the methods of `PlanFeature` that it needs. Scheduler and engine core collect them once
-(`PlanHooks`), and call those alone: a feature that is off costs no call, nor does a hook that no feature has. What
+(`PlanHooks`), and call those alone: a hook that no feature has costs a step no call. What
 requests hold while they run, a feature counts as a CacheResource. What it tells its part on the device goes into the
-`extras` of messages, under its name.
+`extras` of messages, under the name of its StepFeature.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class KVCacheManager:
-    """The KV groups and the other resources of a running request. What it gives, it gives of all or of none: of the
-    others first, while the groups still have all that they cache. A prefix is cached if every resource has it.
+    """Admits a request to every resource or to none: KV groups and what features count. The others come first, because
+    taking blocks may evict cached ones; only groups grow later. A prefix is cached if every resource has it.
 
     prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache and found there, over all
     requests when first admitted.
@@ -68,7 +68,7 @@ class KVCacheManager:
         """Give a request that holds nothing what all its tokens need, shared blocks where a prefix is cached.
 
         All or nothing: False, and no change, if there is not enough, or if fewer than `reserve` blocks of a group
-        would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one always does.
+        would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one token is left.
         """
         num_tokens = len(request.token_ids)
         reads_prefix = self.enable_prefix_caching and not request.computes_every_token

@@ -46,7 +46,7 @@ class StopRule(msgspec.Struct, frozen=True):
 
 
 def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
-    """Return whether a request ends with `token_id`, the last of its `num_output_tokens` output tokens.
+    """Return how a request ends with `token_id`, the last of its `num_output_tokens` output tokens; None if it goes on.
 
     A stop token before `min_tokens` is ignored; the limit on length always holds.
     """
@@ -61,7 +61,7 @@ def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish 
 
 
 class RequestStatus(Enum):
-    """WAITING and PREEMPTED requests are in the waiting queue, and hold no blocks; nor do ENDING ones.
+    """WAITING and PREEMPTED requests are in the waiting queue. Only RUNNING ones hold blocks.
 
     ENDING: the length ends it with a token that is in flight, so there is nothing left to schedule.
     """
@@ -91,12 +91,12 @@ class Request:
     num_tokens.
     max_new_tokens_per_step: how many tokens a step may yield for it. most_when_admitted: the same, until it
     stops drafting.
-    num_slots: tokens that its blocks hold. The KVCacheManager alone changes this and the two fields below.
+    num_slots: tokens that its blocks hold. Only the KVCacheManager sets this and next_block_end.
     next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
     block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
-    max_step_tokens: tokens of its prompt that one step may compute.
+    max_step_tokens: known tokens that one step may compute.
     step_ends: numbers of tokens, in order: a step that comes to one ends there, and features are told.
     computes_every_token: whether tokens of its prompt are computed though they are cached, for what they yield.
     yields_tokens: whether the tokens that steps sample for it are its output.
@@ -220,7 +220,7 @@ class Request:
 
     @property
     def step_limit(self) -> int:
-        """Tokens of its prompt that the next step may compute."""
+        """Known tokens that the next step may compute."""
         if not self.step_ends:
             return self.max_step_tokens
         return min(self.max_step_tokens, self.step_ends[0] - self.num_computed_tokens)

@@ -49,8 +49,8 @@ from compiled_engine.messages import (
     accepted_drafts,
 )
 
-# `max_prefill_tokens` is multiplied by the number of waiting requests divided by this, at least by 1: with a long queue
-# the queue delays prompts more than they delay others.
+# Divides the number of waiting requests, which multiplies `max_prefill_tokens`, at least by 1: when many wait, waiting
+# delays prompts more than prompts delay decodes.
 FEW_WAITING = 4
 
 
@@ -180,14 +180,14 @@ class Scheduler:
             self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
         for built in self._hooks.built:
             built(builder)
-        # Where no step yields more than one token a request, the numbers of tokens are exact.
+        # Without drafts in this step and those in flight, the numbers of tokens are exact.
         if builder.skips_head and all(step.output.skips_head for step in self._in_flight):
             requests = (*builder.decodes, *builder.longer.requests)
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
         return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
-        """Returns the budget left for waiting requests."""
+        """Schedule running requests; return the budget left for waiting ones."""
         budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
         add_request, add_start = builder.decodes.append, builder.decode_starts.append
         for index, request in enumerate(running, 1):
@@ -199,7 +199,7 @@ class Scheduler:
                 request.num_tokens += decode_tokens
                 budget -= decode_tokens
                 continue
-            if request.status is not RequestStatus.RUNNING:  # preempted just now
+            if request.status is not RequestStatus.RUNNING:  # preempted just now; `running` may be a copy
                 continue
             if request.num_tokens == request.max_num_tokens:  # there may be fewer: steps in flight will tell
                 continue
@@ -231,6 +231,7 @@ class Scheduler:
             if reconsiders():
                 waiting.restore()
         while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
+            # A preempted request may wait for its tokens in flight; none overtakes it.
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
             if self._hooks.may_start and not all(may_start(request) for may_start in self._hooks.may_start):
@@ -250,8 +251,8 @@ class Scheduler:
             self._schedule_tokens(builder, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
-        """bound: most tokens sampled if the share reaches the last known token; all but one of them are draft
-        tokens.
+        """Add a share of num_tokens tokens. bound: most tokens that it may sample, if it reaches the last known token;
+        all but one of them are draft tokens.
         """
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens

@@ -82,7 +82,7 @@ class StepBuilder:
 
     @property
     def has_decodes(self) -> bool:
-        """Return whether a share is no prompt's."""
+        """Return whether any share is a decode."""
         return len(self.decodes) + len(self.longer.requests) > self.num_prompts
 
     def room_for_prompts(self, budget: int) -> int:
@@ -158,7 +158,7 @@ class StepInFlight:
 
 
 class StepsInFlight(deque[StepInFlight]):
-    """The oldest first, at most `most` of them."""
+    """A queue of at most `most` steps, the oldest first."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -170,14 +170,14 @@ class StepsInFlight(deque[StepInFlight]):
             raise RuntimeError(f"step {self[0].output.step} is in flight: its result must be passed to update() first")
 
     def find(self, step: SchedulerOutput) -> StepInFlight:
-        """RuntimeError if `step` is not in flight."""
+        """Find a step. Raises RuntimeError if it is not in flight."""
         for found in self:
             if found.output is step:
                 return found
         raise RuntimeError(f"step {step.step} is not in flight")
 
     def oldest(self, step: SchedulerOutput) -> StepInFlight:
-        """The oldest one; RuntimeError if that is not `step`."""
+        """Return the oldest step. Raises RuntimeError if that is not `step`."""
         if not self or self[0].output is not step:
             raise RuntimeError(f"step {step.step} is not the oldest one in flight")
         return self[0]

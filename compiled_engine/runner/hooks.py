@@ -1,7 +1,7 @@
 """The seams of the runner: what features do around a step on the device, and what follows the forward.
 
 A feature overrides the methods of `StepFeature` that it needs. The runner collects them once (`StepHooks`), and calls
-those alone: a feature that is off costs no call, nor does a hook that no feature has. `Tail` is what becomes of a
+those alone: a hook that no feature has costs a step no call. `Tail` is what becomes of a
 forward's output; a runner has one.
 
 The order of a step:
@@ -11,7 +11,7 @@ The order of a step:
     variant, wants_hidden    which forward computes the step, and what it returns
     receive          the inputs are staged; launches of the feature come before the forward
     after_forward    launches that read hidden states
-    after_sample     the tokens of the step are in the states
+    after_sample     the tokens of the step are in the states, after masks where there are any
     end              all of the step is launched, but for sampling that awaits masks
 """
 

@@ -22,7 +22,7 @@ from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
 
-# Steps of which tokens may wait to be read by the host: two for each stage and for what is launched ahead.
+# Entries of the ring: more than twice the steps in flight, since resampling writes a second one.
 RING = 64
 # Steps are numbered up to here, then from 0 again: the number fits into int32, and the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
@@ -297,7 +297,7 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class InputBatch:
-    """Host arrays are per request, in batch order, real requests only; rows are those of RequestStates.
+    """The rows of a step, padded. Host arrays have an entry for each real request, in batch order.
 
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.

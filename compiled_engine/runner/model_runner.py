@@ -63,7 +63,7 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """The state and steps of the device. After construction use only `submit` and `sample`; not thread-safe.
+    """The state and steps of the device. Not thread-safe. After construction use `submit`, `sample`, `calls`, `close`.
 
     runs_begun, runs_ended: runs of the model with its collectives that were started, and completely launched.
     knows_drafts: whether drafts are made before a step's batch is; otherwise the device makes them.
@@ -120,7 +120,7 @@ class Runner:
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, vocab_size = config.max_running, config.model.vocab_size
-        # What is wrong with them is said before the model is loaded.
+        # Wrong logits processors are refused before the model is loaded.
         given = logits_processors if self._stage.is_last and config.model.yields_tokens else ()
         processors = build_processors(given, max_rows, vocab_size, config.device)
 
@@ -362,7 +362,8 @@ class Runner:
         awaits_masks: bool = False,
         drafting: Drafting | None = None,
     ) -> PendingStep | UnsampledStep:
-        """Launch all of a step that the device does, in its order; `submit` has prepared it. drafting: comes first.
+        """Launch all of a step that the device does, in its order; `submit` has prepared it. drafting: drafts
+        that are made before the forward.
 
         Every row is sampled by temperature and seed; rows with further parameters are sampled again (step_sampling.py).
         So one set of decode graphs serves all.

@@ -122,7 +122,7 @@ class Deferred(Protocol):
 class PendingSteps:
     """Counts launched steps, as the device does: a step's tokens are in the ring buffer under its number.
 
-    Fewer steps may be pending than the ring buffer holds, since a step may write to it twice.
+    The ring has room for two entries of each pending step, since a step may write to it twice.
     """
 
     def __init__(self, buffers: InputBuffers, device: torch.device, clock: StepClock):

@@ -160,7 +160,8 @@ class _EitherStep:
 
 
 class StepGraphs:
-    """`graphs` is None where nothing is captured. draft: its passes are captured beside the steps."""
+    """Chooses and replays the graphs of steps, or runs a step without one. `graphs`: None where nothing is captured.
+    draft: its passes are captured beside the steps."""
 
     def __init__(
         self,
