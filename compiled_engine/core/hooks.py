@@ -57,7 +57,8 @@ class PlanFeature:
         """Take what the tokens mean, before the first request that needs it."""
 
     def added(self, request: Request) -> None:
-        """Note a request, which waits."""
+        """Note a request, which waits; called once, however often it is admitted. Its `extras` reach the device each
+        time."""
 
     def may_start(self, request: Request) -> bool:
         """Return whether the first waiting request may be admitted. If not, it is set aside for others until
@@ -106,8 +107,8 @@ class PlanFeature:
         raise NotImplementedError
 
     def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a request's EngineOutput that come of the extras of a RunnerOutput; none if that has
-        nothing new for it."""
+        """Return fields that EngineOutput declares, with what the extras of a RunnerOutput have for a request; none if
+        that has nothing new for it."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
@@ -124,7 +125,7 @@ class PlanFeature:
         """Forget what the steps in flight, and one being planned, were to do: they have failed."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return figures for the engine's metrics."""
+        """Return figures for the engine's metrics, by names that no other part uses."""
         return {}
 
     def close(self) -> None:

@@ -88,7 +88,8 @@ class StepFeature:
         """Forget the request that had the row."""
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Launch what comes before everything else of the step. Its requests have their rows."""
+        """Launch what comes before everything else of the step. Its requests have their rows; row fields that `added`
+        has set are on the device from `receive` on."""
 
     def variant(self, step: SchedulerOutput) -> str:
         """Return the variant of the forward that the step needs, "" for the usual one."""
@@ -102,7 +103,8 @@ class StepFeature:
         """Launch what comes between the staged writes and the forward."""
 
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
-        """Launch what reads hidden states; called for steps of which a feature wanted them."""
+        """Launch what reads hidden states; called for steps of which a feature wanted them. The only hook with a
+        result: copies to the host are launched here (rows/staged_writes.download), and read when the step has ended."""
         return None
 
     def after_sample(self, batch: InputBatch) -> None:
@@ -112,7 +114,7 @@ class StepFeature:
         """Launch what comes after the step."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return figures for the runner's metrics."""
+        """Return figures for the runner's metrics, by names that no other part uses."""
         return {}
 
     def close(self) -> None:
@@ -128,12 +130,14 @@ class StepHooks:
 
     def __init__(self, features: Sequence[StepFeature]) -> None:
         self.features = tuple(features)
+        self.reading_hidden = tuple(each for each in features if overriding((each,), StepFeature.after_forward))
+        if nameless := [type(each).__name__ for each in self.reading_hidden if not each.name]:
+            raise ValueError(f"{nameless[0]} has results, so it must have a name; allowed: any but ''")
         self.added = overriding(features, StepFeature.added)
         self.removed = overriding(features, StepFeature.removed)
         self.begin = overriding(features, StepFeature.begin)
         self.variant = overriding(features, StepFeature.variant)
         self.wants_hidden = overriding(features, StepFeature.wants_hidden)
         self.receive = overriding(features, StepFeature.receive)
-        self.reading_hidden = tuple(each for each in features if overriding((each,), StepFeature.after_forward))
         self.after_sample = overriding(features, StepFeature.after_sample)
         self.end = overriding(features, StepFeature.end)

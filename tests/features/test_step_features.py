@@ -142,3 +142,12 @@ def test_only_hooks_that_a_feature_overrides_are_called() -> None:
     others = (hooks.added, hooks.removed, hooks.end, hooks.variant, hooks.receive, hooks.after_sample)
     assert others == ((),) * 6
     assert (hooks.wants_hidden, hooks.reading_hidden) == ((), ())
+
+
+def test_a_feature_with_results_has_a_name() -> None:
+    class Nameless(StepFeature):
+        def after_forward(self, batch: Any, output: Any) -> None:
+            return None
+
+    with pytest.raises(ValueError, match="Nameless has results, so it must have a name"):
+        StepHooks([Nameless()])

@@ -27,7 +27,8 @@ class PromptLogprobs(PlanFeature):
         wanted = request.sampling_params.prompt_logprobs
         if wanted is None:
             return
-        request.max_step_tokens = max(MOST_PROMPT_LOGPROBS // (self._vocab_size if wanted == -1 else wanted + 1), 1)
+        most = max(MOST_PROMPT_LOGPROBS // (self._vocab_size if wanted == -1 else wanted + 1), 1)
+        request.max_step_tokens = min(request.max_step_tokens, most)
         self._next[request] = request.asked.next_prompt_logprob
         self._note(request)
 
