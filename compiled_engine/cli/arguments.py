@@ -101,6 +101,7 @@ class Argument:
         option = typer.Option(
             None,
             self.written,
+            metavar="<list>" if self.declaration.several else None,  # a longer word would cut off names of options
             help=self.help + self.default * with_default,
             rich_help_panel=panel,
             show_default=False,

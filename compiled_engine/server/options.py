@@ -165,11 +165,11 @@ class ServerOptions:
     reasoning_parser: str = declare(
         "auto",
         one_of(
-            *("auto", "none", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "hunyuan_a13b", "ernie45"),
-            *("openai_gptoss", "qwen3", "deepseek_r1"),
+            *("auto", "none", "openai_gptoss", "kimi_k2", "gemma4", "mistral", "granite", "seed_oss", "hunyuan_a13b"),
+            *("ernie45", "qwen3", "deepseek_r1"),
         ),
-        "`auto` (by the chat template), `none`, `kimi_k2`, `gemma4`, `mistral`, `granite`, `seed_oss`, "
-        "`hunyuan_a13b`, `ernie45`, `openai_gptoss`, `qwen3` or `deepseek_r1`",
+        "`auto` (by the chat template), `none`, `openai_gptoss`, `kimi_k2`, `gemma4`, `mistral`, `granite`, "
+        "`seed_oss`, `hunyuan_a13b`, `ernie45`, `qwen3` or `deepseek_r1`",
     )
     allow_chat_template_kwarg: tuple[str, ...] = declare(
         ("enable_thinking", "thinking"),

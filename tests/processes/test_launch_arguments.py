@@ -364,7 +364,7 @@ def test_a_replica_that_cannot_start_ends_the_others(replicas: list[Replica], mo
 class Core:
     """Keeps its arguments. See EngineCore."""
 
-    def __init__(self, config: Any, executor: Any, clock: Any, start_s: float) -> None:
+    def __init__(self, config: Any, executor: Any, clock: Any, start_s: float, features: Any = ()) -> None:
         self.config, self.executor, self.start_s = config, executor, start_s
         self.is_closed = False
 
@@ -397,7 +397,7 @@ def test_a_core_has_the_executor_of_its_configuration(
         assert more == {"progress": isinstance(progress, RichProgress)}
     else:
         assert (name, arguments[1:3]) == ("InProcessExecutor", (progress, timeline))
-        assert [found.__name__ for found in arguments[4]] == ["FaultyRank"]
+        assert [found.__name__ for found in arguments[5]] == ["FaultyRank"]
 
 
 def order(**more: Any) -> Start:

@@ -23,6 +23,7 @@ class GemmaArguments:
         self._quote = quote
         self._open: list[str] = []  # brackets
         self._is_key = False
+        self._owes_value = False  # a key has come
         self._comma = ""  # due before the next key or value
         self._seen = ""  # of a quote, or of a key or value without quotes
         self._json = JsonValue()
@@ -36,8 +37,9 @@ class GemmaArguments:
         """State where a key or a value begins, or the object or list ends."""
         if character in WHITESPACE:
             return ""
-        if self._open and character == CLOSING[self._open[-1]]:
+        if self._open and character == CLOSING[self._open[-1]] and not self._owes_value:
             return self._end(character)
+        self._owes_value = False
         if character in CLOSING and not self._is_key:
             self._open.append(character)
             self._is_key = character == "{"
@@ -86,7 +88,7 @@ class GemmaArguments:
 
     def _in_colon(self, character: str) -> str:
         if character == ":":
-            self._is_key, self._read = False, self._in_start
+            self._is_key, self._owes_value, self._read = False, True, self._in_start
             return ": "
         return "" if character in WHITESPACE else self._fail()
 
