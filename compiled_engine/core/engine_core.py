@@ -55,7 +55,8 @@ class EngineCore:
         executor: Executor,
         clock: StepClock,
         start_s: float = 0.0,
-        features: Sequence[PlanFeature] = (),
+        *,
+        features: Sequence[PlanFeature],
     ):
         self.config = config
         self.clock = clock

@@ -10,8 +10,7 @@ from compiled_engine.features.adapters.step_adapters import StepAdapters
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.pipeline.stage_traffic import SendTail, StageTraffic
 from compiled_engine.features.pooling.plan import PoolingPlan
-from compiled_engine.features.pooling.step_pooling import ByToken, StepPooling
-from compiled_engine.features.pooling.token_types import TokenTypes
+from compiled_engine.features.pooling.step_pooling import ByToken, StepPooling, TokenTypes
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots

@@ -55,7 +55,8 @@ def start_core(
         else:
             found = resolve_logits_processors(tuple(logits_processors))
             executor = InProcessExecutor(config, progress, timeline, clock, step_features, found)
-    return EngineCore(config, executor, clock, timeline.now() - start_s, plan_features(config, executor))
+    features = plan_features(config, executor)
+    return EngineCore(config, executor, clock, timeline.now() - start_s, features=features)
 
 
 def start_cores(

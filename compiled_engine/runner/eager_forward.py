@@ -16,13 +16,12 @@ from torch import nn
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import Forwards
-from compiled_engine.graphs.compiler.signature import ADAPTED
 from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.models.checkpoint.parameters import parameters_of
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.layout.aux_hidden_states import layer_stack
 from compiled_engine.passes.linear.adapter_add import adapter_add
-from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, slots_of
+from compiled_engine.passes.linear.adapters import ADAPTED, MATRIX_A, MATRIX_B, RANKS, slots_of
 
 
 def eager_forwards(model: Any, tensors: Mapping[str, torch.Tensor], aux_layers: Sequence[int]) -> dict[str, Forwards]:

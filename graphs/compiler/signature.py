@@ -25,14 +25,13 @@ from compiled_engine.attention.inputs import (
 from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig
 from compiled_engine.models.textbook.eagle3 import head_step_tensors
 from compiled_engine.passes.framework.graph_pass import CompileRange
-from compiled_engine.passes.linear.adapters import Adapters
+from compiled_engine.passes.linear.adapters import ADAPTED, Adapters
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.pooling import Pooling
 from compiled_engine.recurrence.sequences import model_step_tensors
 
 FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"
-# Of steps in which a request has an adapter.
-ADAPTED, ADAPTED_LOGITS = "adapted", "adapted_logits"
+ADAPTED_LOGITS = "adapted_logits"
 # Variants of the forward, with their logits.
 VARIANTS = {ADAPTED: ADAPTED_LOGITS}
 # Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.

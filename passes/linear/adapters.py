@@ -26,6 +26,8 @@ from compiled_engine.passes.framework.verifier import VerificationError, differe
 from compiled_engine.passes.linear.adapter_add import TOKEN_COUNTS, adapter_add, reference
 from compiled_engine.passes.linear.linears import linear_of, multiplied_values, why_no_linear
 
+# The variant of the forward for steps in which a request has an adapter.
+ADAPTED = "adapted"
 # The row field with the slot of a request's adapter, -1 without one.
 ADAPTER_SLOT = "adapter_slot"
 # Suffixes of the kept parameters of a linear, after the name of its weight.
@@ -40,7 +42,7 @@ def _slots_of_tokens(step: Mapping[str, torch.Tensor], states: Any) -> torch.Ten
 
 
 ADAPTER_SLOTS = StepTensor(
-    "adapter_slots_T", ("tokens",), torch.int32, padding=-1, fill=_slots_of_tokens, variant="adapted"
+    "adapter_slots_T", ("tokens",), torch.int32, padding=-1, fill=_slots_of_tokens, variant=ADAPTED
 )
 
 

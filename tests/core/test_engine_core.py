@@ -72,7 +72,8 @@ class ScriptedExecutor:
 
 def made(config: EngineConfig = BASE, start_s: float = 0.0) -> tuple[EngineCore, ScriptedExecutor]:
     executor = ScriptedExecutor()
-    return EngineCore(config, executor, StepClock(config.device), start_s, plan_features(config, executor)), executor
+    features = plan_features(config, executor)
+    return EngineCore(config, executor, StepClock(config.device), start_s, features=features), executor
 
 
 def request(name: str, *, adapter: str | None = None, grammar: str | None = None, **params: Any) -> EngineRequest:

@@ -11,8 +11,7 @@ import torch
 from compiled_engine.config import Recurrences, RowState
 from compiled_engine.features.adapters.slots import AdapterSlots
 from compiled_engine.features.adapters.step_adapters import StepAdapters
-from compiled_engine.features.pooling.step_pooling import ByToken
-from compiled_engine.features.pooling.token_types import TokenTypes
+from compiled_engine.features.pooling.step_pooling import ByToken, TokenTypes
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.messages import NewRequest, SchedulerOutput

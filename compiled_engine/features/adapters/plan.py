@@ -38,12 +38,12 @@ class Adapters(PlanFeature):
     def begin_load_adapter(self, path: str, digest: str) -> None:
         """Have the ranks read an adapter beside steps, for a `load_adapter` that follows when `has_read_adapter`."""
         if not self._table.is_loaded(digest):
-            self._call_ranks(ControlCall("adapters.begin_load", {"path": path, "digest": digest}))
+            self._call_ranks(ControlCall(f"{NAME}.begin_load", {"path": path, "digest": digest}))
 
     def has_read_adapter(self, digest: str) -> bool:
         """Return whether `load_adapter` would not wait."""
         return self._table.is_loaded(digest) or all(
-            self._call_ranks(ControlCall("adapters.has_read", {"digest": digest}))
+            self._call_ranks(ControlCall(f"{NAME}.has_read", {"digest": digest}))
         )
 
     def load_adapter(self, path: str, digest: str) -> list[str]:
@@ -54,16 +54,16 @@ class Adapters(PlanFeature):
         """
         if self._table.is_loaded(digest):
             return []
-        self._call_ranks(ControlCall("adapters.load", {"path": path, "digest": digest}))
+        self._call_ranks(ControlCall(f"{NAME}.load", {"path": path, "digest": digest}))
         dropped = self._table.loaded(digest)
         for each in dropped:
-            self._call_ranks(ControlCall("adapters.drop", {"digest": each}))
+            self._call_ranks(ControlCall(f"{NAME}.drop", {"digest": each}))
         return dropped
 
     def unload_adapter(self, digest: str) -> None:
         """Drop an adapter now if no request uses it, otherwise once others need its place."""
         if self._table.unload(digest):
-            self._call_ranks(ControlCall("adapters.drop", {"digest": digest}))
+            self._call_ranks(ControlCall(f"{NAME}.drop", {"digest": digest}))
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
         return (self._table,)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from compiled_engine.features.adapters.plan import NAME
 from compiled_engine.features.adapters.slots import AdapterSlots
-from compiled_engine.graphs.compiler.signature import ADAPTED
 from compiled_engine.messages import NewRequest, SchedulerOutput
-from compiled_engine.passes.linear.adapters import ADAPTER_SLOT
+from compiled_engine.passes.linear.adapters import ADAPTED, ADAPTER_SLOT
 from compiled_engine.rows.row_fields import RowField
 from compiled_engine.runner.hooks import RunnerParts, StepFeature
 from compiled_engine.runner.request_states import RequestStates
@@ -17,7 +17,7 @@ class StepAdapters(StepFeature):
     Control calls: begin_load, has_read, load, drop; see AdapterSlots.
     """
 
-    name = "adapters"
+    name = NAME
     calls = ("begin_load", "has_read", "load", "drop")
 
     def __init__(self, slots: AdapterSlots, states: RequestStates) -> None:

@@ -16,9 +16,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
+from compiled_engine.features.pooling.plan import NAME, TOKEN_TYPES
 from compiled_engine.messages import NewRequest, Vectors
 from compiled_engine.pooling import LAST, Pooling
-from compiled_engine.rows.row_fields import RowField
+from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.rows.staged_writes import download, upload
 from compiled_engine.runner.hooks import RunnerParts, StepFeature
 from compiled_engine.runner.input_batch import InputBatch
@@ -61,7 +63,7 @@ class PooledRows:
 class ByToken(StepFeature):
     """Knows which rows belong to requests that get a result for each token."""
 
-    name = "pooling"
+    name = NAME
 
     def __init__(self) -> None:
         self.rows: set[int] = set()
@@ -71,6 +73,21 @@ class ByToken(StepFeature):
             self.rows.add(row)
         else:  # the row may have been such a request's
             self.rows.discard(row)
+
+
+class TokenTypes(StepFeature):
+    """Keeps where the second of two texts begins, for models whose embedding tells the two apart. The step tensor of
+    token types is computed from this row field, see attention/inputs.py."""
+
+    name = TOKEN_TYPES
+
+    def __init__(self, fields: RowFields) -> None:
+        self._fields = fields
+        fields.declare(RowField(SECOND_TEXT, initial=NO_SECOND_TEXT))
+
+    def added(self, row: int, request: NewRequest) -> None:
+        if (before := request.extras.get(self.name)) is not None:
+            self._fields.set(row, **{SECOND_TEXT: before})
 
 
 class StepPooling:

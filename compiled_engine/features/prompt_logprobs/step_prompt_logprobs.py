@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.features.prompt_logprobs.plan import NAME
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.rows.staged_writes import upload
 from compiled_engine.runner.hooks import RunnerParts, StepFeature
@@ -37,7 +38,7 @@ class PromptRows:
 class StepPromptLogprobs(StepFeature):
     """Computes the rows of requests that ask for them, as far as a step computes their prompts."""
 
-    name = "prompt_logprobs"
+    name = NAME
 
     def __init__(self, parts: RunnerParts, *, computes: bool) -> None:
         """computes: False in a stage of a pipeline that is not the last, which has to run the same forward."""

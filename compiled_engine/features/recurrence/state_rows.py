@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from compiled_engine.config import Recurrences
+from compiled_engine.features.recurrence.snapshots import NAME
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.runner.hooks import StepFeature
 from compiled_engine.runner.request_states import RequestStates
@@ -20,7 +21,7 @@ from compiled_engine.runner.request_states import RequestStates
 class StateRows(StepFeature):
     """Copies states between the rows of requests and the snapshots, before and after a step."""
 
-    name = "recurrence"
+    name = NAME
 
     def __init__(self, recurrences: Recurrences, tensors: Mapping[str, torch.Tensor], states: RequestStates) -> None:
         """tensors: parameters by name, the states among them, [num_rows + num_snapshots, ...] each."""
@@ -34,12 +35,12 @@ class StateRows(StepFeature):
     def begin(self, step: SchedulerOutput) -> None:
         """Copy snapshots to the rows of the step's new requests that begin with one."""
         for request in step.new:
-            if (slot := request.extras.get("recurrence")) is not None:
+            if (slot := request.extras.get(NAME)) is not None:
                 self._copy(self._num_rows + slot, self._states.row(request.request_id))
 
     def end(self, step: SchedulerOutput) -> None:
         """Copy the states that the step has left, as far as they are to be kept."""
-        for request_id, slot in step.extras.get("recurrence", {}).items():
+        for request_id, slot in step.extras.get(NAME, {}).items():
             self._copy(self._states.row(request_id), self._num_rows + slot)
 
     def metrics(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,7 @@ QWEN3_CODER = XmlMarkup(
     value_end="</parameter>",
     gap="\n",
 )
-SEED_OSS = XmlMarkup(
-    opening="<seed:tool_call>",
-    closing="</seed:tool_call>",
-    call="<function=",
-    name_end=">",
-    call_end="</function>",
-    key="<parameter=",
-    key_end=">",
-    value="",
-    value_end="</parameter>",
-)
+SEED_OSS = replace(QWEN3_CODER, opening="<seed:tool_call>", closing="</seed:tool_call>", gap="")
 GLM45 = XmlMarkup(
     opening="",
     closing="",
