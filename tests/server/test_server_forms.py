@@ -266,7 +266,7 @@ def test_two_schemas_that_compile_without_end_hold_up_no_other_form(engine: Asyn
         for error in await asyncio.gather(*hostile, return_exceptions=True):
             assert isinstance(error, openai.BadRequestError)
             assert error.param == "structured_outputs"
-            assert "takes more than" in str(error)
+            assert re.search("(takes|took) more than", str(error))  # its own limit, or that of a request's form
 
     asked(engine, ask)
 
