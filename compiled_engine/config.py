@@ -536,9 +536,31 @@ class EngineConfig:
         return 1 + self.speculation.num_tokens
 
     @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        """The numbers of drafts that steps may have."""
-        return self.speculation.lengths
+    def num_ahead(self) -> int:
+        """Most tokens ahead of a request's newest one that a step computes."""
+        return self.speculation.num_tokens
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """The numbers of rows that each request may have in a step of decodes, if that is more than one; ascending."""
+        return self.speculation.verified
+
+    @property
+    def rare_query_lens(self) -> tuple[int, ...]:
+        """The numbers of rows of a request, 1 included, that few steps have: there are graphs of few sizes for them."""
+        return self.speculation.rare
+
+    @property
+    def numberings(self) -> tuple[bool, ...]:
+        """Whether the rows of a step have numbers (see InputBatch.numbered): both, if some steps have them."""
+        if not self.speculation.num_tokens:
+            return (False,)
+        return (True, False) if self.speculation.skips_head else (True,)
+
+    @property
+    def beside(self) -> tuple[EngineConfig, ...]:
+        """The models that run beside the engine's, each with a KV cache under the same blocks."""
+        return () if self.draft is None else (self.draft,)
 
     @property
     def cache_dtype(self) -> torch.dtype:

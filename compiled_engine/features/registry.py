@@ -17,6 +17,7 @@ from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
+from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.runner.hooks import RunnerParts, StepFeature, Tail
 
@@ -55,7 +56,7 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
 def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
     """Implements MakeFeatures."""
     config, model = parts.config, parts.config.model
-    features: list[StepFeature] = []
+    features = drafting(parts)
     tail: Tail | None = None
     if config.adapters is not None:
         features.append(StepAdapters.of(parts))

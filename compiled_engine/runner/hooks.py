@@ -9,33 +9,44 @@ The order of a step:
     added, removed   rows of requests come and go
     begin            the rows are right; nothing of the step is launched
     variant, wants_hidden    which forward computes the step, and what it returns
+    lay_out          which rows the batch has
     receive          the inputs are staged; launches of the feature come before the forward
+    before_inputs, in_forward    launches that a CUDA graph may hold with the forward
     after_forward    launches that read hidden states
     after_sample     the tokens of the step are in the states, after masks where there are any
+    after_step       the host waits for nothing that is launched from here on
     end              all of the step is launched, but for sampling that awaits masks
+
+`start_up`, `compile_kernels`, `graphs` and `allocate` belong to the start of the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.attention.op import OnAttention
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.graphs.cuda_graphs.manager import GraphStep
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.process.overriding import overriding
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import Deferred
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_sampling import StepAdvance
 from compiled_engine.sampling.ranks import VocabularySlice
+from compiled_engine.sampling.sampler import Sampler
 
 
 class Tail(Protocol):
@@ -56,7 +67,9 @@ class Tail(Protocol):
 @dataclass(frozen=True)
 class RunnerParts:
     """The parts of a runner that its features are made from. module: the model, which runs if `compiled` is None.
-    tensors: parameters by name, packed ones included. link: None without stages."""
+    tensors: parameters by name, packed ones included. link: None without stages. sampler: its rows are those of the
+    states if the runner samples. trace: makes the model that a missing cache entry is traced from. on_attention: see
+    ModelForward. progress, timeline: of the start."""
 
     config: EngineConfig
     group: Group
@@ -69,6 +82,42 @@ class RunnerParts:
     buffers: InputBuffers
     advance: StepAdvance
     vocabulary: VocabularySlice
+    sampler: Sampler
+    trace: Callable[[ModelConfig], nn.Module]
+    on_attention: OnAttention | None
+    progress: Progress
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """How the rows of a step lie in its batch, where a request may have several.
+
+    longest: bound of the contexts. query_len: rows of each request, if all have as many, of a token each; else None.
+    make_batch: pads to a graph's key (None: no graph) and stages, as input_batch.make_batch does.
+    """
+
+    num_tokens: int
+    longest: int
+    query_len: int | None
+    make_batch: Callable[[GraphKey | None], InputBatch]
+
+
+@dataclass(frozen=True)
+class FeatureGraphs:
+    """The keys of the graphs of the engine's steps, and a feature's further graphs, each with what it holds."""
+
+    of_steps: Sequence[GraphKey]
+    own: Mapping[GraphKey, GraphStep]
+
+
+class ModelBeside(NamedTuple):
+    """A model that a feature runs beside the engine's. name: before the names of its parts in reports. compiled: None
+    if the model runs eagerly."""
+
+    name: str
+    compiled: CompiledModel | None
+    forward: ModelForward
 
 
 class StepFeature:
@@ -80,6 +129,29 @@ class StepFeature:
 
     name = ""
     calls: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[ModelBeside, ...]:
+        """The models that the feature runs beside the engine's."""
+        return ()
+
+    def start_up(self, progress: Progress) -> int:
+        """Run every kind of batch of the feature once, without a trace; return the peak of its memory, in bytes."""
+        return 0
+
+    def compile_kernels(self) -> None:
+        """Go through the launches of the feature: launched kernels are collected, to be compiled side by side."""
+
+    def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
+        """Return the graphs to capture.
+
+        keys: of the engine's steps, from the dispatcher or the feature before. replay: replays a captured graph, for a
+        number of tokens; may be called once they are captured.
+        """
+        raise NotImplementedError
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replace what has as many blocks as the KV cache; called before graphs are captured."""
 
     def added(self, row: int, request: NewRequest) -> None:
         """Note a request that has got a row of the states."""
@@ -99,8 +171,18 @@ class StepFeature:
         """Return whether `after_forward` needs hidden states, so that the forward may not end at logits."""
         return False
 
+    def lay_out(self, step: SchedulerOutput) -> StepLayout:
+        """Return the rows of a step; without this hook each request has one. At most one feature may override it."""
+        raise NotImplementedError
+
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Launch what comes between the staged writes and the forward."""
+
+    def before_inputs(self, batch: InputBatch) -> None:
+        """Launch what comes before the step's inputs are made. May be captured."""
+
+    def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
+        """Launch what comes with the forward. May be captured."""
 
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
         """Launch what reads hidden states; called for steps of which a feature wanted them. The only hook with a
@@ -110,8 +192,14 @@ class StepFeature:
     def after_sample(self, batch: InputBatch) -> None:
         """Launch what reads the step's tokens from the states."""
 
+    def after_step(self, batch: InputBatch) -> None:
+        """Launch what reads the step's tokens from the states and need not end before the host has them."""
+
     def end(self, step: SchedulerOutput) -> None:
         """Launch what comes after the step."""
+
+    def failed(self) -> None:
+        """Forget what was staged: a step has failed, and it did not reach the device."""
 
     def metrics(self) -> dict[str, Any]:
         """Return figures for the runner's metrics, by names that no other part uses."""
@@ -139,5 +227,24 @@ class StepHooks:
         self.variant = overriding(features, StepFeature.variant)
         self.wants_hidden = overriding(features, StepFeature.wants_hidden)
         self.receive = overriding(features, StepFeature.receive)
+        self.before_inputs = overriding(features, StepFeature.before_inputs)
+        self.in_forward = overriding(features, StepFeature.in_forward)
         self.after_sample = overriding(features, StepFeature.after_sample)
+        self.after_step = overriding(features, StepFeature.after_step)
         self.end = overriding(features, StepFeature.end)
+        self.failed = overriding(features, StepFeature.failed)
+        self.lay_out = _only(features, StepFeature.lay_out)
+        self.graphs = overriding(features, StepFeature.graphs)
+        self.models = tuple(model for each in features for model in each.models)
+
+
+def _only(features: Sequence[StepFeature], hook: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the hook of the only feature that overrides it, None if there is none. Raises ValueError for several."""
+    owners = [each for each in features if overriding((each,), hook)]
+    if len(owners) > 1:
+        names = " and ".join(type(each).__name__ for each in owners)
+        raise ValueError(f"{names} override {hook.__name__}, which one feature of a runner may have")
+    return overriding(owners, hook)[0] if owners else None
+
+
+NO_HOOKS = StepHooks(())

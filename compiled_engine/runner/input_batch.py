@@ -27,8 +27,8 @@ RING = 64
 # Steps are numbered up to here, then from 0 again: the number fits into int32, and the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
-# In the ring, beside tokens and error codes: a row without a token, and a row whose draft did not exist.
-NOT_TAKEN, NO_DRAFT = -1, -1000
+# In the ring, beside tokens and error codes: a row without a token, and a row that did not exist.
+NOT_TAKEN, NO_ROW = -1, -1000
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ class InputBuffers:
     work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last
     steps by request (NOT_TAKEN for none), after the number of the step.
 
-    draft_numbers_R: None without drafts. With them, a request has a row for its newest token and one for each draft
-    behind it, see drafts.py: which of them the row is, 0 for the newest token, -1 for the one before. Written by the
-    host, or for further passes of a draft model by the pass before. taken_R: int32, each row's token of the last step
-    on the device, 0 where it has none.
+    row_numbers_R: int32, how many tokens ahead of the newest one a row begins (-1: one before it), where a request may
+    have several rows; else None. Written by the host or by kernels. taken_R: int32, each row's token of the last step
+    on the device, 0 where it has none; empty without row_numbers_R.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class InputBuffers:
         work_length: int = 0,
         asked: Sequence[StepTensor] = (),
         *,
-        has_drafts: bool = False,
+        numbered: bool = False,
     ):
         self._rows = writes.field(max_num_rows)
         self._query_start_loc = writes.field(max_num_rows + 1)
-        self._draft_numbers = writes.field(max_num_rows) if has_drafts else None
-        self.draft_numbers_R = None if self._draft_numbers is None else self._draft_numbers.tensor
+        self._row_numbers = writes.field(max_num_rows) if numbered else None
+        self.row_numbers_R = None if self._row_numbers is None else self._row_numbers.tensor
         self.rows_R = self._rows.tensor
         self.query_start_loc_R1 = self._query_start_loc.tensor
         self.starts_of_decodes_R1 = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
@@ -123,30 +122,30 @@ class InputBuffers:
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        self.taken_R = made(max_num_rows if has_drafts else 0, dtype=torch.int32)
+        self.taken_R = made(max_num_rows if numbered else 0, dtype=torch.int32)
         self.decodes: StagedDecodes | None = None  # what rows_R holds, where that is decodes
-        # Or of a batch with drafts: rows_R, query_start_loc_R1 and draft_numbers_R.
-        self.drafted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        # Or of a batch with numbers: rows_R, query_start_loc_R1 and row_numbers_R.
+        self.numbered: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def stage_decodes(self, decodes: StagedDecodes) -> None:
         """Stage the rows, unless the same ones are there."""
-        there, self.decodes, self.drafted = self.decodes, decodes, None
+        there, self.decodes, self.numbered = self.decodes, decodes, None
         if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
             return
         padded_rows_R = np.full(decodes.num_rows, -1, np.int32)
         padded_rows_R[: len(decodes.rows)] = decodes.rows
         self._rows.stage(0, padded_rows_R)
 
-    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, draft_numbers_R: np.ndarray | None = None) -> None:
+    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, row_numbers_R: np.ndarray | None = None) -> None:
         """Stage any batch, padding rows included."""
-        self.decodes, there = None, self.drafted
-        self.drafted = None
-        if draft_numbers_R is not None:
-            assert self._draft_numbers is not None
-            self.drafted = rows_R, starts_R1, draft_numbers_R
-            if there is not None and all(map(np.array_equal, there, self.drafted)):
+        self.decodes, there = None, self.numbered
+        self.numbered = None
+        if row_numbers_R is not None:
+            assert self._row_numbers is not None
+            self.numbered = rows_R, starts_R1, row_numbers_R
+            if there is not None and all(map(np.array_equal, there, self.numbered)):
                 return
-            self._draft_numbers.stage(0, draft_numbers_R)
+            self._row_numbers.stage(0, row_numbers_R)
         self._rows.stage(0, rows_R)
         self._query_start_loc.stage(0, starts_R1)
 
@@ -156,7 +155,7 @@ class InputBuffers:
 
     def forget_staged(self) -> None:
         """Forget what was staged: it did not reach the device."""
-        self.decodes = self.drafted = None
+        self.decodes = self.numbered = None
 
 
 def prepare_inputs(
@@ -165,18 +164,18 @@ def prepare_inputs(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    no_head: bool = False,
+    numbered: bool = False,
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
 
     num_rows: rows in it, padding included; row -1 reads nothing and gives an empty context. decodes_only: each row has
     one token, and query_start_loc is not read. num_tokens: to fill; tokens that no row has get token 0 and slot -1.
-    no_head: draft_numbers_R is not read.
+    numbered: the rows begin at row_numbers_R; otherwise that is not read.
     """
     if buffers.rows_R.device.type == "cpu":
-        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, no_head=no_head)
+        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, numbered=numbered)
     else:
-        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, no_head=no_head)
+        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, numbered=numbered)
 
 
 def launch_prepare(
@@ -185,12 +184,12 @@ def launch_prepare(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    no_head: bool = False,
+    numbered: bool = False,
 ) -> None:
     """Launch the kernel of prepare_inputs."""
     from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
-    drafts_SK, history_SL = (None, None) if no_head else (states.drafts_SK, states.history_SL)
+    ahead_SK, history_SL = (states.ahead_SK, states.history_SL) if numbered else (None, None)
     prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
         buffers.rows_R,
         buffers.query_start_loc_R1,
@@ -207,14 +206,14 @@ def launch_prepare(
         buffers.logits_index_R,
         buffers.block_table_RB,
         buffers.sample_positions_R,
-        None if no_head else buffers.draft_numbers_R,
-        drafts_SK,
+        buffers.row_numbers_R if numbered else None,
+        ahead_SK,
         history_SL,
         num_rows,
         num_tokens,
         states.all_token_ids_KL.stride(0),
         0 if history_SL is None else history_SL.stride(0),
-        NUM_DRAFTS=0 if drafts_SK is None else drafts_SK.shape[1],
+        NUM_AHEAD=0 if ahead_SK is None else ahead_SK.shape[1],
         MAX_BLOCKS=states.block_table_SB.shape[1],
         BLOCK_SIZE=states.block_size,
         DECODES_ONLY=decodes_only,
@@ -230,7 +229,7 @@ def prepare_reference(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    no_head: bool = False,
+    numbered: bool = False,
 ) -> None:
     """Do what the kernel does, for tensors on the CPU."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
@@ -240,15 +239,16 @@ def prepare_reference(
     computed_R = np.where(real_R, states.num_computed_S.numpy()[rows_R], 0)
     known_R = states.prefill_len_S.numpy()[rows_R]
     newest_R = states.last_token_S.numpy()[rows_R]
-    if buffers.draft_numbers_R is not None and not no_head:
-        assert states.drafts_SK is not None
-        number_R = np.where(real_R, buffers.draft_numbers_R.numpy()[:num_rows], 0)
-        draft_R = states.drafts_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)]
-        real_R &= (number_R <= 0) | (draft_R >= 0)
+    if numbered:
+        assert states.ahead_SK is not None
+        assert buffers.row_numbers_R is not None
+        number_R = np.where(real_R, buffers.row_numbers_R.numpy()[:num_rows], 0)
+        supposed_R = states.ahead_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)]
+        real_R &= (number_R <= 0) | (supposed_R >= 0)
         if states.history_SL is None:  # all_token_ids_KL has the tokens before the newest one
             known_R = np.where(number_R < 0, np.maximum(known_R, computed_R + 1), known_R)
         computed_R = np.where(real_R, computed_R + number_R, 0)
-        newest_R = np.where(number_R > 0, draft_R, newest_R)
+        newest_R = np.where(number_R > 0, supposed_R, newest_R)
         if states.history_SL is not None:
             newest_R = np.where(number_R < 0, states.history_SL.numpy()[rows_R, np.maximum(computed_R, 0)], newest_R)
 
@@ -283,8 +283,8 @@ def prepare_reference(
 
 
 @dataclass(frozen=True)
-class DraftedRows:
-    """Rows of a batch in which a request has one for its newest token and one for each draft behind it.
+class RowsOfRequests:
+    """Rows of a batch in which a request may have several, each with a token behind the one of the row before.
 
     places: int [rows], the rows of the batch in the order of the step's requests. starts: int [requests], where each
     request begins among these; samples: bool [requests]. All in the step's order.
@@ -302,9 +302,9 @@ class InputBatch:
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
-    request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
-    `step_starts` and `samples` too are in batch order. `variant`: of the forward, see StepFeature. `no_head`: see
-    SchedulerOutput.skips_head; always False without a head.
+    request of the step; None if it has them in the step's order. `several`: where requests may have several rows;
+    entries are per row then, and `step_starts` and `samples` too are in batch order. `variant`: of the forward, see
+    StepFeature. `numbered`: the rows begin at row_numbers_R.
     """
 
     request_ids: list[str]
@@ -319,9 +319,9 @@ class InputBatch:
     padded_tokens: int
     host: tuple[int, int, int]
     order: np.ndarray | None = None
-    drafted: DraftedRows | None = None
+    several: RowsOfRequests | None = None
     variant: str = ""
-    no_head: bool = False
+    numbered: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -371,8 +371,8 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
             num_rows = key.num_requests
             padding = np.full(num_rows - count, -1, np.int32)
             ends = np.full(num_rows - count, padded_tokens, np.int32)
-            # A graph of any batch serves those with drafts too.
-            numbers_R = None if buffers.draft_numbers_R is None else np.zeros(num_rows, np.int32)
+            # A graph of any batch serves those with numbers too.
+            numbers_R = None if buffers.row_numbers_R is None else np.zeros(num_rows, np.int32)
             buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
         else:
             num_rows = count
@@ -391,7 +391,6 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         padded_tokens,
         host,
         order,
-        no_head=step.skips_head,
     )
 
 
@@ -460,8 +459,8 @@ def empty_batch(
     batch = InputBatch(
         [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
-    no_head = key is not None and key.no_head
-    return replace(batch, variant=variant, no_head=no_head) if variant or no_head else batch
+    numbered = buffers.row_numbers_R is not None and (key is None or not key.unnumbered)
+    return replace(batch, variant=variant, numbered=numbered) if variant or numbered else batch
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
@@ -479,7 +478,7 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Make the batch's inputs on the device from what was staged and applied."""
-    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, no_head=batch.no_head)
+    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, numbered=batch.numbered)
     if asked := buffers.asked[batch.variant]:
         _fill(batch, states, buffers, asked)
 

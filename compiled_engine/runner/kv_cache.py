@@ -39,11 +39,10 @@ class CacheSize:
 
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Bytes of one block over these layers, keys and values with their scales; None for all. Those of a draft model are
-    counted too."""
+    """Bytes of one block over these layers, keys and values with their scales; None for all. Those of models beside the
+    engine's are counted too."""
     shapes = _shapes(config, 1, layers)
-    of_draft = 0 if config.draft is None else block_bytes(config.draft)
-    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + of_draft
+    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.beside))
 
 
 def blocks_wanted(config: EngineConfig) -> int:

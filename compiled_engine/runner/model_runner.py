@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,7 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
-from compiled_engine.runner.drafts import DraftedSteps
-from compiled_engine.runner.eagle import EagleProposer
-from compiled_engine.runner.eagle_drafter import EagleDrafter
-from compiled_engine.runner.eagle_head import embedding_of
-from compiled_engine.runner.hooks import MakeFeatures, RunnerParts, StepHooks, Tail
+from compiled_engine.runner.hooks import MakeFeatures, ModelBeside, RunnerParts, StepHooks, StepLayout
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.runner.model_forward import (
     BatchForward,
@@ -44,18 +38,12 @@ from compiled_engine.runner.model_forward import (
     load_model,
     threads_for_step,
 )
-from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import Deferred, PendingStep, PendingSteps, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_graphs import GraphedStep, StepGraphs, affordable
 from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
 from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
-from compiled_engine.runner.warm_up import (
-    compile_kernels,
-    compile_kernels_ahead,
-    warm_up,
-    warm_up_draft,
-)
+from compiled_engine.runner.warm_up import compile_kernels, compile_kernels_ahead, warm_up
 from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.ranks import VocabularySlice
@@ -65,8 +53,7 @@ from compiled_engine.sampling.sampler import Sampler
 class Runner:
     """The state and steps of the device. Not thread-safe. After construction use `submit`, `sample`, `calls`, `close`.
 
-    runs_begun, runs_ended: runs of the model with its collectives that were started, and completely launched.
-    knows_drafts: whether drafts are made before a step's batch is; otherwise the device makes them.
+    runs_begun, runs_ended: runs of a model with its collectives that were started, and completely launched.
     """
 
     def __init__(
@@ -91,7 +78,6 @@ class Runner:
         self._link, self._make_features = link, make_features
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
-        self._aux_hidden_states: tuple[torch.Tensor, ...] = ()  # of the last step
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -152,17 +138,15 @@ class Runner:
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
-        speculation = config.speculation
         self.states = RequestStates(
             max_rows,
             length,
             block_size,
             config.device,
             in_flight,
-            speculation.num_tokens,
-            has_history=speculation.num_tokens > 0 and on_gpu,
+            config.num_ahead,
+            has_history=config.num_ahead > 0 and on_gpu,
         )
-        self.knows_drafts = not on_gpu and not captures
         planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
@@ -175,61 +159,41 @@ class Runner:
             config.device,
             work_length,
             tensors_beside_steps(config),
-            has_drafts=speculation.num_tokens > 0,
+            numbered=True in config.numberings,
         )
-        advance, vocabulary = (
-            StepAdvance(self.states, self.buffers, speculation),
-            VocabularySlice.of(vocab_size, divided),
-        )
-        self._hooks, tail = self._plug_in(model, named, advance, vocabulary)
         # What does not sample keeps no parameters of it: rows would be given initial ones for each request.
-        sampled_rows = self.states.fields if tail is None else RowFields(1, config.device)
+        samples = self._stage.is_last and config.model.yields_tokens
+        sampled_rows = self.states.fields if samples else RowFields(1, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
-        self._drafted = DraftedSteps(self.states, self.buffers, speculation.query_lens, known=self.knows_drafts)
-        # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
-        self._head: EagleProposer | None = None
-        self._draft: DraftModelProposer | EagleDrafter | None = None
-        if (draft := config.draft) is not None:
-            sampler, of_start = self.sampler, (progress, timeline)
-            with timeline.span("draft model"):
-                if draft.model.head is None:
-                    of_engine = config.draft_lengths, self.states, sampler, self._group
-                    self._draft = DraftModelProposer(draft, *of_engine, model_to_trace, on_attention, *of_start)
-                elif self.knows_drafts:
-                    embedding = embedding_of(model, draft)
-                    self._head = EagleProposer(draft, self.states, sampler, self._group, *of_start, embedding)
-                else:
-                    of_steps = config, self.states, self.buffers, sampler, self._group, model_to_trace, on_attention
-                    self._draft = EagleDrafter(draft, *of_steps, *of_start, embedding_of(model, draft))
-        self._drafter = self._draft or self._head
-        from_history = speculation.num_tokens and self._drafter is None
-        ngrams = NgramProposer(speculation, self.states) if from_history else None
-        self._proposer = self._head or (self._draft if isinstance(self._draft, DraftModelProposer) else None) or ngrams
+        advance, vocabulary = StepAdvance(self.states, self.buffers), VocabularySlice.of(vocab_size, divided)
+        parts = RunnerParts(
+            config,
+            self._group,
+            self._link,
+            self._compiled,
+            model,
+            named,
+            self.model,
+            self.states,
+            self.buffers,
+            advance,
+            vocabulary,
+            self.sampler,
+            model_to_trace,
+            on_attention,
+            progress,
+            timeline,
+        )
+        features, tail = self._make_features(parts)
+        self._hooks = StepHooks(features)
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling: StepSampling | None = None
         if tail is None:
-            in_rows = self.states, self.buffers, self.pending, advance
-            tail = self._sampling = StepSampling(self.model, self.sampler, *in_rows)
+            tail = self._sampling = StepSampling(self.model, self.sampler, self.buffers, self.pending, advance)
         self._tail = tail
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
-        self.step = GraphedStep(
-            forward,
-            self._tail,
-            self.states,
-            length,
-            None if self.knows_drafts else ngrams,
-            self._draft if isinstance(self._draft, EagleDrafter) else None,
-        )
-
-    def _plug_in(
-        self, module: nn.Module, tensors: dict[str, torch.Tensor], advance: StepAdvance, vocabulary: VocabularySlice
-    ) -> tuple[StepHooks, Tail | None]:
-        """Make the features, and their tail if the runner does not sample. module, tensors: see RunnerParts."""
-        own = self._config, self._group, self._link, self._compiled
-        parts = RunnerParts(*own, module, tensors, self.model, self.states, self.buffers, advance, vocabulary)
-        features, tail = self._make_features(parts)
-        return StepHooks(features), tail
+        self.step = GraphedStep(forward, self._tail, self.states, length, self._hooks)
 
     def _stamp(self, kernels: Path) -> Path | None:
         """See `stamp_of_start`; None for a model that is not compiled, or not kept."""
@@ -243,15 +207,13 @@ class Runner:
             with self._timeline.span("compile kernels"), in_group(fake_group_for(self._group)):
                 if self._ahead is not None:
                     self._ahead.result()
-                compile_kernels(self._config, self.step, workers, progress, self._draft)
+                compile_kernels(self._config, self.step, workers, progress, self._hooks.features)
         workers.close()
         self._group.all_reduce_min(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
-            if self._draft is not None:
-                activation_bytes = max(activation_bytes, warm_up_draft(self._draft, progress))
-            if self._head is not None:
-                self._head.warm_up()
+            for feature in self._hooks.features:
+                activation_bytes = max(activation_bytes, feature.start_up(progress))
         # Memory that the first request with penalties allocates is reserved.
         set_aside = 0
         if self._sampling is not None:
@@ -259,7 +221,7 @@ class Runner:
         graph = affordable(
             self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.all_reduce_min
         )
-        self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._draft)
+        self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._hooks)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
@@ -271,8 +233,8 @@ class Runner:
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
-        if self._drafter is not None:
-            self._drafter.allocate(self.num_blocks)
+        for feature in self._hooks.features:
+            feature.allocate(self.num_blocks)
         if graphs:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
@@ -290,11 +252,10 @@ class Runner:
         self.pending.catch_up()
         try:
             update_rows(step, self.states, self.sampler if self._sampling else None, self._hooks)
-            for begin in self._hooks.begin:
-                begin(step)
-            if self._proposer is not None and self.knows_drafts and not step.skips_head:
-                self.runs_begun += 1
-                self._proposer.propose(step)
+            if self._hooks.begin:
+                self.runs_begun += 1  # a feature may run a model
+                for begin in self._hooks.begin:
+                    begin(step)
                 self.runs_ended += 1
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
@@ -313,15 +274,16 @@ class Runner:
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
                 unsampled.sampled = self._sample(unsampled.batch, unsampled.logits_RV, unsampled.results, masks)
-            self._prefill_head(unsampled.batch)
+            if self._hooks.after_step:
+                self._after_step(unsampled.batch)
         except BaseException:
             self._fail()
             raise
 
     def _fail(self) -> None:
         self.buffers.forget_staged()
-        if self._drafter is not None:
-            self._drafter.forget_staged()
+        for failed in self._hooks.failed:
+            failed()
         self.pending.lose_count()  # it may have been interrupted just after a launch
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
@@ -330,52 +292,36 @@ class Runner:
             hidden_wanted |= wants(step)
         for of_feature in self._hooks.variant:
             variant = of_feature(step) or variant
-        longest = max(step.starts, default=0) + 1  # of decodes; unused for others
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
-        drafting: Drafting | None = None
-        if step.skips_head or not self._config.speculation.num_tokens:
-            no_head, count = step.skips_head, step.num_tokens
-            key = graph_for(count, num_requests, longest, hidden_wanted, variant=variant, no_head=no_head)
+        if self._hooks.lay_out is None:
+            longest = max(step.starts, default=0) + 1  # of decodes; unused for others
+            key = graph_for(step.num_tokens, num_requests, longest, hidden_wanted, variant=variant)
             batch = make_batch(step, self.states, self.buffers, key)
         else:
-            if self._draft is not None and not self.knows_drafts:
-                drafting = self._draft.stage(step)
-            rows = self._drafted.rows(step)
-            longest = max(map(add, step.starts, step.counts), default=0)
+            rows: StepLayout = self._hooks.lay_out(step)
             key = graph_for(
-                rows.num_tokens, num_requests, longest, hidden_wanted, variant=variant, query_len=rows.query_len
+                rows.num_tokens, num_requests, rows.longest, hidden_wanted, variant=variant, query_len=rows.query_len
             )
-            batch = self._drafted.make_batch(step, rows, key)
+            batch = rows.make_batch(key)
         if variant:
             batch = replace(batch, variant=variant)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, awaits_masks=step.samples_late, drafting=drafting)
+        pending = self.run(batch, hidden_wanted, awaits_masks=step.samples_late)
         self._clock.device_ends()
         return pending
 
-    def run(
-        self,
-        batch: InputBatch,
-        hidden_wanted: bool,
-        *,
-        awaits_masks: bool = False,
-        drafting: Drafting | None = None,
-    ) -> PendingStep | UnsampledStep:
-        """Launch all of a step that the device does, in its order; `submit` has prepared it. drafting: drafts
-        that are made before the forward.
+    def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
+        """Launch all of a step that the device does, in its order; `submit` has prepared it.
 
         Every row is sampled by temperature and seed; rows with further parameters are sampled again (step_sampling.py).
         So one set of decode graphs serves all.
         """
         self.runs_begun += 1
         self.states.writes.apply()
-        if drafting is not None:
-            self.captured.draft(drafting)
         for receive in self._hooks.receive:
             receive(batch, hidden_wanted)
         output = self.captured.forward(batch, hidden_wanted)
-        self._aux_hidden_states = output.aux_hidden_states
         results: dict[str, Deferred] = {}
         if hidden_wanted:
             for feature in self._hooks.reading_hidden:
@@ -391,7 +337,8 @@ class Runner:
             return self._unsampled
         else:
             pending = self._sample(batch, logits_RV, results)
-        self._prefill_head(batch)
+        if self._hooks.after_step:
+            self._after_step(batch)
         return pending
 
     def _sample(
@@ -404,16 +351,11 @@ class Runner:
             after_sample(batch)
         return self.pending.step(batch, logprobs, results)
 
-    def _prefill_head(self, batch: InputBatch) -> None:
-        """Let the head compute a step whose tokens the states have, unless the step skips the head."""
-        if batch.no_head:
-            return
-        if self._head is not None:
-            self.runs_begun += 1
-            self._head.prefill_head(batch, self.buffers, self._aux_hidden_states)
-            self.runs_ended += 1
-        elif self._draft is not None:
-            self.captured.prefill_head(batch)
+    def _after_step(self, batch: InputBatch) -> None:
+        self.runs_begun += 1  # a feature may run a model
+        for after_step in self._hooks.after_step:
+            after_step(batch)
+        self.runs_ended += 1
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -426,9 +368,9 @@ class Runner:
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        draft, graphs = self._drafter, captured.graphs
-        counts = [each.counts for each in (compiled, draft and draft.compiled) if each]
-        recordings = [*self.model.recording_counts(), *(draft.model.recording_counts() if draft else ())]
+        graphs, models = captured.graphs, (ModelBeside("", compiled, self.model), *self._hooks.models)
+        counts = [each.compiled.counts for each in models if each.compiled]
+        recordings = [counts for each in models for counts in each.forward.recording_counts()]
         return {
             "traces": sum(each.traces for each in counts),
             "compiles": sum(each.compiles for each in counts),
@@ -437,8 +379,11 @@ class Runner:
             "cache_why": compiled.lookup.why if compiled else "nothing is compiled",
             "cache_key": compiled.lookup.key if compiled else None,
             "cache_entry": str(compiled.lookup.folder) if compiled else None,
-            "passes": _pass_counts(compiled) | _pass_counts(draft.compiled if draft else None, "draft "),
-            "draft_cache_entry": str(draft.compiled.lookup.folder) if draft and draft.compiled else None,
+            **{
+                f"{each.name.strip()}_cache_entry": str(each.compiled.lookup.folder) if each.compiled else None
+                for each in self._hooks.models
+            },
+            "passes": {name: count for each in models for name, count in _pass_counts(each).items()},
             **captured.counters.metrics(),
             **cache_size.metrics(graphs.bytes_used if graphs else 0),
             **{name: value for each in self._hooks.features for name, value in each.metrics().items()},
@@ -462,8 +407,6 @@ class Runner:
         self._kv_caches.clear()
         self._hooks = StepHooks(())
         self.model.close()
-        if self._drafter is not None:
-            self._drafter.close()
         self._compiled = None
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()
@@ -514,17 +457,16 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
     return row
 
 
-def _pass_counts(compiled: CompiledModel | None, prefix: str = "") -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and had to, by callable and range (CompiledRange.name, after the prefix), and
-    by pass name."""
-    if compiled is None:
+def _pass_counts(model: ModelBeside) -> dict[str, dict[str, dict[str, int]]]:
+    """Return how often each pass matched, and had to: by range (CompiledRange.name behind the model's) and by pass."""
+    if model.compiled is None:
         return {}
     return {
-        prefix + compiled_range.name: {
+        model.name + compiled_range.name: {
             report.name: {"matches": report.matches, "contract": report.contract}
             for report in compiled_range.passes
             if report.applied
         }
-        for compiled_range in compiled.ranges
+        for compiled_range in model.compiled.ranges
         if compiled_range.passes
     }

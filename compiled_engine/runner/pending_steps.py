@@ -15,12 +15,12 @@ from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
-    NO_DRAFT,
+    NO_ROW,
     NOT_TAKEN,
     RING,
-    DraftedRows,
     InputBatch,
     InputBuffers,
+    RowsOfRequests,
 )
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.logprobs import BatchLogprobs
@@ -180,8 +180,8 @@ class PendingStep:
         if ring_row[0] != self._number:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
         batch = self._batch
-        if batch.drafted is not None:
-            return self._result_of_drafts(batch.drafted, ring_row[1 : batch.num_rows + 1])
+        if batch.several is not None:
+            return self._result_of_several(batch.several, ring_row[1 : batch.num_rows + 1])
         tokens_R, samples_R = ring_row[1 : batch.num_requests + 1], batch.samples
         if batch.order is not None:
             tokens_R, samples_R = tokens_R[batch.order], samples_R[batch.order]
@@ -197,15 +197,15 @@ class PendingStep:
         many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
         return RunnerOutput(token_ids, few, many, extras=self._extras())
 
-    def _result_of_drafts(self, drafted: DraftedRows, tokens_R: np.ndarray) -> RunnerOutput:
-        """tokens_R: of each row; NOT_TAKEN where there is none, as behind a draft that was wrong, or NO_DRAFT."""
-        tokens_R = tokens_R[drafted.places]
-        taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_DRAFT)
-        num_real = np.add.reduceat(tokens_R != NO_DRAFT, drafted.starts, dtype=np.int64)
-        counts = np.add.reduceat(taken_R, drafted.starts, dtype=np.int64)[drafted.samples].tolist()
+    def _result_of_several(self, several: RowsOfRequests, tokens_R: np.ndarray) -> RunnerOutput:
+        """tokens_R: of each row; NOT_TAKEN where there is none, as behind a wrong guess, or NO_ROW."""
+        tokens_R = tokens_R[several.places]
+        taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
+        num_real = np.add.reduceat(tokens_R != NO_ROW, several.starts, dtype=np.int64)
+        counts = np.add.reduceat(taken_R, several.starts, dtype=np.int64)[several.samples].tolist()
         few, many = None, dict[str, list[np.ndarray]]()
         if self._logprobs is not None:
-            places = drafted.places[taken_R]
+            places = several.places[taken_R]
             if self._logprobs.few_SW is not None:
                 few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[places])
             for place in filter(self._logprobs.many.__contains__, places.tolist()):
@@ -215,7 +215,7 @@ class PendingStep:
             few,
             {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
             counts=counts,
-            num_drafts=(num_real - 1)[drafted.samples].tolist(),
+            num_drafts=(num_real - 1)[several.samples].tolist(),
             extras=self._extras(),
         )
 

@@ -20,13 +20,13 @@ class RequestStates:
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     prefill_len_S: tokens that the host knew when the request came; from there on each step samples.
     last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
-    token_row_S: index of the row's prompt in all_token_ids_KL. drafts_SK: guesses of the tokens behind the newest one,
-    followed by -1 where there are fewer than num_drafts; None without drafts. history_SL: the tokens of the row;
-    None without drafts, or where all_token_ids_KL has them.
+    token_row_S: index of the row's prompt in all_token_ids_KL. ahead_SK: guesses of the tokens ahead of the newest
+    one, followed by -1 where there are fewer than num_ahead; None without any. history_SL: the tokens of the row; None
+    without guesses, or where all_token_ids_KL has them.
 
     On the host: all_token_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
     them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
-    used in turn, since a step may still read the prompt of the row's previous request. With drafts and without
+    used in turn, since a step may still read the prompt of the row's previous request. With guesses and without
     history_SL, steps add the tokens that they sample.
     prefill_len: as prefill_len_S. generation: changes when a request gets or loses a row.
     """
@@ -38,7 +38,7 @@ class RequestStates:
         block_size: int,
         device: torch.device,
         steps_in_flight: int = 2,
-        num_drafts: int = 0,
+        num_ahead: int = 0,
         *,
         has_history: bool = False,
     ):
@@ -55,11 +55,11 @@ class RequestStates:
         self.num_computed_S, self.prefill_len_S = fields["num_computed"], fields["prefill_len"]
         self.last_token_S, self.token_row_S = fields["last_token"], fields["token_row"]
         self.block_table_SB = fields["block_table"]
-        self.drafts_SK: torch.Tensor | None = None
+        self.ahead_SK: torch.Tensor | None = None
         self.history_SL: torch.Tensor | None = None
-        if num_drafts:
-            fields.declare(RowField("drafts", shape=(num_drafts,), initial=-1))
-            self.drafts_SK = fields["drafts"]
+        if num_ahead:
+            fields.declare(RowField("ahead", shape=(num_ahead,), initial=-1))
+            self.ahead_SK = fields["ahead"]
         if has_history:
             fields.declare(RowField("history", shape=(max_model_len + 1,)))
             self.history_SL = fields["history"]

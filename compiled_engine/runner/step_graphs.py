@@ -1,15 +1,14 @@
 """CUDA graphs of steps: what is captured, which graph serves a batch, and its replay.
 
 A graph of decodes holds the whole step, another full graph the forward with its inputs, graphs in parts the forward
-alone, and the graph of a draft model or a head all of its passes that make a step's drafts. A further graph of a head
-computes the tokens of a step behind it.
+alone. Features may have further graphs, and launches in those of steps.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,15 +17,11 @@ from compiled_engine.config import EngineConfig, GraphConfig
 from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
-from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
-from compiled_engine.runner.eagle_drafter import EagleDrafter
-from compiled_engine.runner.hooks import Tail
+from compiled_engine.runner.hooks import NO_HOOKS, StepHooks, Tail
 from compiled_engine.runner.input_batch import InputBatch, empty_batch, prepare
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
-from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.request_states import RequestStates
 
 log = logging.getLogger("compiled_engine")
@@ -35,9 +30,8 @@ POOL_SHARE = 0.125
 
 
 class GraphedStep:
-    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. proposer:
-    launches drafts in the step; None where there are none, or where they are there before. head: takes what it reads
-    of the forward.
+    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. hooks: of the
+    features whose launches belong to the step.
     """
 
     def __init__(
@@ -46,13 +40,11 @@ class GraphedStep:
         tail: Tail,
         states: RequestStates,
         max_model_len: int,
-        proposer: NgramProposer | None = None,
-        head: EagleDrafter | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ):
         self.forward, self.tail, self.states = forward, tail, states
         self.model, self.buffers, self.kv_caches = forward.model, forward.buffers, forward.kv_caches
-        self._max_model_len = max_model_len
-        self.proposer, self.head = proposer, head
+        self._max_model_len, self._hooks = max_model_len, hooks
 
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
@@ -62,8 +54,9 @@ class GraphedStep:
     def run(self, key: GraphKey) -> torch.Tensor:
         """Run the part of a step that the key's graph holds.
 
-        A decode key: drafts, input preparation, forward, and the graphed part of the tail. Another full key: drafts,
-        input preparation and forward. Any other: the forward of inputs that are there.
+        A decode key: input preparation, forward, and the graphed part of the tail. Another full key: input preparation
+        and forward. Any other: the forward of inputs that are there. Launches of features are with the inputs and the
+        forward.
         """
         return self._run(key, distinct=False)
 
@@ -77,14 +70,14 @@ class GraphedStep:
         if key.kind is GraphKind.FULL:
             self.prepare(batch)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
-        if self.head is not None and not batch.no_head:
-            self.head.take(output.aux_hidden_states)
+        for in_forward in self._hooks.in_forward:
+            in_forward(batch, output)
         return self.tail.graphed(output, batch, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
-        """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
-        if self.proposer is not None and not (batch.decodes_only and batch.host[1] == 1):  # the queries of a request
-            self.proposer.launch(batch, self.buffers)
+        """Make the inputs of a batch on the device from what was staged and applied."""
+        for before_inputs in self._hooks.before_inputs:
+            before_inputs(batch)
         prepare(batch, self.states, self.buffers)
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
@@ -136,32 +129,8 @@ def affordable(
     return replace(config.graph, token_sizes=kept)
 
 
-@dataclass(frozen=True)
-class _EitherStep:
-    """Implements `GraphStep` for the keys of the engine's model and of its draft model or head."""
-
-    own: GraphedStep
-    draft: DraftModelProposer | EagleDrafter
-
-    def _of(self, key: GraphKey) -> GraphStep:
-        return self.draft if key.drafts or key.prefills_head else self.own
-
-    def fill(self, key: GraphKey) -> None:
-        self._of(key).fill(key)
-
-    def warm_up(self, key: GraphKey) -> None:
-        self._of(key).warm_up(key)
-
-    def run(self, key: GraphKey) -> torch.Tensor:
-        return self._of(key).run(key)
-
-    def tensor_ids(self) -> tuple[int, ...]:
-        return self.own.tensor_ids() + self.draft.tensor_ids()
-
-
 class StepGraphs:
-    """Chooses and replays the graphs of steps, or runs a step without one. `graphs`: None where nothing is captured.
-    draft: its passes are captured beside the steps."""
+    """Chooses and replays the graphs of steps, or runs a step without one. `graphs`: None where nothing is captured."""
 
     def __init__(
         self,
@@ -169,14 +138,12 @@ class StepGraphs:
         graph: GraphConfig,
         step: GraphedStep,
         capture: Capture | None,
-        draft: DraftModelProposer | EagleDrafter | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ):
-        self._step, self._draft = step, draft
+        self._step, self._in_forward = step, hooks.in_forward
         # Steps of a variant have graphs of their own.
         fields = tuple(KeyField(variant, (1,)) for variant in step.model.variants if variant)
-        speculation = config.speculation
-        self.dispatcher = Dispatcher(graph, config.scheduler, fields, speculation.verified, speculation.rare)
-        self._keys = StepKeys.of(self.dispatcher, config.scheduler.max_model_len, speculation.sizes_read)
+        self.dispatcher = Dispatcher(graph, config.scheduler, fields, config.query_lens, config.rare_query_lens)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         asked = {tensor for tensors in step.buffers.asked.values() for tensor in tensors}
         by_request = sorted(tensor.name for tensor in asked if tensor.dims[0] == "requests")
@@ -186,10 +153,14 @@ class StepGraphs:
                 "only full graphs have a fixed number of requests; allowed: full, full_decode_only, none"
             )
         self.counters = GraphCounters(self.dispatcher)
-        self.graphs = None
-        if capture is not None:
-            both = step if draft is None else _EitherStep(step, draft)
-            self.graphs = CudaGraphManager((*self._keys.captured, *(draft.keys if draft else ())), capture, both)
+        keys: Sequence[GraphKey] = self.dispatcher.keys
+        of_features: dict[GraphKey, GraphStep] = {}
+        for graphs in hooks.graphs:
+            found = graphs(keys, self._replay)
+            keys = found.of_steps
+            of_features |= found.own
+        steps = {**dict.fromkeys(keys, step), **of_features}
+        self.graphs = CudaGraphManager(steps, capture) if capture is not None else None
 
     def graph_for(
         self,
@@ -200,10 +171,9 @@ class StepGraphs:
         *,
         variant: str = "",
         query_len: int | None = None,
-        no_head: bool = False,
     ) -> GraphKey | None:
         """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. variant: of
-        the forward. query_len: a token and drafts of each request, if all have as many. no_head: see InputBatch."""
+        the forward. query_len: rows of each request, if all have as many, of a token each."""
         if query_len is None and num_tokens == num_requests:
             query_len = 1
         decodes_only = query_len is not None
@@ -215,33 +185,8 @@ class StepGraphs:
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, variant)):
             self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
         else:
-            return (self._keys.no_head if no_head else self._keys.read)[key]
+            return key
         return None
-
-    def draft(self, drafting: Drafting) -> None:
-        """Let the draft model or the head make a step's drafts: by one launch, but for prompts."""
-        assert self._draft is not None
-        if (key := drafting.key) is None:
-            self._draft.draft(drafting)
-        else:
-            assert self.graphs is not None
-            self.graphs.replay(key, None)
-            self.counters.replay(key, drafting.num_tokens)
-        self._draft.read_prompts(drafting)
-
-    def prefill_head(self, batch: InputBatch) -> None:
-        """Let the head, if there is one and the step does not skip it, compute the step's tokens, which the states
-        have: by one launch after decodes."""
-        head = self._step.head
-        if head is None or batch.no_head:
-            return
-        key = None if batch.key is None else head.key_to_prefill_head(batch.key)
-        if key is None:
-            head.prefill_head(batch)
-        else:
-            assert self.graphs is not None
-            self.graphs.replay(key, None)
-            self.counters.replay(key, batch.num_tokens)
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
         """Replay the graph if the batch has a key, on what was staged: of decodes the whole step. Otherwise run the
@@ -255,6 +200,13 @@ class StepGraphs:
             return output
         self._step.prepare(batch)
         output = self._step.forward(batch, hidden_wanted=hidden_wanted)
-        if (head := self._step.head) is not None and not batch.no_head:
-            head.take(output.aux_hidden_states)
+        for in_forward in self._in_forward:
+            in_forward(batch, output)
         return output
+
+    def _replay(self, key: GraphKey, num_tokens: int) -> torch.Tensor:
+        """Replay a feature's graph, for this many tokens."""
+        assert self.graphs is not None
+        result = self.graphs.replay(key, None)
+        self.counters.replay(key, num_tokens)
+        return result

@@ -30,13 +30,13 @@ def prepare_kernel(
     table_ptr: tl.tensor,
     sample_positions_ptr: tl.tensor,
     numbers_ptr: tl.tensor,
-    drafts_ptr: tl.tensor,
+    ahead_ptr: tl.tensor,
     history_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_tokens: tl.tensor,
     all_token_ids_stride: tl.tensor,
     history_stride: tl.tensor,
-    NUM_DRAFTS: tl.constexpr,
+    NUM_AHEAD: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DECODES_ONLY: tl.constexpr,
@@ -45,7 +45,7 @@ def prepare_kernel(
 ) -> None:
     """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has.
 
-    numbers_ptr: None without drafts. A row whose draft does not exist is one of padding.
+    numbers_ptr: None where no row begins ahead of the newest token. A row whose token does not exist is one of padding.
     """
     # No later kernel may start before the end of this one: attention reads lengths, blocks and slots before its own
     # wait, and kernels between the two may all let their dependents start before they have waited.
@@ -65,13 +65,13 @@ def prepare_kernel(
             end = tl.load(query_start_loc_ptr + request + 1)
             row = tl.load(rows_ptr + request)
     number = 0
-    draft = 0
+    supposed = 0
     if numbers_ptr is not None:
         if row >= 0:
             number = tl.load(numbers_ptr + request)
         if number > 0:
-            draft = tl.load(drafts_ptr + row.to(tl.int64) * NUM_DRAFTS + number - 1)
-        if draft < 0:
+            supposed = tl.load(ahead_ptr + row.to(tl.int64) * NUM_AHEAD + number - 1)
+        if supposed < 0:
             row = -1
     if request < num_rows:
         tl.store(logits_index_ptr + request, tl.maximum(end - 1, 0).to(tl.int64))
@@ -94,7 +94,7 @@ def prepare_kernel(
     last_token = tl.load(last_token_ptr + state)
     if numbers_ptr is not None:
         if number > 0:
-            last_token = draft
+            last_token = supposed
         if number < 0:
             last_token = tl.load(history_ptr + state * history_stride + computed)
     seq_len = computed + end - start

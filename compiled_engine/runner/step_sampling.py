@@ -12,13 +12,13 @@ Where the vocabulary is divided among ranks, each of these exchanges a few numbe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from compiled_engine.config import SpeculationConfig
 from compiled_engine.messages import TokenMasks
 from compiled_engine.rows.staged_writes import upload
-from compiled_engine.runner.drafts import Acceptance, verify
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, masks_of_batch
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import Deferred, PendingSteps, advance
@@ -27,22 +27,24 @@ from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
-NO_DRAFTS = SpeculationConfig()
-
 
 class StepAdvance:
-    """Takes what a step has sampled into the states, and into the ring that the host reads."""
+    """Takes what a step has sampled into the states, and into the ring that the host reads.
 
-    def __init__(
-        self, states: RequestStates, buffers: InputBuffers, speculation: SpeculationConfig = NO_DRAFTS
-    ) -> None:
-        self._states, self._buffers, self.speculates = states, buffers, speculation.num_tokens > 0
-        self._acceptance = Acceptance(speculation.acceptance_rates, buffers.rows_R.device)
+    of_several: does so where rows have numbers: takes the sampled tokens, int64 [R], and the number of rows, and writes
+    each row's token to taken_R. A feature sets it.
+    """
+
+    of_several: Callable[[torch.Tensor, int], None] | None = None
+
+    def __init__(self, states: RequestStates, buffers: InputBuffers) -> None:
+        self._states, self._buffers = states, buffers
 
     def __call__(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
         """Launch it for the first num_rows rows. again: other tokens replace those that the states advanced with."""
-        if self.speculates and not batch.no_head:
-            verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
+        if batch.numbered:
+            assert self.of_several is not None
+            self.of_several(token_ids_R, num_rows)
             return
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
@@ -50,6 +52,12 @@ class StepAdvance:
     def without_tokens(self, batch: InputBatch, num_rows: int) -> None:
         """Advance the states of a step that samples nothing here; may be captured."""
         self(batch, self._buffers.sample_positions_R, num_rows)  # no row is to get a token: any will do
+
+    def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        """Return the token that each of the first num_rows rows has got, int32."""
+        if batch.numbered:
+            return self._buffers.taken_R[:num_rows]
+        return self._states.last_token_S.index_select(0, self._buffers.rows_R[:num_rows])
 
 
 class StepSampling:
@@ -59,12 +67,11 @@ class StepSampling:
         self,
         model: ModelForward,
         sampler: Sampler,
-        states: RequestStates,
         buffers: InputBuffers,
         pending: PendingSteps,
         advance: StepAdvance,
     ):
-        self._model, self.sampler, self._states, self._buffers = model, sampler, states, buffers
+        self._model, self.sampler, self._buffers = model, sampler, buffers
         self._pending, self.advance = pending, advance
 
     def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
@@ -128,8 +135,5 @@ class StepSampling:
         if num_logprobs_R is None:
             return None
         count = batch.num_requests
-        if batch.no_head or not self.advance.speculates:
-            token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
-        else:
-            token_ids_R = self._buffers.taken_R[:count]
+        token_ids_R = self.advance.tokens(batch, count)
         return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)

@@ -42,8 +42,7 @@ from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowFields
-from compiled_engine.runner.draft_model import DraftModelProposer
-from compiled_engine.runner.eagle_drafter import EagleDrafter
+from compiled_engine.runner.hooks import StepFeature
 from compiled_engine.runner.input_batch import empty_batch, padding_starts
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.runner.step_graphs import GraphedStep
@@ -91,11 +90,11 @@ class BatchShape(NamedTuple):
 def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> list[BatchShape]:
     """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    With drafts a request has several rows, one of `query_lens`: by default as many as a step may yield tokens.
+    A request may have several rows, one of `query_lens`: by default the engine's.
     Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
     contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
-    scheduler, graph, query_lens = config.scheduler, config.graph, query_lens or config.speculation.verified
+    scheduler, graph, query_lens = config.scheduler, config.graph, query_lens or config.query_lens
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = scheduler.max_model_len
     num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
@@ -123,23 +122,23 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     bounds = [1 << i for i in range(5, longest.bit_length())]
     shapes = [*product(few, bounds), *product(without, bounds[:1])]
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
-    verified: list[BatchShape] = []
+    several: list[BatchShape] = []
     for number in query_lens:
         kinds = [*((size, longest) for size in sizes), *graph.short_verified, *shapes]
         of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
-        verified += [shape for shape in of_number if shape.num_tokens <= max_tokens]
+        several += [shape for shape in of_number if shape.num_tokens <= max_tokens]
     most_rows = min(max_requests * max(query_lens, default=1), max_tokens)
-    return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *verified, *short, *of_any_length]
+    return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *several, *short, *of_any_length]
 
 
 def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """Return the batches that the warm-up runs: all but decodes with drafts or short contexts that a graph serves.
+    """Return the batches that the warm-up runs: all but decodes with several rows or short contexts that have a graph.
 
     Other decodes have graphs too, but logits and sampling of as many rows run without one behind prompts.
     """
-    speculation, longest = config.speculation, config.scheduler.max_model_len
-    dispatcher = Dispatcher(config.graph, config.scheduler, (), speculation.verified, speculation.rare)
-    of_decodes = {*dispatcher.decode_keys, *dispatcher.verify_keys, *dispatcher.short_keys}
+    longest = config.scheduler.max_model_len
+    dispatcher = Dispatcher(config.graph, config.scheduler, (), config.query_lens, config.rare_query_lens)
+    of_decodes = {*dispatcher.decode_keys, *dispatcher.several_keys, *dispatcher.short_keys}
 
     def runs(shape: BatchShape) -> bool:
         if shape.num_tokens != shape.num_requests or (shape.query_len == 1 and shape.max_seq_len == longest):
@@ -165,7 +164,7 @@ def warm_up(config: EngineConfig, step: GraphedStep, progress: Progress) -> int:
             for variant in step.model.variants:
                 _run_empty(step, shape, distinct=shape != shapes[0], variant=variant)
             progressed(1)
-        if config.speculation.skips_head:
+        if len(config.numberings) > 1:
             _inputs(config, step)
     if not on_gpu:
         return 0
@@ -173,36 +172,6 @@ def warm_up(config: EngineConfig, step: GraphedStep, progress: Progress) -> int:
     if isinstance(step.tail, StepSampling):
         for sample in ways_of_sampling(step.tail.sampler.vocabulary, config.model.dtype, config.device):
             sample()
-    torch.cuda.empty_cache()
-    return peak
-
-
-def draft_batches(draft: DraftModelProposer | EagleDrafter) -> list[BatchShape]:
-    """Return the batches of a draft model or a head: rows of its first pass, rows of its further passes, and
-    prompts."""
-    config = draft.config
-    most = config.scheduler.max_num_seqs
-    shapes = start_up_batches(config, draft.query_lens)
-    return [
-        shape if shape.query_len > 1 else shape._replace(num_requests=min(shape.num_requests, most)) for shape in shapes
-    ]
-
-
-def warm_up_draft(draft: DraftModelProposer | EagleDrafter, progress: Progress) -> int:
-    """Run the start-up batches of a draft model; returns the peak bytes of a pass beyond what was there before."""
-    device, shapes = draft.config.device, not_captured(draft.config, draft_batches(draft))
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    draft.launch_inputs()
-    with progress.stage("warm up draft model", total=len(shapes)) as progressed:
-        for shape in shapes:
-            draft.run_empty(shape.num_tokens, shape.num_requests, shape.host_3, distinct=shape != shapes[0])
-            progressed(1)
-    if not on_gpu:
-        return 0
-    peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak
 
@@ -295,7 +264,7 @@ def compile_kernels(
     step: GraphedStep,
     workers: KernelWorkers,
     progress: Progress,
-    draft: DraftModelProposer | EagleDrafter | None = None,
+    features: Sequence[StepFeature] = (),
 ) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     with _asked(config, workers) as kernels:
@@ -304,12 +273,10 @@ def compile_kernels(
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # no other kernel differs for it
         for shape in others:
-            _forward(config, step.forward, shape)
+            compile_forward(config, step.forward, shape)
         _inputs(config, step)
-        if draft is not None:
-            for shape in draft_batches(draft)[1:]:
-                _forward(draft.config, draft.prompts, shape)
-            draft.launch_inputs()
+        for feature in features:
+            feature.compile_kernels()
         jobs = [*sampling, *kernels.load()]
         with progress.stage("compile kernels", total=len(jobs)) as progressed:
             for job in as_completed(jobs):
@@ -366,7 +333,7 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 
 @torch.inference_mode()
-def _forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
+def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
     """Go through the forwards of requests without slots and with empty contexts, on tensors of its own: that which
     ends with hidden states, and that of few tokens which ends with logits, if there is one."""
     for variant in forward.model.variants:
@@ -401,10 +368,10 @@ def _inputs(config: EngineConfig, step: GraphedStep) -> None:
     """Go through the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
-    for num_tokens, no_head in product(counts, (False, True) if config.speculation.skips_head else (False,)):
+    for num_tokens, numbered in product(counts, config.numberings):
         host_3 = BatchShape(num_tokens, 1, 2).host_3
         batch = empty_batch(buffers, num_tokens, 1, host_3, variant=step.model.variants[-1])
-        batch = replace(batch, no_head=no_head)
+        batch = replace(batch, numbered=numbered)
         states.writes.apply()
         step.prepare(batch)
         advance = step.tail.advance

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, few_sizes
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key, verify_key
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key
 
 _MIXED_KINDS = {
     GraphMode.PIECEWISE: GraphKind.PIECEWISE,
@@ -27,8 +27,8 @@ class Dispatcher:
         query_lens: Sequence[int] = (),
         rare: Sequence[int] = (),
     ):
-        """fields: what passes add to the keys; there is a graph of each size for each combination. query_lens, rare:
-        see SpeculationConfig.verified and .rare."""
+        """fields: what passes add to the keys; there is a graph of each size for each combination. query_lens:
+        rows of a request in decodes with several of them. rare: see EngineConfig.rare_query_lens."""
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
 
@@ -41,16 +41,16 @@ class Dispatcher:
         self.decode_keys = tuple(decode_key(size, longest) for size in decode_sizes)
         short_decodes = (shape for shape in sorted(graph.short_decodes) if shape[0] in decode_sizes)
         short_keys = [decode_key(*shape, short=True) for shape in short_decodes]
-        verify_keys: dict[int, tuple[GraphKey, ...]] = {}
+        several_keys: dict[int, tuple[GraphKey, ...]] = {}
         for number in query_lens:
             sizes = sizes_of(number)
-            verify_keys[number] = tuple(verify_key(size, number, longest) for size in sizes)
+            several_keys[number] = tuple(decode_key(size, longest, query_len=number) for size in sizes)
             short_keys += [
-                verify_key(size, number, context, short=True)
+                decode_key(size, context, short=True, query_len=number)
                 for size, context in sorted(graph.short_verified)
                 if size in sizes
             ]
-        self.verify_keys = tuple(key for keys in verify_keys.values() for key in keys)
+        self.several_keys = tuple(key for keys in several_keys.values() for key in keys)
         self.short_keys = tuple(short_keys)
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
@@ -58,19 +58,19 @@ class Dispatcher:
             for size in sorted(graph.token_sizes)
         )
         self._decode_table = _table(self.decode_keys)
-        self._verify_tables = {number: _table(keys) for number, keys in verify_keys.items()}
+        self._several_tables = {number: _table(keys) for number, keys in several_keys.items()}
         # By query tokens of a request and size, short contexts first.
         self._short_keys: dict[tuple[int, int], list[GraphKey]] = {}
         for key in self.short_keys:
             self._short_keys.setdefault((key.max_query_len, key.num_tokens), []).append(key)
         self._token_table = _table(self.token_keys)
-        plain_keys = self.decode_keys + self.verify_keys + self.short_keys + self.token_keys
+        usual_keys = self.decode_keys + self.several_keys + self.short_keys + self.token_keys
         # By the sizes of the fields: for each key without them the one with them.
         self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
         for sizes in product(*((0, *field.sizes) for field in self._fields)):
             names = (field.name for field in self._fields)
             extra = tuple((name, size) for name, size in zip(names, sizes, strict=True) if size)
-            self._with_fields[sizes] = {key: replace(key, extra=extra) for key in plain_keys}
+            self._with_fields[sizes] = {key: replace(key, extra=extra) for key in usual_keys}
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -90,22 +90,22 @@ class Dispatcher:
         uniform_query_len: tokens of each request if all are decodes and have the same number, else None. longest: of
         the contexts, with this step's tokens. values: of the further fields, by name; 0 where there is none.
         """
-        key = self._plain_key(num_tokens, num_requests, uniform_query_len, longest)
+        key = self._usual_key(num_tokens, num_requests, uniform_query_len, longest)
         if not values or key is None:
             return key
         sizes = [field.size_for(values.get(field.name, 0)) for field in self._fields]
         return self._with_fields.get(tuple(sizes), {}).get(key)  # None if a value is larger than all sizes
 
-    def _plain_key(
+    def _usual_key(
         self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
     ) -> GraphKey | None:
         if not 1 <= num_requests <= num_tokens:
             return None
         if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
             return self._shortest(self._decode_table[num_tokens], longest)
-        verify_table = self._verify_tables.get(uniform_query_len or 0, ())
-        if num_tokens < len(verify_table):
-            return self._shortest(verify_table[num_tokens], longest)
+        several_table = self._several_tables.get(uniform_query_len or 0, ())
+        if num_tokens < len(several_table):
+            return self._shortest(several_table[num_tokens], longest)
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
     def _shortest(self, key: GraphKey, longest: int) -> GraphKey:

@@ -24,10 +24,9 @@ class GraphKey:
     depend on the others, which are 0 if attention is not captured: num_requests rows, of which the first num_decodes
     have one query token each, none more than max_query_len, and contexts of at most max_seq_len, which is less than the
     engine's limit in graphs for short contexts. Where all rows are decodes, max_query_len is the number of rows that
-    share a request: its newest token and drafts. drafts: of each request, where the graph holds the passes of a draft
-    model; 0 otherwise. prefills_head: the graph holds a head's pass over the tokens of a step. no_head: a step without
-    drafts that no head reads, in an engine with a head. extra: the sizes of further fields, by name, for batches that
-    use them.
+    share a request. unnumbered: the rows have no numbers, in an engine whose rows may have them (see InputBatch).
+    purpose: what a graph holds that is not a step of the engine's model, "" for a step. extra: the sizes of further
+    fields, by name, for batches that use them.
     """
 
     kind: GraphKind
@@ -37,14 +36,13 @@ class GraphKey:
     max_query_len: int = 0
     max_seq_len: int = 0
     short: bool = False
-    drafts: int = 0
-    prefills_head: bool = False
-    no_head: bool = False
+    unnumbered: bool = False
+    purpose: str = ""
     extra: tuple[tuple[str, int], ...] = ()
 
     def __hash__(self) -> int:
         """Cheaper than that of all fields: a step looks up several keys."""
-        return hash((self.num_tokens, self.num_requests, self.max_query_len, self.max_seq_len, self.drafts))
+        return hash((self.num_tokens, self.num_requests, self.max_query_len, self.max_seq_len, self.purpose))
 
     @property
     def is_decode(self) -> bool:
@@ -61,10 +59,10 @@ class GraphKey:
         """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
         `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
-        if self.is_decode and (self.drafts or self.max_query_len > 1):
-            purpose = f"draft-{self.drafts}" if self.drafts else f"verify-{self.max_query_len}"
+        if self.is_decode and (self.purpose or self.max_query_len > 1):
+            purpose = self.purpose or f"verify-{self.max_query_len}"
             kind = f"{purpose}-{kind}" if self.short else purpose
-        kind = f"follow-{kind}" if self.prefills_head else f"plain-{kind}" if self.no_head else kind
+        kind = f"plain-{kind}" if self.unnumbered else kind
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 
@@ -81,13 +79,8 @@ class KeyField:
         return 0 if value == 0 else min((size for size in self.sizes if size >= value), default=None)
 
 
-def decode_key(num_requests: int, max_seq_len: int, short: bool = False) -> GraphKey:
-    """A full graph of num_requests decodes."""
-    return GraphKey(GraphKind.FULL, num_requests, num_requests, num_requests, 1, max_seq_len, short)
-
-
-def verify_key(num_requests: int, query_len: int, max_seq_len: int, short: bool = False) -> GraphKey:
-    """A full graph of num_requests decodes with drafts: query_len rows for each."""
+def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, query_len: int = 1) -> GraphKey:
+    """A full graph of num_requests decodes, with query_len rows for each."""
     num_rows = num_requests * query_len
     return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, query_len, max_seq_len, short)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,8 +34,8 @@ class GraphStep(Protocol):
         ...
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...], or
-        for a draft model the logits of its last pass.
+        """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...] for
+        a step of the engine's model.
 
         For a key that is not FULL it calls the capture's `on_attention` in place of the attention ops.
         """
@@ -54,7 +54,8 @@ class Captured(NamedTuple):
 
 
 class CudaGraphManager:
-    """Owns the graphs of `keys` and their memory pool. Only these are ever captured, each once.
+    """Owns the graphs of the keys of `steps`, each of which holds its step, and their memory pool. Only these are ever
+    captured, each once.
 
     Kernels in a graph read fixed addresses: the caller writes a batch's inputs into the same buffers each time and
     reads the result before the next replay.
@@ -63,9 +64,12 @@ class CudaGraphManager:
     the largest needs, and the others fit into it.
     """
 
-    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep):
-        self._capture, self._step = capture, step
-        self._pending = sorted(keys, key=capture_order, reverse=True)
+    def __init__(self, steps: Mapping[GraphKey, GraphStep], capture: Capture):
+        self._capture, self._steps = capture, dict(steps)
+        self._distinct = tuple({id(step): step for step in self._steps.values()}.values())
+        single = len(self._distinct) == 1  # one call less in each replay
+        self._tensor_ids = self._distinct[0].tensor_ids if single else self._all_tensor_ids
+        self._pending = sorted(self._steps, key=capture_order, reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}
         self._captured_ids: tuple[int, ...] = ()
         self._memory: dict[GraphKey, MemoryReading] = {}
@@ -130,8 +134,9 @@ class CudaGraphManager:
         if self._pending:
             with self._capture.session():
                 for family in families(self._pending):
-                    self._step.fill(family[0])
-                    self._step.warm_up(family[0])
+                    step = self._steps[family[0]]
+                    step.fill(family[0])
+                    step.warm_up(family[0])
             self._capture.settle()
         return predicted
 
@@ -148,15 +153,16 @@ class CudaGraphManager:
         key = self._pending.pop()
         start = time.perf_counter()
         self._graphs[key], self._memory[key] = self._capture_one(key)
-        self._captured_ids = self._step.tensor_ids()
+        self._captured_ids = self._tensor_ids()
         self.capture_seconds += time.perf_counter() - start
 
     def _capture_one(self, key: GraphKey) -> tuple[Captured, MemoryReading]:
-        self._step.fill(key)
-        self._step.warm_up(key)  # so that nothing lazy ends up in a graph
+        step = self._steps[key]
+        step.fill(key)
+        step.warm_up(key)  # so that nothing lazy ends up in a graph
         before = self._capture.memory()
         capture = self._capture.whole if key.kind is GraphKind.FULL else self._capture.segments
-        captured = Captured(*capture(lambda: self._step.run(key)))
+        captured = Captured(*capture(lambda: step.run(key)))
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
@@ -164,10 +170,16 @@ class CudaGraphManager:
 
         inputs: of the batch itself, for attention that runs between graphs; None for a full graph.
         """
-        assert self._step.tensor_ids() == self._captured_ids, "a buffer that graphs read was replaced"
+        assert self._tensor_ids() == self._captured_ids, "a buffer that graphs read was replaced"
         captured = self._graphs[key]
         captured.graph.replay(inputs)
         return captured.result
+
+    def _all_tensor_ids(self) -> tuple[int, ...]:
+        ids: tuple[int, ...] = ()
+        for step in self._distinct:
+            ids += step.tensor_ids()
+        return ids
 
     def close(self) -> None:
         """Give the graphs' memory back."""

@@ -69,7 +69,7 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         query_len = key.max_query_len if key.is_decode else 0
-        kind = key.kind, query_len, key.drafts, key.prefills_head, key.no_head, key.extra
+        kind = key.kind, query_len, key.purpose, key.unnumbered, key.extra
         found.setdefault(kind, []).append(key)
     return list(found.values())
 
@@ -80,7 +80,7 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
 # a file counts only if all its factors are those of this process.
 
 # Packages besides those in the entry's key whose code is captured or captures.
-CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
+CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "runner", "features", "sampling", "kernels")
 # Fields that say where something is, or why: not what is captured.
 _WHERE = ("model.path", "model.hub_name", "model.revision", "compile.cache_dir")
 OF_NO_EFFECT = (*_WHERE, *(f"speculation.draft.{name}" for name in _WHERE), "tokenizer", "reasons")

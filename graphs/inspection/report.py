@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
+from compiled_engine.features.speculation.graph_keys import FIRST, StepKeys, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.record import RECORD
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, StepKeys, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.graphs.inspection.kernels import Kernel, kernels_of
 from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, parameter_uses, with_pieces
@@ -247,8 +247,8 @@ def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
     if draft is None:
         return dispatcher.keys
     if not aux_layers:
-        return dispatcher.keys + model_keys(Dispatcher(draft, scheduler, query_lens=(FIRST,)), lengths)
-    steps = StepKeys.of(dispatcher, longest, draft.decode_sizes if speculation.skips_head else None)
+        return (*dispatcher.keys, *model_keys(Dispatcher(draft, scheduler, query_lens=(FIRST,)), lengths))
+    steps = StepKeys.of(dispatcher.keys, longest, draft.decode_sizes if speculation.skips_head else None)
     prefills = dict.fromkeys(prefill_head_keys(steps.read.values(), longest).values())
     return (*steps.captured, *head_keys(Dispatcher(draft, scheduler), lengths), *prefills)
 

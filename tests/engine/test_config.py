@@ -203,7 +203,7 @@ def test_rows_of_steps_with_drafts(
     assert (speculation.lengths, speculation.query_lens) == (lengths, query_lens)
     assert speculation.verified == query_lens[1:]
     config = replace(BASE, speculation=speculation)
-    assert (config.draft_lengths, config.max_new_tokens_per_step) == (lengths, query_lens[-1])
+    assert (config.speculation.lengths, config.max_new_tokens_per_step) == (lengths, query_lens[-1])
 
 
 @pytest.mark.parametrize("adapts", [False, True])

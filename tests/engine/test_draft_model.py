@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
+from compiled_engine.features.speculation.draft_model import Drafting, DraftModel
+from compiled_engine.features.speculation.verification import accepted_at_random
 from compiled_engine.llm import LLM
-from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
-from compiled_engine.runner.drafts import accepted_at_random
 from compiled_engine.sampling.params import SamplingParams
 
 # Few tokens a step, so that prompts come in chunks.
@@ -134,13 +134,13 @@ def test_an_aborted_request_leaves_nothing_to_the_next_in_its_row(own_draft: LLM
 def test_nothing_is_read_behind_the_last_token_of_a_prompt(own_draft: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a single token is left of it, behind a chunk, the step has room for drafts behind that."""
     read: list[int] = []
-    read_prompts = DraftModelProposer.read_prompts
+    read_prompts = DraftModel.read_prompts
 
-    def counted(proposer: DraftModelProposer, drafting: Drafting) -> None:
+    def counted(proposer: DraftModel, drafting: Drafting) -> None:
         read.append(drafting.prompts.num_tokens if drafting.prompts else 0)
         read_prompts(proposer, drafting)
 
-    monkeypatch.setattr(DraftModelProposer, "read_prompts", counted)
+    monkeypatch.setattr(DraftModel, "read_prompts", counted)
     prompt = {"prompt_token_ids": list(range(200, 233))}  # a token more than a step computes
     own_draft.generate([prompt], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
     assert [number for number in read if number] == [32, 1]

@@ -22,10 +22,10 @@ from eagle_heads import (
 from scripted_drafts import AnyLength, AtRest
 
 from compiled_engine.features import registry
+from compiled_engine.features.speculation.eagle_on_host import EagleOnHost
 from compiled_engine.llm import LLM
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
-from compiled_engine.runner.eagle import EagleProposer
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
@@ -88,19 +88,19 @@ def test_drafts_are_those_of_the_whole_sequence(
     num_aux_layers, before_fc = len(config["eagle_aux_hidden_state_layer_ids"]), config.get("norm_before_fc", False)
     tensors = random_tensors(config, num_aux_layers=num_aux_layers, norm_before_fc=before_fc)
     seen: dict[tuple[int, ...], list[int]] = {}
-    propose = EagleProposer.propose
+    propose = EagleOnHost.propose
 
-    def record(self: EagleProposer, step: SchedulerOutput) -> None:
+    def record(self: EagleOnHost, step: SchedulerOutput) -> None:
         propose(self, step)
         states = self._states
-        assert states.drafts_SK is not None
+        assert states.ahead_SK is not None
         for row, start, count in zip(states.rows(step.request_ids), step.starts, step.counts, strict=True):
             if start >= states.prefill_len[row] and count > 1:
                 known = tuple(states.all_token_ids(row)[: int(states.num_computed_S[row]) + 1].tolist())
-                drafts = states.drafts_SK[row, : count - 1].tolist()
+                drafts = states.ahead_SK[row, : count - 1].tolist()
                 assert seen.setdefault(known, drafts)[: count - 1] == drafts[: len(seen[known])]
 
-    monkeypatch.setattr(EagleProposer, "propose", record)
+    monkeypatch.setattr(EagleOnHost, "propose", record)
     with LLM(model=str(target), mode="eager", **ENGINE, **eagle(write_head(tmp_path, config, tensors))) as llm:
         generate(llm, temperature=0)
         metrics = llm.metrics()
@@ -192,14 +192,14 @@ def test_requests_at_rest_have_the_same_tokens(
     """Beside others with drafts, behind a cached prefix that the head has not read, and computed again. No key or value
     of the head's cache is a number until it is written, and the head's weights are such that drafts may be none."""
     monkeypatch.setattr(registry, "DraftLength", AnyLength)
-    allocate = EagleProposer.allocate
+    allocate = EagleOnHost.allocate
 
-    def allocate_poisoned(self: EagleProposer, num_blocks: int) -> None:
+    def allocate_poisoned(self: EagleOnHost, num_blocks: int) -> None:
         allocate(self, num_blocks)
         for cache in self.kv_caches:
             cache.fill_(torch.nan)
 
-    monkeypatch.setattr(EagleProposer, "allocate", allocate_poisoned)
+    monkeypatch.setattr(EagleOnHost, "allocate", allocate_poisoned)
     config = head_config(target)
     options = eagle(write_head(tmp_path, config, random_tensors(config, seed=3)))
     options["speculative_config"]["enable_adaptive_verification"] = True
@@ -233,8 +233,8 @@ def test_a_head_at_rest_computes_nothing(
     """It takes as many steps as without a head."""
     monkeypatch.setattr(registry, "DraftLength", AtRest)
     passes: list[int] = []
-    one_pass = EagleProposer._pass
-    monkeypatch.setattr(EagleProposer, "_pass", lambda *given: (passes.append(1), one_pass(*given)))
+    one_pass = EagleOnHost._pass
+    monkeypatch.setattr(EagleOnHost, "_pass", lambda *given: (passes.append(1), one_pass(*given)))
     config = head_config(target)
     options = eagle(write_head(tmp_path, config, random_tensors(config, seed=3)))
     options["speculative_config"]["enable_adaptive_verification"] = True

@@ -26,11 +26,12 @@ from scripted_drafts import AnyLength, AtRest
 
 from compiled_engine.config import GraphMode
 from compiled_engine.features import registry
+from compiled_engine.features.speculation.eagle import EagleDrafter
 from compiled_engine.messages import EngineRequest
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 from compiled_engine.runner import model_runner
-from compiled_engine.runner.model_runner import Runner
+from compiled_engine.runner.input_batch import InputBatch
 
 VOCAB = 131
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -199,24 +200,23 @@ def test_drafts_are_those_of_the_whole_sequence(
     tensors = random_tensors(config)
     head = write_head(tmp_path / "head", config, tensors)
     seen: dict[tuple[int, ...], list[int]] = {}
-    run_step = Runner.run
+    receive = EagleDrafter.receive
 
-    def record(self: Runner, batch: Any, hidden_wanted: bool, **more: Any) -> Any:
-        drafting = more["drafting"]
-        states = self.states
+    def record(self: EagleDrafter, batch: InputBatch, hidden_wanted: bool) -> None:
+        drafting, states = self._drafting, self._states
+        assert drafting is not None
         known = {}
         for row in drafting.rows.tolist():
             computed = int(states.num_computed_S[row])
             known[row] = tuple(states.all_token_ids(row)[: computed + 1].tolist())
-        pending = run_step(self, batch, hidden_wanted, **more)
-        assert states.drafts_SK is not None
+        receive(self, batch, hidden_wanted)
+        assert states.ahead_SK is not None
         for place, row in enumerate(drafting.rows.tolist()):
             room = sum(count > place for count in drafting.num_drafting)
-            drafts = states.drafts_SK[row, :room].tolist()
+            drafts = states.ahead_SK[row, :room].tolist()
             assert seen.setdefault(known[row], drafts)[:room] == drafts[: len(seen[known[row]])]
-        return pending
 
-    monkeypatch.setattr(Runner, "run", record)
+    monkeypatch.setattr(EagleDrafter, "receive", record)
     options = {"model": str(target), "skip_tokenizer_init": True, "num_blocks": 28}
     core = start_core(config_of(GraphMode.FULL_AND_PIECEWISE, of_head(head, 3), **options), SilentProgress())
     run(core, few(({"temperature": 0.0},)))

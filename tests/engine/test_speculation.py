@@ -14,12 +14,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.features import registry
+from compiled_engine.features.speculation.ngram import ngram_drafts
+from compiled_engine.features.speculation.step_drafts import StepDrafts
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest, SchedulerOutput
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers
-from compiled_engine.runner.ngram import ngram_drafts
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.messages import EngineRequest
+from compiled_engine.runner.hooks import RunnerParts, StepFeature
+from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
@@ -198,41 +200,47 @@ def test_the_tokens_are_those_without_drafts(
     same(drafted.generate(prompts, params, use_tqdm=False), without_drafts(prompts, params))
 
 
-class _Launched:
+class _Launched(StepFeature):
     """Drafts as a GPU has them: they are made when the step's inputs are, and the host does not know them.
 
     Takes the place of the dispatcher as well, which has to be asked for a graph for the longest context of a step.
     """
 
-    def __init__(self, states: RequestStates, num_drafts: int):
-        self._states, self._num_drafts = states, num_drafts
+    def __init__(self, parts: RunnerParts):
+        self._states, self._buffers, self._num_drafts = parts.states, parts.buffers, parts.config.num_ahead
         self._longest = 0
 
     def dispatch(self, *shape: Any) -> None:
         self._longest = shape[3]
 
-    def propose(self, step: SchedulerOutput) -> None:
-        raise AssertionError("the host knows no drafts")
-
-    def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
-        states = self._states
-        assert states.drafts_SK is not None
-        assert buffers.draft_numbers_R is not None
-        numbers = buffers.draft_numbers_R.tolist()
+    def before_inputs(self, batch: InputBatch) -> None:
+        states, buffers = self._states, self._buffers
+        assert states.ahead_SK is not None
+        assert buffers.row_numbers_R is not None
+        numbers = buffers.row_numbers_R.tolist()
         for row, number in zip(buffers.rows_R[: batch.num_rows].tolist(), numbers, strict=False):
             computed = int(states.num_computed_S[row])
             assert row < 0 or computed + number < self._longest
             if row >= 0 and number == 0 and computed >= int(states.prefill_len_S[row]):
                 found = ngram_drafts(states.all_token_ids(row)[: computed + 1], 3, 1, self._num_drafts)
-                states.drafts_SK[row] = -1
-                states.drafts_SK[row, : len(found)] = torch.from_numpy(found)
+                states.ahead_SK[row] = -1
+                states.ahead_SK[row, : len(found)] = torch.from_numpy(found)
 
 
 @pytest.mark.parametrize(
     "options", [{"mode": "eager", "attention_backend": "torch"}, {"async_scheduling": True}], ids=str
 )
 @pytest.mark.parametrize("num_drafts", [1, 3])
-def test_the_host_need_not_know_the_drafts(num_drafts: int, options: dict[str, Any], text: str, plain: LLM) -> None:
+def test_the_host_need_not_know_the_drafts(
+    num_drafts: int, options: dict[str, Any], text: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[_Launched] = []
+
+    def unknown(parts: RunnerParts) -> list[StepFeature]:
+        launched.append(_Launched(parts))
+        return [StepDrafts(parts, known=False), *launched]
+
+    monkeypatch.setattr(registry, "drafting", unknown)
     prompts = [
         (text[start : start + 5 + start % 37] * times)[:120]
         for start, times in zip(range(0, 996, 83), [1, 3] * 6, strict=True)
@@ -244,8 +252,7 @@ def test_the_host_need_not_know_the_drafts(num_drafts: int, options: dict[str, A
     with LLM(**ENGINE | {"num_blocks": 30} | options, **ngram(num_drafts)) as llm:
         executor = llm.core.executor
         assert isinstance(executor, InProcessExecutor)
-        step, executor.runner.knows_drafts = executor.runner.step, False
-        step.proposer = executor.runner.captured.dispatcher = _Launched(step.states, num_drafts)
+        (executor.runner.captured.dispatcher,) = launched
         same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (llm, plain)))
         llm.core.check_integrity()
         metrics = llm.metrics()

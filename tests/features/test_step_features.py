@@ -93,7 +93,7 @@ def take(states: RequestStates, features: list[StepFeature], *new: NewRequest, r
 
 
 def test_a_row_has_what_its_request_asks_for_and_loses_it() -> None:
-    states = RequestStates(2, 32, 4, CPU, num_drafts=2, has_history=True)
+    states = RequestStates(2, 32, 4, CPU, num_ahead=2, has_history=True)
     assert states.history_SL is not None
     assert states.history_SL.shape[-1] == 33
     slots: Any = object.__new__(AdapterSlots)

@@ -11,8 +11,8 @@ import pytest
 
 from compiled_engine.attention.backends.decode_splits import contexts_of_drafts, short_contexts_of, short_splits
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, draft_lengths, json_value
+from compiled_engine.features.speculation.graph_keys import StepKeys, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, KeyField
 from compiled_engine.graphs.inspection.report import make_report
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, graphs_of_head
@@ -133,7 +133,7 @@ def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
     few = Dispatcher(graph, scheduler, query_lens=(2, 4), rare=(1, 2))
     all_sizes = Dispatcher(graph, scheduler, query_lens=(2, 4))
     assert [key.num_requests for key in few.decode_keys] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    of_two = [key.num_requests // 2 for key in few.verify_keys if key.max_query_len == 2]
+    of_two = [key.num_requests // 2 for key in few.several_keys if key.max_query_len == 2]
     assert of_two == [1, 2, 4, 8, 16, 32, 64, 96]
     names = {
         (count, query_len): key.name
@@ -211,15 +211,15 @@ def test_a_head_drafts_in_graphs_of_few_sizes() -> None:
 def test_steps_that_a_head_reads_have_fewer_graphs_without_drafts() -> None:
     """Padded to a size of the head, for contexts of any length; those at which it rests are as without a head."""
     dispatcher = Dispatcher(GRAPH, SCHEDULER, query_lens=(2, 4))
-    steps = StepKeys.of(dispatcher, 128, (2, 8))
-    found = {key.name: (steps.no_head[key].name, steps.read[key].name) for key in dispatcher.keys}
+    steps = StepKeys.of(dispatcher.keys, 128, (2, 8))
+    found = {key.name: (steps.unread[key].name, steps.read[key].name) for key in dispatcher.keys}
     assert {name: keys for name, keys in found.items() if keys != (name, name)} == {
         **{"decode 1": ("plain-decode 1", "decode 2"), "decode 2": ("plain-decode 2", "decode 2")},
         **{"decode 8": ("plain-decode 8", "decode 8"), "short-50 2": ("plain-short-50 2", "decode 2")},
         "short-90 2": ("plain-short-90 2", "decode 2"),
     }
-    assert StepKeys.of(dispatcher, 128).captured == dispatcher.keys
-    in_all_sizes = StepKeys.of(dispatcher, 128, ())  # attention of the head cannot be captured
+    assert StepKeys.of(dispatcher.keys, 128).captured == dispatcher.keys
+    in_all_sizes = StepKeys.of(dispatcher.keys, 128, ())  # attention of the head cannot be captured
     assert [key.name for key in set(in_all_sizes.captured) - set(steps.captured)] == ["decode 1"]
 
 
@@ -232,11 +232,11 @@ def launched_with(key: GraphKey) -> tuple[object, ...]:
 def test_a_step_has_a_graph_that_holds_it_and_its_fields(sizes_read: tuple[int, ...] | None) -> None:
     """With adapters of each rank as without, at rest or read by the head; followed by one graph for all ranks."""
     dispatcher = Dispatcher(GRAPH, SCHEDULER, [KeyField("rank", (8, 16))], query_lens=(2, 4))
-    steps = StepKeys.of(dispatcher, 128, sizes_read)
+    steps = StepKeys.of(dispatcher.keys, 128, sizes_read)
     assert len({key.name for key in steps.captured}) == len(steps.captured)
     assert {key.extra for key in steps.captured} == {(), (("rank", 8),), (("rank", 16),)}
     for key in dispatcher.keys:
-        for found in (steps.no_head[key], steps.read[key]):
+        for found in (steps.unread[key], steps.read[key]):
             assert launched_with(found) == launched_with(key)
             assert found.num_tokens >= key.num_tokens
             assert found.max_seq_len >= key.max_seq_len
@@ -254,7 +254,7 @@ def test_passes_that_draft_have_a_graph_for_each_size_context_and_number_of_draf
     graph = GraphConfig(GraphMode.FULL_DECODE_ONLY, (1, 2, 8), short_decodes=SHORT, short_verified=SHORT)
     dispatcher = Dispatcher(graph, SCHEDULER, query_lens=(2,) if query_len == 2 else ())
     keys = keys_of(dispatcher, (0, 1, 3))
-    found = {(key.drafts, key.num_tokens // query_len, key.max_seq_len) for key in keys}
+    found = {(drafts, key.num_tokens // query_len, key.max_seq_len) for key, drafts in keys.items()}
     shapes = [(1, 128), (2, 128), (8, 128), *SHORT]
     assert found == {(drafts, *shape) for drafts in (1, 3) for shape in shapes}
     assert {key.max_query_len for key in keys} == {query_len}

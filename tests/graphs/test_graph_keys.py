@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+from compiled_engine.features.speculation.graph_keys import drafting, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import head_keys, model_keys
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key, verify_key
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key
 
 OTHER: dict[str, Any] = {
     "kind": GraphKind.BREAKABLE,
@@ -22,11 +22,13 @@ OTHER: dict[str, Any] = {
     "max_query_len": 9,
     "max_seq_len": 9,
     "short": True,
-    "drafts": 9,
-    "prefills_head": True,
-    "no_head": True,
+    "unnumbered": True,
+    "purpose": "draft-9",
     "extra": (("rank", 16),),
 }
+
+READ = [decode_key(8, 256, short=True, query_len=4), decode_key(8, 256, short=True)]
+FOLLOWING = prefill_head_keys(READ, 4096).values()
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(GraphKey)])
@@ -42,18 +44,16 @@ def test_keys_that_differ_in_any_value_are_different_keys(field: str) -> None:
     [
         (decode_key(8, 4096), "decode 8"),
         (decode_key(8, 256, short=True), "short-256 8"),
-        (verify_key(8, 4, 4096), "verify-4 32"),
-        (verify_key(8, 4, 256, short=True), "verify-4-short-256 32"),
-        (verify_key(8, 1, 4096), "decode 8"),
-        (replace(decode_key(16, 4096), drafts=3), "draft-3 16"),
-        (replace(decode_key(16, 256, short=True), drafts=3), "draft-3-short-256 16"),
-        (replace(verify_key(8, 2, 4096), drafts=3), "draft-3 16"),
-        (replace(verify_key(8, 4, 4096), prefills_head=True), "follow-verify-4 32"),
-        (replace(decode_key(8, 4096), prefills_head=True), "follow-decode 8"),
-        (replace(decode_key(8, 4096), no_head=True), "plain-decode 8"),
-        (replace(decode_key(8, 256, short=True), no_head=True), "plain-short-256 8"),
+        (decode_key(8, 4096, query_len=4), "verify-4 32"),
+        (decode_key(8, 256, short=True, query_len=4), "verify-4-short-256 32"),
+        (drafting(decode_key(16, 4096), 3), "draft-3 16"),
+        (drafting(decode_key(16, 256, short=True), 3), "draft-3-short-256 16"),
+        (drafting(decode_key(8, 4096, query_len=2), 3), "draft-3 16"),
+        *((key, name) for key, name in zip(FOLLOWING, ("follow-verify-4 32", "follow-decode 8"), strict=True)),
+        (replace(decode_key(8, 4096), unnumbered=True), "plain-decode 8"),
+        (replace(decode_key(8, 256, short=True), unnumbered=True), "plain-short-256 8"),
         (mixed_key(512, 8, 4096), "full 512"),
-        (replace(mixed_key(512, 8, 4096), drafts=3), "full 512"),
+        (drafting(mixed_key(512, 8, 4096), 3), "full 512"),
         (GraphKey(GraphKind.PIECEWISE, 512), "piecewise 512"),
         (GraphKey(GraphKind.BREAKABLE, 512), "breakable 512"),
         (replace(decode_key(8, 4096), extra=(("rank", 16), ("pictures", 2))), "decode 8 rank 16 pictures 2"),
@@ -68,18 +68,22 @@ def test_what_attention_is_launched_with_is_in_the_key_where_it_is_captured() ->
     values = ("kind", "num_tokens", "num_requests", "num_decodes", "max_query_len", "max_seq_len", "short")
 
     def of(key: GraphKey) -> tuple[Any, ...]:
-        assert (key.drafts, key.prefills_head, key.no_head, key.extra) == (0, False, False, ())
+        assert (key.unnumbered, key.purpose, key.extra) == (False, "", ())
         return tuple(getattr(key, value) for value in values)
 
     assert of(decode_key(8, 4096)) == (GraphKind.FULL, 8, 8, 8, 1, 4096, False)
     assert of(decode_key(8, 64, short=True)) == (GraphKind.FULL, 8, 8, 8, 1, 64, True)
-    assert of(verify_key(8, 4, 4096)) == (GraphKind.FULL, 32, 32, 32, 4, 4096, False)
-    assert of(verify_key(8, 4, 64, short=True)) == (GraphKind.FULL, 32, 32, 32, 4, 64, True)
+    assert of(decode_key(8, 4096, query_len=4)) == (GraphKind.FULL, 32, 32, 32, 4, 4096, False)
+    assert of(decode_key(8, 64, short=True, query_len=4)) == (GraphKind.FULL, 32, 32, 32, 4, 64, True)
     assert of(mixed_key(512, 8, 4096)) == (GraphKind.FULL, 512, 9, 0, 512, 4096, False)
     assert of(mixed_key(4, 8, 4096)) == (GraphKind.FULL, 4, 5, 0, 4, 4096, False)
     # Attention around the graphs is launched with its own batch.
     assert of(GraphKey(GraphKind.PIECEWISE, 512)) == (GraphKind.PIECEWISE, 512, 0, 0, 0, 0, False)
-    assert [key.is_decode for key in (decode_key(1, 9), verify_key(1, 2, 9), mixed_key(4, 1, 9))] == [True, True, False]
+    assert [key.is_decode for key in (decode_key(1, 9), decode_key(1, 9, query_len=2), mixed_key(4, 1, 9))] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_field_is_rounded_up_and_nothing_is_nothing() -> None:
@@ -103,7 +107,7 @@ def test_passes_that_draft_are_captured_for_decodes_alone(keys_of: Any) -> None:
     scheduler = SchedulerConfig(8, 64, 128, "fcfs")
     mixed = Dispatcher(GraphConfig(GraphMode.FULL, (), (1, 2, 16)), scheduler, query_lens=(2,))
     assert mixed.keys
-    assert keys_of(mixed, (0, 1, 3)) == ()
+    assert not keys_of(mixed, (0, 1, 3))
     both = Dispatcher(GraphConfig(GraphMode.FULL, (1, 2), (1, 2, 16)), scheduler, query_lens=(2,))
     assert keys_of(both, (3,))
     assert {key.is_decode for key in keys_of(both, (3,))} == {True}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_capture import ScriptedCapture
 
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key, verify_key
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.graphs.cuda_graphs.memory import MemoryReading, capture_order, enough_samples, total_bytes
 from compiled_engine.process.progress import SilentProgress
@@ -35,7 +35,7 @@ def alone(value: int) -> int:
 
 
 def manager_of(capture: ScriptedCapture, keys: Sequence[GraphKey] = KEYS) -> CudaGraphManager:
-    return CudaGraphManager(keys, capture, capture)
+    return CudaGraphManager(dict.fromkeys(keys, capture), capture)
 
 
 class Advances:
@@ -176,7 +176,7 @@ def test_a_prediction_leaves_nothing_behind() -> None:
 
 def test_kinds_are_sampled_and_counted_apart() -> None:
     """Two of a kind that takes much, all of one that takes little; each sample stands for the graphs of its kind."""
-    much, little = ([verify_key(size, query_len, 4096) for size in range(1, 6)] for query_len in (2, 4))
+    much, little = ([decode_key(size, 4096, query_len=query_len) for size in range(1, 6)] for query_len in (2, 4))
     capture = ScriptedCapture(lambda key: MemoryReading(0, (14 if key.max_query_len == 2 else 1) * MIB))
     predicted = manager_of(capture, [*much, *little]).predict(alone)
     assert sorted(capture.done("whole")) == sorted(["verify-2 10", "verify-2 8", *(key.name for key in little)])

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, json_value
+from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, model_keys
 from compiled_engine.graphs.inspection.report import make_report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -229,7 +229,7 @@ def test_the_captures_are_those_of_the_dispatcher(num_drafts: int, has_draft_mod
     names = [f"{capture['kind']} {capture['size']}" for capture in captures]
     keys = Dispatcher(graph, scheduler, query_lens=(1 + num_drafts,) if num_drafts else ()).keys
     if has_draft_model:
-        keys += model_keys(Dispatcher(draft_graph, scheduler, query_lens=(FIRST,)), (num_drafts,))
+        keys += tuple(model_keys(Dispatcher(draft_graph, scheduler, query_lens=(FIRST,)), (num_drafts,)))
     assert sorted(names) == sorted(key.name for key in keys)
 
 

@@ -114,7 +114,7 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
         return agreed
 
     keys = [GraphKey(GraphKind.FULL, n, n, n, 1, 64) for n in range(1, 6)]
-    CudaGraphManager(keys, Capture(torch.device("cpu")), step).predict(all_reduce_min)
+    CudaGraphManager(dict.fromkeys(keys, step), Capture(torch.device("cpu"))).predict(all_reduce_min)
     assert asked == [1] * (1 if agreed else len(keys))
     assert step.num_runs == step.num_warm_ups == len(asked)
 
@@ -124,9 +124,8 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
     [
         {"kind": GraphKind.PIECEWISE},
         {"max_query_len": 2},
-        {"drafts": 2},
-        {"prefills_head": True},
-        {"no_head": True},
+        {"purpose": "draft-2"},
+        {"unnumbered": True},
         {"extra": (("rank", 16),)},
     ],
     ids=lambda other: next(iter(other)),

@@ -12,16 +12,17 @@ from compiled_engine.attention.backends.triton_backend import BACKEND as TRITON
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.features.speculation.ngram import Ngrams
+from compiled_engine.features.speculation.verification import Acceptance, launch_verify
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import input_batch, step_sampling, warm_up
-from compiled_engine.runner.drafts import launch_verify
+from compiled_engine.runner.hooks import StepHooks
 from compiled_engine.runner.input_batch import InputBuffers, launch_prepare
 from compiled_engine.runner.model_forward import BatchForward, ModelForward
 from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_graphs import GraphedStep
@@ -88,14 +89,16 @@ def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
         states.writes,
         device,
         TRITON.work_length(most_tokens, most_rows, planned),
-        has_drafts=in_each > 0,
+        numbered=in_each > 0,
     )
     pending = PendingSteps(buffers, device, runner._clock)
-    advance = StepAdvance(states, buffers, speculation)
-    sampling = StepSampling(runner.model, sampler, states, buffers, pending, advance)
+    advance = StepAdvance(states, buffers)
+    acceptance = Acceptance((), device)
+    advance.of_several = lambda tokens_R, num_rows: launch_verify(states, buffers, tokens_R, num_rows, acceptance)
+    sampling = StepSampling(runner.model, sampler, buffers, pending, advance)
     forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
-    proposer = NgramProposer(speculation, states) if in_each else None
-    return GraphedStep(forward, sampling, states, scheduler.max_model_len, proposer)
+    ngrams = [Ngrams(speculation, states, buffers)] if in_each else []
+    return GraphedStep(forward, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
@@ -108,7 +111,6 @@ def test_the_warm_up_launches_only_what_was_asked_for(
     on_gpu = replace(config, device=torch.device("cuda", 0))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
-    monkeypatch.setattr(step_sampling, "verify", launch_verify)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
     # What other tests have compiled is there for device 0.
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
@@ -178,7 +180,6 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
     shapes = start_up_batches(replace(config, device=torch.device("cuda", 0)))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: shapes)
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
-    monkeypatch.setattr(step_sampling, "verify", launch_verify)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
     launched: set[tuple[str, str]] = set()

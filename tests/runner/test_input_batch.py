@@ -11,11 +11,11 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key, verify_key
+from compiled_engine.features.speculation.draft_rows import DraftedSteps, StepRows, make_drafted_batch
+from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
-from compiled_engine.runner.drafts import DraftedSteps, StepRows, make_drafted_batch
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
     RING,
@@ -298,16 +298,16 @@ def test_decodes_are_staged_anew_when_anything_of_them_is_new(states: RequestSta
 @pytest.mark.parametrize("known", [True, False])
 def test_a_prompt_that_ends_with_one_token_has_no_drafts(known: bool) -> None:
     """Its share is as large as that of a request that has sampled, and one token of it is computed."""
-    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
+    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_ahead=3)
     states.add(new_request("ends", [1, 2, 3, 4, 5], [0, 1]), 4)
     rows = StepRows.of(step_of(scheduled("ends", 4, 4)), states, known=known, query_lens=(1, 4))
     assert (rows.number_A.tolist(), rows.lens_A.tolist(), rows.exists_A.tolist()) == ([0], [1], [True])
 
 
 def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> None:
-    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
+    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_ahead=3)
     blocks = states.block_table_SB.shape[1]
-    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_drafts=True)
+    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), numbered=True)
     row = states.add(new_request("r", [1, 2, 3], [0, 1]), 0)
     states.writes.apply()
     step = step_of(scheduled("r", 0, 3))
@@ -325,9 +325,9 @@ def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> 
 def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> None:
     """Between steps with drafts there are others, failures, and requests that go or have fewer drafts."""
     generator = random.Random(seed)
-    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_drafts=3)
+    states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_ahead=3)
     blocks = states.block_table_SB.shape[1]
-    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_drafts=True)
+    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), numbered=True)
     steps, drafting = DraftedSteps(states, buffers, (1, 2, 4), known=False), DraftingSteps(states)
     computed = dict.fromkeys("abcd", 3)
     for request_id in computed:
@@ -353,14 +353,14 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
         rows = steps.rows(step)
         taken_over += rows is before
         in_parts = GraphKey(GraphKind.PIECEWISE, 24)  # attention is not captured: its bound follows the contexts
-        key = generator.choice([None, in_parts, verify_key(5, rows.query_len or 1, MAX_MODEL_LEN)])
+        key = generator.choice([None, in_parts, decode_key(5, MAX_MODEL_LEN, query_len=rows.query_len or 1)])
         batch = steps.make_batch(step, rows, key)
         if generator.random() < 0.2:  # the step fails
             states.writes.discard()
             buffers.forget_staged()
             batch = steps.make_batch(step, steps.rows(step), key)
         states.writes.apply()
-        own = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_drafts=True)
+        own = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), numbered=True)
         fresh = StepRows.of(step, states, known=False, query_lens=(1, 2, 4))
         expected = make_drafted_batch(step, states, own, fresh, key)
         states.writes.apply()
@@ -370,8 +370,8 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
             expected.num_rows,
             expected.padded_tokens,
         )
-        assert batch.drafted is not None
-        assert [batch.request_ids[i] for i in batch.drafted.places[batch.drafted.starts].tolist()] == names
+        assert batch.several is not None
+        assert [batch.request_ids[i] for i in batch.several.places[batch.several.starts].tolist()] == names
         found, made = drafting.rows(step), DraftingRows.of(step, states)
         assert dict(zip(found.rows_R.tolist(), found.room_R.tolist(), strict=True)) == dict(
             zip(made.rows_R.tolist(), made.room_R.tolist(), strict=True)
@@ -384,7 +384,7 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
 
 def _by_request(batch: InputBatch, buffers: InputBuffers) -> list[tuple[Any, ...]]:
     """The rows of a batch, and what the device has of each, in an order that does not depend on the batch's."""
-    rows_R, numbers_R = buffers.rows_R[: batch.num_rows].tolist(), buffers.draft_numbers_R
+    rows_R, numbers_R = buffers.rows_R[: batch.num_rows].tolist(), buffers.row_numbers_R
     assert numbers_R is not None
     starts = buffers.query_start_loc_R1[: batch.num_rows + 1]
     real = zip(

@@ -12,15 +12,14 @@ import torch
 from runner_cases import MADE, STATES
 
 from compiled_engine.config import SpeculationConfig
-from compiled_engine.rows.row_fields import RowField
-from compiled_engine.runner.drafts import (
-    Acceptance,
+from compiled_engine.features.speculation.draft_rows import (
     keep_drafts,
     launch_keep_drafts,
-    launch_verify,
     stage_numbered,
-    verify_reference,
 )
+from compiled_engine.features.speculation.ngram import Ngrams, ngram_drafts
+from compiled_engine.features.speculation.verification import Acceptance, launch_verify, verify_reference
+from compiled_engine.rows.row_fields import RowField
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
     RING,
@@ -29,7 +28,6 @@ from compiled_engine.runner.input_batch import (
     launch_prepare,
     prepare_reference,
 )
-from compiled_engine.runner.ngram import NgramProposer, ngram_drafts
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER
 
@@ -46,14 +44,14 @@ class DraftCase:
         self.states = RequestStates(ROWS, max_model_len, BLOCK_SIZE, device, 2, self.num_drafts, has_history=True)
         self.states.fields.declare(RowField("seed", torch.int64))
         blocks = self.states.block_table_SB.shape[1]
-        self.buffers = InputBuffers(200, 80, blocks, self.states.writes, device, has_drafts=True)
+        self.buffers = InputBuffers(200, 80, blocks, self.states.writes, device, numbered=True)
         self.lookup = random_.randrange(1, 3), random_.randrange(3, 7)
 
         def fill(tensor: torch.Tensor, values: np.ndarray) -> None:
             tensor.copy_(torch.from_numpy(values.astype(np.int64)).to(tensor.dtype).view(tensor.shape))
 
         states = self.states
-        assert states.drafts_SK is not None
+        assert states.ahead_SK is not None
         assert states.history_SL is not None
         known = generator.integers(1, 20, ROWS)
         computed = np.maximum(known + generator.integers(-2, 25, ROWS), 0)
@@ -68,7 +66,7 @@ class DraftCase:
         drafts = generator.integers(0, WORDS, (ROWS, self.num_drafts))
         for row in range(ROWS):
             drafts[row, random_.randrange(self.num_drafts + 1) :] = -1
-        fill(states.drafts_SK, drafts)
+        fill(states.ahead_SK, drafts)
 
         entries = []  # of a row of the batch: row, number, tokens
         for row in generator.permutation(ROWS)[: random_.randrange(1, ROWS + 1)].tolist():
@@ -104,7 +102,7 @@ class DraftCase:
     def same_as(self, other: DraftCase) -> None:
         for owner, names in (
             ("buffers", (*MADE, "taken_R")),
-            ("states", (*STATES, "drafts_SK", "history_SL")),
+            ("states", (*STATES, "ahead_SK", "history_SL")),
         ):
             for name in names:
                 mine, theirs = getattr(getattr(self, owner), name), getattr(getattr(other, owner), name)
@@ -114,12 +112,12 @@ class DraftCase:
 def check(seed: int, device: torch.device) -> None:
     """Prepare, also as without drafts, verify with two sets of tokens, draft: the kernels on `device`, the references
     on the CPU."""
-    for no_head in (True, False):
+    for numbered in (False, True):
         case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
         batch = reference.batch
         shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
-        launch_prepare(case.states, case.buffers, *shape, no_head=no_head)
-        prepare_reference(reference.states, reference.buffers, *shape, no_head=no_head)
+        launch_prepare(case.states, case.buffers, *shape, numbered=numbered)
+        prepare_reference(reference.states, reference.buffers, *shape, numbered=numbered)
         case.same_as(reference)
     for add in () if case.is_first_pass else (0, 1):
         launch_verify(case.states, case.buffers, case.token_ids_R + add, batch.num_rows, case.acceptance)
@@ -130,16 +128,16 @@ def check(seed: int, device: torch.device) -> None:
         case.same_as(reference)
     shortest, longest = case.lookup
     config = SpeculationConfig("ngram", case.num_drafts, longest, shortest)
-    NgramProposer(config, case.states).launch(case.batch, case.buffers)
+    Ngrams(config, case.states, case.buffers).launch(case.batch)
     states = reference.states
     assert states.history_SL is not None
-    assert states.drafts_SK is not None
-    for row, number in zip(batch.rows.tolist(), reference.buffers.draft_numbers_R.tolist(), strict=False):
+    assert states.ahead_SK is not None
+    for row, number in zip(batch.rows.tolist(), reference.buffers.row_numbers_R.tolist(), strict=False):
         computed = int(states.num_computed_S[row])
         if row >= 0 and number == 0 and computed >= int(states.prefill_len_S[row]):
             found = ngram_drafts(states.history_SL[row, : computed + 1].numpy(), longest, shortest, case.num_drafts)
-            states.drafts_SK[row] = -1
-            states.drafts_SK[row, : len(found)] = torch.from_numpy(found)
+            states.ahead_SK[row] = -1
+            states.ahead_SK[row, : len(found)] = torch.from_numpy(found)
     case.same_as(reference)
 
 
@@ -155,15 +153,15 @@ def check_kept(seed: int, device: torch.device) -> None:
     draft = int(generator.integers(case.num_drafts))
     for each in (case, reference):
         each.buffers.rows_R[:num_rows].copy_(torch.from_numpy(rows))
-        assert each.buffers.draft_numbers_R is not None
-        each.buffers.draft_numbers_R.fill_(77)
+        assert each.buffers.row_numbers_R is not None
+        each.buffers.row_numbers_R.fill_(77)
     launch_keep_drafts(case.states, case.buffers, room_R.to(device), token_ids_R.to(device), draft)
     keep_drafts(reference.states, reference.buffers, room_R, token_ids_R, draft)
     if device.type == "cuda":
         torch.cuda.synchronize()
     for mine, theirs in (
-        (case.states.drafts_SK, reference.states.drafts_SK),
-        (case.buffers.draft_numbers_R, reference.buffers.draft_numbers_R),
+        (case.states.ahead_SK, reference.states.ahead_SK),
+        (case.buffers.row_numbers_R, reference.buffers.row_numbers_R),
     ):
         assert mine is not None
         torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0)

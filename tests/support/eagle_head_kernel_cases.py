@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from draft_kernel_cases import ROWS, WORDS, DraftCase
 
-from compiled_engine.runner.drafts import HeadInputs, keep_drafts, launch_keep_drafts
-from compiled_engine.runner.eagle_drafter import (
+from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_drafts, launch_keep_drafts
+from compiled_engine.features.speculation.eagle import (
     begin_drafts,
     following_tokens,
     keep_hidden,
@@ -38,12 +38,12 @@ class HeadCase(DraftCase):
                 computed_S[row] = end
         self.states.history_SL.numpy()[:, -1] = WORDS  # type: ignore[union-attr]
         moved: list[tuple[object, str]] = [
-            *((self.states, name) for name in ("num_computed_S", "drafts_SK", "history_SL")),
+            *((self.states, name) for name in ("num_computed_S", "ahead_SK", "history_SL")),
             *(
                 (self.buffers, name)
                 for name in ("rows_R", "query_start_loc_R1", "positions_T", "sample_positions_R", "logits_index_R")
             ),
-            (self.buffers, "draft_numbers_R"),
+            (self.buffers, "row_numbers_R"),
         ]
         for owner, name in moved:
             setattr(owner, name, getattr(owner, name).to(device))
@@ -66,8 +66,8 @@ class HeadCase(DraftCase):
 
     def results(self) -> list[torch.Tensor]:
         inputs = self.inputs
-        found = [self.token_ids_T, self.kept_SD, self.begun_RD, self.positions_R, self.states.drafts_SK]
-        found += [self.buffers.draft_numbers_R, inputs.token_ids_T, inputs.positions_R]
+        found = [self.token_ids_T, self.kept_SD, self.begun_RD, self.positions_R, self.states.ahead_SK]
+        found += [self.buffers.row_numbers_R, inputs.token_ids_T, inputs.positions_R]
         return [each.cpu() for each in found if each is not None]
 
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from compiled_engine.features.recurrence.state_rows import StateRows
+from compiled_engine.features.speculation.draft_model import DraftModel
+from compiled_engine.features.speculation.eagle import EagleDrafter
 from compiled_engine.messages import RunnerOutput, TokenMasks
-from compiled_engine.runner.draft_model import Drafting
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import UnsampledStep
@@ -59,10 +60,13 @@ def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
     """A function that puts all that the host decides by as it is now, and returns one that puts it back."""
     owners = (runner.sampler, runner.states.writes)
     put_as_at_launch = host_state(*owners)
+    of_step = [(each, each._drafting) for each in runner._hooks.features if isinstance(each, DraftModel | EagleDrafter)]
 
     def restore() -> Callable[[], None]:
         put_as_now = host_state(*owners)
         put_as_at_launch()
+        for feature, drafting in of_step:
+            feature._drafting = drafting
         return put_as_now
 
     return restore
@@ -76,12 +80,7 @@ def lagging_device() -> Iterator[None]:
     last: list[LaunchedStep] = []
 
     def lagging_run(
-        runner: Runner,
-        batch: InputBatch,
-        hidden_wanted: bool,
-        *,
-        awaits_masks: bool = False,
-        drafting: Drafting | None = None,
+        runner: Runner, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False
     ) -> LaunchedStep:
         restore = take_snapshot(runner)
         runner.states.writes.discard()
@@ -91,7 +90,7 @@ def lagging_device() -> Iterator[None]:
         def execute() -> None:
             put_back = restore()
             with torch.inference_mode():
-                launched.step = run(runner, batch, hidden_wanted, awaits_masks=awaits_masks, drafting=drafting)
+                launched.step = run(runner, batch, hidden_wanted, awaits_masks=awaits_masks)
             runner._unsampled = None
             put_back()
 

@@ -1,6 +1,6 @@
 """Drafts of an EAGLE-3 head, which reads what the model knows of the tokens that are verified.
 
-Here the host knows the tokens, as on a CPU; eagle_drafter.py is for devices where it does not.
+Here the host knows the tokens, as on a CPU; eagle.py is for devices where it does not.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ import torch
 
 from compiled_engine.attention.inputs import arguments_of, attention_inputs_of
 from compiled_engine.config import EngineConfig
+from compiled_engine.features.speculation.draft_rows import stage_numbered
+from compiled_engine.features.speculation.eagle_head import load_head
+from compiled_engine.features.speculation.ngram import wanted_drafts
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.textbook.eagle3 import FEATURES
-from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
-from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.drafts import stage_numbered
-from compiled_engine.runner.eagle_head import load_head
+from compiled_engine.runner.hooks import ModelBeside, RunnerParts, StepFeature
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, empty_batch, prepare, step_of_batch
-from compiled_engine.runner.model_forward import threads_for_step
-from compiled_engine.runner.ngram import wanted_drafts
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.model_forward import ForwardOutput, threads_for_step
 from compiled_engine.runner.warm_up import start_up_batches
-from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.sampler import SamplerClass
 
 
-class EagleProposer:
-    """Drafts of a head, sampled with the parameters and the noise of the request, as DraftModelProposer does.
+class EagleOnHost(StepFeature):
+    """Drafts of a head, sampled with the parameters and the noise of the request, as DraftModel does.
 
     The head has a KV cache of its own under the block tables of the requests. Its entry of a position comes of the
     model's hidden states there and of the token behind. When a step has its tokens, `prefill_head` computes all that it
@@ -39,19 +37,12 @@ class EagleProposer:
     states for what the model has not seen.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        states: RequestStates,
-        sampler: Sampler,
-        group: Group,
-        progress: Progress,
-        timeline: Timeline,
-        embedding_VD: torch.Tensor | None,
-    ) -> None:
-        """config: of the head. embedding_VD: see load_head, which may raise."""
-        self._config, self._states, self._sampler = config, states, sampler
-        self._head = head = load_head(config, group, build_model, None, progress, timeline, embedding_VD)
+    def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
+        """config: of the head. Raises what the compiler and the loader raise."""
+        self._config, self._states, self._sampler, self._steps = config, parts.states, parts.sampler, parts.buffers
+        self._head = head = load_head(config, parts, build_model, None)
+        self._aux_hidden_states: tuple[torch.Tensor, ...] = ()  # of the last step, [T, target_size] each
+        states = self._states
         self.compiled, self.model, self.kv_caches = head.compiled, head.model, head.kv_caches
         self._token_ids_V, self._num_parameters = head.token_ids_V, head.num_parameters
         scheduler, blocks = config.scheduler, states.block_table_SB.shape[1]
@@ -63,7 +54,7 @@ class EagleProposer:
             states.writes,
             config.device,
             asked=tensors_beside_steps(config),
-            has_drafts=True,
+            numbered=True,
         )
         self._features_TD = next(tensor for name, _, tensor in self._buffers.step[""] if name == FEATURES)
         num_rows = states.num_computed_S.shape[0]
@@ -78,24 +69,32 @@ class EagleProposer:
         """Drop the last references to the weights and the cache."""
         self._head.close()
 
-    def forget_staged(self) -> None:
-        """Forget what was staged: it did not reach the device."""
+    @property
+    def models(self) -> tuple[ModelBeside, ...]:
+        return (ModelBeside("draft ", self.compiled, self.model),)
+
+    def failed(self) -> None:
         self._buffers.forget_staged()
 
-    def warm_up(self) -> None:
-        """Run every kind of batch once, without a trace."""
+    def start_up(self, progress: Progress) -> int:
         for shape in start_up_batches(self._config):
             batch = empty_batch(self._buffers, shape.num_tokens, shape.num_requests, shape.host_3)
             self._states.writes.apply()
             prepare(batch, self._states, self._buffers)
             self._forward(batch)
+        return 0
 
-    def prefill_head(
-        self, batch: InputBatch, buffers: InputBuffers, aux_hidden_states: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Compute the tokens of a step that are verified. buffers: with the inputs of the step, whose tokens the states
-        have; aux_hidden_states: the hidden states that it left, [T, target_size] each."""
-        states = self._states
+    def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
+        """Keep the hidden states that the head reads."""
+        self._aux_hidden_states = output.aux_hidden_states
+
+    def after_step(self, batch: InputBatch) -> None:
+        if batch.numbered:
+            self.prefill_head(batch)
+
+    def prefill_head(self, batch: InputBatch) -> None:
+        """Compute the tokens of a step that are verified."""
+        states, buffers, aux_hidden_states = self._states, self._steps, self._aux_hidden_states
         rows_T = np.repeat(batch.rows, np.diff(batch.query_starts))
         positions_T = buffers.positions_T.numpy()[: batch.num_tokens]
         verified_T = (rows_T >= 0) & (positions_T < states.num_computed_S.numpy()[rows_T])
@@ -116,21 +115,26 @@ class EagleProposer:
             rows_A, lens_A = rows_A[order_A], lens_A[order_A]
             self._pass(rows_A, -lens_A, lens_A, token_ids_T[order_T], features_TD)
 
+    def begin(self, step: SchedulerOutput) -> None:
+        """Write the drafts of the step's requests into the states."""
+        if not step.skips_head:
+            self.propose(step)
+
     def propose(self, step: SchedulerOutput) -> None:
-        """See NgramProposer.propose."""
+        """Write the drafts of the step's requests into the states. The requests have their rows and blocks."""
         states = self._states
-        assert states.drafts_SK is not None
-        drafts_SK = states.drafts_SK.numpy()
+        assert states.ahead_SK is not None
+        ahead_SK = states.ahead_SK.numpy()
         rows_R = states.rows(step.request_ids)
         wanted_R = wanted_drafts(step, states, rows_R)
-        drafts_SK[rows_R[wanted_R > 0]] = -1
+        ahead_SK[rows_R[wanted_R > 0]] = -1
         for draft in range(int(wanted_R.max(initial=0))):
             rows_A = rows_R[wanted_R > draft]
             with threads_for_step(len(rows_A), self._num_parameters, self._config.device):
                 if draft:
                     ones_A, features_AD = np.ones_like(rows_A), self._hidden_SD[torch.from_numpy(rows_A)]
-                    self._pass(rows_A, (draft - 1) * ones_A, ones_A, drafts_SK[rows_A, draft - 1], features_AD)
-                drafts_SK[rows_A, draft] = self._sample(rows_A, draft, step.draft_sharpness)
+                    self._pass(rows_A, (draft - 1) * ones_A, ones_A, ahead_SK[rows_A, draft - 1], features_AD)
+                ahead_SK[rows_A, draft] = self._sample(rows_A, draft, step.draft_sharpness)
 
     def _pass(
         self,

@@ -9,8 +9,8 @@ from operator import add
 
 import numpy as np
 
+from compiled_engine.features.speculation.draft_rows import StepShares
 from compiled_engine.messages import SchedulerOutput
-from compiled_engine.runner.drafts import StepShares
 from compiled_engine.runner.request_states import RequestStates
 
 

@@ -28,7 +28,7 @@ def following_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has. See
-    eagle_drafter.following_tokens."""
+    eagle.following_tokens."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -70,7 +70,7 @@ def keep_hidden_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch). See eagle_drafter.keep_hidden."""
+    """Program (row of the batch). See eagle.keep_hidden."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -100,7 +100,7 @@ def begin_drafts_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch). See eagle_drafter.begin_drafts."""
+    """Program (row of the batch). See eagle.begin_drafts."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

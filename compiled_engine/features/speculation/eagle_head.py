@@ -12,10 +12,8 @@ from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
-from compiled_engine.parallel.group import Group
-from compiled_engine.process.progress import Progress
-from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
+from compiled_engine.runner.hooks import RunnerParts
 from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model
 
 
@@ -55,18 +53,16 @@ class EagleHead:
 
 def load_head(
     config: EngineConfig,
-    group: Group,
-    model_to_trace: Callable[[ModelConfig], nn.Module],
+    parts: RunnerParts,
+    trace: Callable[[ModelConfig], nn.Module],
     on_attention: OnAttention | None,
-    progress: Progress,
-    timeline: Timeline,
-    embedding_VD: torch.Tensor | None,
 ) -> EagleHead:
-    """Compile and load a head. config: of the head. embedding_VD: the model's, None if the head has its own. Raises
-    what the compiler and the loader raise."""
-    compiled = None
+    """Compile and load a head. config: of the head. trace, on_attention: see RunnerParts. Raises what the compiler and
+    the loader raise."""
+    group, progress, timeline = parts.group, parts.progress, parts.timeline
+    embedding_VD, compiled = embedding_of(parts.module, config), None
     if config.compile.enabled:
-        compiled = compile_in_turn(config, group, model_to_trace, progress, timeline)
+        compiled = compile_in_turn(config, group, trace, progress, timeline)
     shared = {} if embedding_VD is None else {EMBEDDING: embedding_VD}
     with timeline.span("load weights"):
         model, named = load_model(config, compiled, group, progress, shared)

@@ -24,23 +24,15 @@ import numpy as np
 import torch
 
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.runner.input_batch import (
-    LAST_NUMBER,
-    NO_DRAFT,
-    NOT_TAKEN,
-    RING,
-    DraftedRows,
     InputBatch,
     InputBuffers,
+    RowsOfRequests,
     host_of,
 )
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.gumbel import splitmix64
-
-# The index of a hash that is no token's.
-NO_TOKEN = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class StepRows:
     """The rows of a step with drafts. Suffix A: rows.
 
     request_A: int, the index of a row's request in the step; those of a request follow one another in the order of its
-    tokens, rows of one token come first. number_A: see InputBuffers.draft_numbers_R. lens_A: tokens. exists_A: False
+    tokens, rows of one token come first. number_A: see InputBuffers.row_numbers_R. lens_A: tokens. exists_A: False
     for padding. query_len: rows of each request if all have as many, of a token each; else None. lasting: whether later
     steps with the same StepShares have these rows.
     """
@@ -68,13 +60,13 @@ class StepRows:
     def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, query_lens: Sequence[int]) -> StepRows:
         """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have.
         query_lens: the numbers of rows that each may have in a step of decodes then, ascending."""
-        assert states.drafts_SK is not None
+        assert states.ahead_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
         step_starts_R = np.array(step.starts, np.int32)
         behind_R = step_starts_R - states.prefill_len[rows_R]  # a row has drafts once it has sampled
         num_drafts_R = np.where(behind_R >= 0, counts_R - 1, 0)
         if known:
-            num_drafts_R = np.minimum(num_drafts_R, (states.drafts_SK.numpy()[rows_R] >= 0).sum(1))
+            num_drafts_R = np.minimum(num_drafts_R, (states.ahead_SK.numpy()[rows_R] >= 0).sum(1))
         single_R = (behind_R >= -1) | (counts_R == 1)
         num_rows_R = num_drafts_R + 1
         of_each, order_R = None, np.argsort(~single_R, kind="stable")
@@ -104,7 +96,7 @@ class DraftedSteps:
         self._shares: StepShares | None = None
         self._rows: StepRows | None = None
         self._batch: InputBatch | None = None  # of these rows, the newest one
-        self._staged = buffers.drafted
+        self._staged = buffers.numbered
 
     def rows(self, step: SchedulerOutput) -> StepRows:
         """Return the rows of a step. The requests have theirs in the states."""
@@ -119,12 +111,12 @@ class DraftedSteps:
         batch = self._batch
         if batch is None or batch.key != key or rows is not self._rows:
             self._batch = batch = make_drafted_batch(step, self._states, self._buffers, rows, key)
-            self._staged = self._buffers.drafted
+            self._staged = self._buffers.numbered
             return batch
-        if self._buffers.drafted is not self._staged:
+        if self._buffers.numbered is not self._staged:
             assert self._staged is not None
             self._buffers.stage_batch(*self._staged)
-            self._staged = self._buffers.drafted
+            self._staged = self._buffers.numbered
         starts_A = np.array(step.starts, np.int32)[rows.request_A] + rows.number_A
         host = host_of(key, *batch.host[:2], int((starts_A + rows.lens_A).max()))
         return replace(batch, step_starts=starts_A.tolist(), host=host)
@@ -163,7 +155,7 @@ def make_drafted_batch(
         rows.lens_A,
         np.array(step.starts, np.int32)[request_A],
         samples_R[request_A] & rows.exists_A,
-        DraftedRows(places, starts, samples_R),
+        RowsOfRequests(places, starts, samples_R),
         key,
         rows.query_len,
     )
@@ -177,7 +169,7 @@ def stage_numbered(
     lens_A: np.ndarray,
     starts_A: np.ndarray,
     samples_A: np.ndarray,
-    drafted: DraftedRows | None = None,
+    several: RowsOfRequests | None = None,
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
@@ -213,132 +205,9 @@ def stage_numbered(
         num_rows=num_rows,
         padded_tokens=padded_tokens,
         host=host,
-        drafted=drafted,
+        several=several,
+        numbered=True,
     )
-
-
-class Acceptance:
-    """The rule that accepts drafts: by comparison, or at random at these rates, see SpeculationConfig."""
-
-    def __init__(self, rates: tuple[float, ...], device: torch.device):
-        self.rates = rates
-        self.thresholds_K: torch.Tensor | None = None
-        if rates:
-            most = (1 << 63) - 1
-            thresholds = [min(int(rate * 2.0**63), most) for rate in rates]
-            self.thresholds_K = torch.tensor(thresholds, dtype=torch.int64, device=device)
-
-
-def verify(
-    states: RequestStates,
-    buffers: InputBuffers,
-    token_ids_R: torch.Tensor,
-    num_rows: int,
-    acceptance: Acceptance,
-) -> None:
-    """Store a step's tokens as `advance` does: of each request those up to the first draft that is wrong.
-
-    token_ids_R: int64. The ring has NOT_TAKEN for rows without a token, and NO_DRAFT for rows without a draft. May be
-    called again with other tokens, which replace the first ones.
-    """
-    if buffers.rows_R.device.type == "cpu":
-        verify_reference(states, buffers, token_ids_R, num_rows, acceptance)
-    else:
-        launch_verify(states, buffers, token_ids_R, num_rows, acceptance)
-
-
-def launch_verify(
-    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
-) -> None:
-    """Launch the kernel of verify."""
-    from compiled_engine.runner.draft_kernels import verify_kernel  # Triton is not installed everywhere
-
-    assert states.drafts_SK is not None
-    assert states.history_SL is not None
-    verify_kernel[(1,)](
-        buffers.rows_R,
-        buffers.draft_numbers_R,
-        buffers.sample_positions_R,
-        token_ids_R,
-        states.drafts_SK,
-        states.fields["seed"] if acceptance.rates else None,
-        acceptance.thresholds_K,
-        states.num_computed_S,
-        states.prefill_len_S,
-        states.last_token_S,
-        states.history_SL,
-        buffers.num_steps_1,
-        buffers.taken_R,
-        buffers.tokens_KR1,
-        num_rows,
-        states.history_SL.stride(0),
-        buffers.tokens_KR1.stride(0),
-        NUM_DRAFTS=states.drafts_SK.shape[1],
-        RING=RING,
-        LAST_NUMBER=LAST_NUMBER,
-        NO_DRAFT=NO_DRAFT,
-        NO_TOKEN=NO_TOKEN,
-        TILE_R=next_power_of_2(buffers.rows_R.shape[0]),
-        num_warps=4,
-        **dependent_launch(buffers.rows_R.device),
-    )
-
-
-def verify_reference(
-    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
-) -> None:
-    """Do what the kernel does, for tensors on the CPU."""
-    assert states.drafts_SK is not None
-    assert buffers.draft_numbers_R is not None
-    rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.draft_numbers_R.numpy()[:num_rows]
-    ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], np.zeros(num_rows, np.int32)
-    tokens_R[: len(token_ids_R)] = token_ids_R.numpy()[:num_rows]  # rows of padding may have none
-    computed_S = states.num_computed_S.numpy()
-    token_row_S, all_token_ids_KL = states.token_row_S.numpy(), states.all_token_ids_KL.numpy()
-    if states.history_SL is not None:
-        token_row_S, all_token_ids_KL = np.arange(len(computed_S)), states.history_SL.numpy()
-    real_R = (rows_R >= 0) & (ends_R > 0)
-    taken_R = real_R & (ends_R >= states.prefill_len_S.numpy()[rows_R])
-    first_R = real_R & (numbers_R == 0)
-    computed_S[rows_R[first_R]] = ends_R[first_R]
-    drafted = np.flatnonzero(real_R & (numbers_R > 0))
-    drafts = states.drafts_SK.numpy()[rows_R[drafted], numbers_R[drafted] - 1]
-    right_R = real_R.copy()
-    if acceptance.rates:
-        seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - numbers_R)[drafted]
-        right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
-        accepted = right_R[drafted]
-        tokens_R[drafted[accepted] - 1] = drafts[accepted]
-    else:  # the row before has the token that the draft is a guess of
-        right_R[drafted] = drafts == tokens_R[drafted - 1]
-    for number in range(int(numbers_R[real_R].max(initial=0)) + 1):
-        at = np.flatnonzero(taken_R & (numbers_R == number))
-        if number:
-            right = taken_R[at - 1] & right_R[at]
-            taken_R[at[~right]] = False
-            at = at[right]
-        rows = rows_R[at]
-        # An error code ends its request, but a step with it may be under way.
-        new = np.maximum(tokens_R[at], 0)
-        computed_S[rows] = ends_R[at]
-        states.last_token_S.numpy()[rows] = new
-        all_token_ids_KL[token_row_S[rows], ends_R[at]] = new
-    buffers.num_steps_1[0] = step = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
-    ring_row = buffers.tokens_KR1.numpy()[step % RING]
-    ring_row[0] = step
-    ring_row[1 : num_rows + 1] = np.where(taken_R, tokens_R, np.where(real_R, NOT_TAKEN, NO_DRAFT))
-    buffers.taken_R.numpy()[:num_rows] = np.where(taken_R, np.maximum(tokens_R, 0), 0)
-
-
-def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
-    """Draw how many drafts are accepted, int [R], from the rates of SpeculationConfig.acceptance_rates.
-
-    A draw is a function of the request's seed and the position of its first draft, and independent of the noise of
-    sampling: no token has its id.
-    """
-    keys_R = splitmix64(seeds_R.view(np.uint64), positions_R.astype(np.uint64))
-    uniform_R = splitmix64(keys_R, np.array([NO_TOKEN], np.uint64)).astype(np.float64) * 2.0**-64
-    return (uniform_R[:, None] < np.array(rates)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -364,8 +233,8 @@ def keep_drafts(
     The rows' numbers are then those of these drafts, for the next pass; of a head, whose entry of a position comes of
     the token behind, those before, and `head` has its inputs. May be captured.
     """
-    assert states.drafts_SK is not None
-    assert buffers.draft_numbers_R is not None
+    assert states.ahead_SK is not None
+    assert buffers.row_numbers_R is not None
     if buffers.rows_R.device.type != "cpu":
         launch_keep_drafts(states, buffers, room_R, token_ids_R, draft, head)
         return
@@ -373,8 +242,8 @@ def keep_drafts(
     rows_R, kept_R = buffers.rows_R.numpy()[:count], token_ids_R.clamp(min=0).numpy()
     real_R = rows_R >= 0
     kept_R = np.where(draft < room_R.numpy()[:count], kept_R, -1)
-    states.drafts_SK.numpy()[rows_R[real_R], draft] = kept_R[real_R]
-    buffers.draft_numbers_R[:count] = draft + (head is None)
+    states.ahead_SK.numpy()[rows_R[real_R], draft] = kept_R[real_R]
+    buffers.row_numbers_R[:count] = draft + (head is None)
     if head is not None:
         head.token_ids_T[:count] = token_ids_R.clamp(min=0)
         head.positions_R[:count] += 1
@@ -389,21 +258,24 @@ def launch_keep_drafts(
     head: HeadInputs | None = None,
 ) -> None:
     """Launch the kernel of keep_drafts."""
-    from compiled_engine.runner.draft_kernels import KEPT, keep_drafts_kernel  # Triton is not installed everywhere
+    from compiled_engine.features.speculation.draft_kernels import (  # Triton is not installed everywhere
+        KEPT,
+        keep_drafts_kernel,
+    )
 
-    assert states.drafts_SK is not None
+    assert states.ahead_SK is not None
     count = len(token_ids_R)
     keep_drafts_kernel[(-(-count // KEPT),)](
         buffers.rows_R,
         room_R,
         token_ids_R,
-        states.drafts_SK,
-        buffers.draft_numbers_R,
+        states.ahead_SK,
+        buffers.row_numbers_R,
         None if head is None else head.token_ids_T,
         None if head is None else head.positions_R,
         count,
         draft,
-        NUM_DRAFTS=states.drafts_SK.shape[1],
+        NUM_DRAFTS=states.ahead_SK.shape[1],
         TILE=KEPT,
         num_warps=1,
         **dependent_launch(buffers.rows_R.device),

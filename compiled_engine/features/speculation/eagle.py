@@ -1,39 +1,38 @@
 """Drafts of an EAGLE-3 head where the host does not know the tokens: what depends on them is read on the device.
 
-As in eagle.py, `prefill_head` computes the tokens of a step behind it, with the model's hidden states, and `draft`
-makes the drafts of the next one. Both depend on the device alone. A graph holds each of them, for batches of decodes:
+As in eagle_on_host.py, `prefill_head` computes the tokens of a step behind it, with the model's hidden states, and
+`draft` makes the drafts of the next one. Both depend on the device alone. A graph holds each, for batches of decodes:
 the first reads the inputs that the step has left in its buffers, as many rows as the step had, those of wrong drafts
 included. Their entries are behind the newest token, where the next drafts are written before anything reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
-from compiled_engine.attention.op import OnAttention
-from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.config import EngineConfig
+from compiled_engine.features.speculation.draft_model import NO_ROWS, Drafting, single_tokens
+from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_drafts
+from compiled_engine.features.speculation.draft_warm_up import compile_draft_kernels, warm_up_draft
+from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
+from compiled_engine.features.speculation.eagle_head import load_head
+from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
+from compiled_engine.features.speculation.graph_keys import head_keys, prefill_head_keys
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys, head_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.textbook.eagle3 import FEATURES
-from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
-from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.draft_model import NO_ROWS, Drafting, single_tokens
-from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
-from compiled_engine.runner.drafts import HeadInputs, keep_drafts
-from compiled_engine.runner.eagle_head import load_head
+from compiled_engine.runner.hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
 from compiled_engine.runner.input_batch import (
     NO_GENERATION,
     InputBatch,
@@ -43,9 +42,8 @@ from compiled_engine.runner.input_batch import (
     prepare,
     step_of_batch,
 )
-from compiled_engine.runner.model_forward import BatchForward
+from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.sampler import Sampler
 
 WORK = "attention_inputs.work_W"
 
@@ -77,7 +75,10 @@ def launch_following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
     """Launch the kernel of following_tokens."""
-    from compiled_engine.runner.eagle_head_kernels import TILE, following_kernel  # Triton is not installed everywhere
+    from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
+        TILE,
+        following_kernel,
+    )
 
     assert states.history_SL is not None
     following_kernel[(batch.num_rows if batch.decodes_only else batch.num_rows + 1,)](
@@ -112,7 +113,10 @@ def launch_keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
     """Launch the kernel of keep_hidden."""
-    from compiled_engine.runner.eagle_head_kernels import TILE, keep_hidden_kernel  # Triton is not installed everywhere
+    from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
+        TILE,
+        keep_hidden_kernel,
+    )
 
     keep_hidden_kernel[(num_rows,)](
         buffers.rows_R,
@@ -152,7 +156,7 @@ def launch_begin_drafts(
     positions_R: torch.Tensor,
 ) -> None:
     """Launch the kernel of begin_drafts."""
-    from compiled_engine.runner.eagle_head_kernels import (  # Triton is not installed everywhere
+    from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
         TILE,
         begin_drafts_kernel,
     )
@@ -169,33 +173,20 @@ def launch_begin_drafts(
     )
 
 
-class EagleDrafter:
+class EagleDrafter(StepFeature):
     """A head's passes, see the module's docstring. Implements `GraphStep`.
 
     Drafts are sampled by temperature and noise alone: a filter of the request counts when they are verified.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        engine: EngineConfig,
-        states: RequestStates,
-        buffers: InputBuffers,
-        sampler: Sampler,
-        group: Group,
-        model_to_trace: Callable[[ModelConfig], nn.Module],
-        on_attention: OnAttention | None,
-        progress: Progress,
-        timeline: Timeline,
-        embedding_VD: torch.Tensor | None,
-    ) -> None:
-        """config: of the head. engine: of the engine. buffers: of the engine's steps. embedding_VD: see load_head.
-        Raises what the compiler and the loader raise."""
-        self.config, self._states, self._sampler, self._steps = config, states, sampler, buffers
-        self._loaded = load_head(config, group, model_to_trace, on_attention, progress, timeline, embedding_VD)
+    def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
+        """config: of the head. Raises what the compiler and the loader raise."""
+        engine, states, buffers = parts.config, parts.states, parts.buffers
+        self.config, self._states, self._sampler, self._steps = config, states, parts.sampler, buffers
+        self._loaded = load_head(config, parts, parts.trace, parts.on_attention)
         self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
         self._token_ids_V = self._loaded.token_ids_V.to(config.device)
-        self._lengths = engine.draft_lengths
+        self._lengths = engine.speculation.lengths
         self.query_lens = engine.speculation.verified
         scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
         most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -214,7 +205,7 @@ class EagleDrafter:
             device,
             work_length(most_requests, most_requests),
             asked,
-            has_drafts=True,
+            numbered=True,
         )
         self.prompts = BatchForward(self.model, own, self.kv_caches, config.attention_backend, self._case)
         self._own = own
@@ -233,17 +224,29 @@ class EagleDrafter:
         self._room = states.writes.field(most_requests)
         self._sharpness = states.writes.field(1, dtype=torch.float32, initial=1.0)
         self._staged_room, self._staged_sharpness = NO_ROWS, 1.0
-        self._drafting = DraftingSteps(states)
+        self._rows_of_steps = DraftingSteps(states)
         self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler)
-        rare, longest = engine.speculation.rare, scheduler.max_model_len
-        dispatcher = Dispatcher(engine.graph, scheduler, query_lens=self.query_lens, rare=rare)
-        steps = StepKeys.of(dispatcher, longest, engine.speculation.sizes_read)
-        self._prefill_head_keys = prefill_head_keys(steps.read.values(), longest)
-        self.keys: tuple[GraphKey, ...] = (
-            *dict.fromkeys(self._prefill_head_keys.values()),
-            *head_keys(self._dispatcher, self._lengths),
-        )
+        self._num_drafts_of = head_keys(self._dispatcher, self._lengths)
+        self._prefill_head_keys: dict[GraphKey, GraphKey] = {}
+        self._replay: Callable[[GraphKey, int], torch.Tensor] | None = None
+        self._drafting: Drafting | None = None  # of the step that is being launched
+
+    @property
+    def models(self) -> tuple[ModelBeside, ...]:
+        return (ModelBeside("draft ", self.compiled, self.model),)
+
+    def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
+        read = [key for key in keys if not key.unnumbered]
+        self._prefill_head_keys = prefill_head_keys(read, self.config.scheduler.max_model_len)
+        self._replay = replay
+        return FeatureGraphs(keys, dict.fromkeys((*self._prefill_head_keys.values(), *self._num_drafts_of), self))
+
+    def compile_kernels(self) -> None:
+        compile_draft_kernels(self)
+
+    def start_up(self, progress: Progress) -> int:
+        return warm_up_draft(self, progress)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
@@ -253,22 +256,33 @@ class EagleDrafter:
         """Drop the last references to the weights and the cache."""
         self._loaded.close()
 
-    def forget_staged(self) -> None:
-        """Forget what was staged: it did not reach the device."""
+    def failed(self) -> None:
         self._own.forget_staged()
-        self._staged_room, self._staged_sharpness, self._staged = NO_ROWS, -1.0, None
+        self._staged_room, self._staged_sharpness, self._staged, self._drafting = NO_ROWS, -1.0, None, None
 
     # Prefill the head -----------------------------------------------------------------------------------------------
+
+    def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
+        if batch.numbered:
+            self.take(output.aux_hidden_states)
 
     def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Make the features of a step's tokens from the inputs of the layers that the head reads, [T,
         target_size] each. May be captured, with the forward that returns them."""
         self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
 
-    def key_to_prefill_head(self, key: GraphKey) -> GraphKey | None:
-        """Return the key of the graph that computes the tokens of a step which `key` was replayed for; None if there
-        is none."""
-        return self._prefill_head_keys.get(replace(key, extra=()) if key.extra else key)
+    def after_step(self, batch: InputBatch) -> None:
+        """Compute the tokens of a step that does not skip the head: by one launch after decodes."""
+        if not batch.numbered:
+            return
+        key = batch.key
+        if key is not None:
+            key = self._prefill_head_keys.get(replace(key, extra=()) if key.extra else key)
+        if key is None:
+            self.prefill_head(batch)
+        else:
+            assert self._replay is not None
+            self._replay(key, batch.num_tokens)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
         """Compute the tokens of a step whose tokens the states have and whose features were taken. Returns the hidden
@@ -293,15 +307,30 @@ class EagleDrafter:
 
     # Draft ----------------------------------------------------------------------------------------------------------
 
+    def begin(self, step: SchedulerOutput) -> None:
+        """Stage the passes of a step that does not skip the head."""
+        self._drafting = None if step.skips_head else self.stage(step)
+
+    def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
+        """Make the step's drafts, by one launch."""
+        drafting, self._drafting = self._drafting, None
+        if drafting is None:
+            return
+        if drafting.key is None:
+            self.draft(drafting)
+        else:
+            assert self._replay is not None
+            self._replay(drafting.key, drafting.num_tokens)
+
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage what the passes of a step are over. The requests have their rows and blocks."""
-        rows = self._drafting.rows(step)
+        rows = self._rows_of_steps.rows(step)
         longest, key = rows.longest(step), None
         count = rows.num_drafting[0] if rows.num_drafting else 0  # those with room for a draft come first
         if count:
             key = self._dispatcher.dispatch(count, count, 1, longest)
             length = min(length for length in self._lengths if length >= len(rows.num_drafting))
-            key = None if key is None or not key.is_decode else replace(key, drafts=length)
+            key = None if key is None or not key.is_decode else drafting_key(key, length)
         if step.draft_sharpness != self._staged_sharpness:
             self._staged_sharpness = step.draft_sharpness
             self._sharpness.stage(0, np.array([step.draft_sharpness], np.float32))
@@ -328,9 +357,6 @@ class EagleDrafter:
         if drafting.num_drafting:
             self._draft(len(drafting.rows), len(drafting.num_drafting), drafting.longest)
 
-    def read_prompts(self, drafting: Drafting) -> None:
-        """Do nothing: `prefill_head` reads the prompts of a step."""
-
     def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
         """Make the drafts of the first `count` rows that were staged; returns the logits of the last ones."""
         states, own, given = self._states, self._own, self._inputs
@@ -356,7 +382,7 @@ class EagleDrafter:
 
     def fill(self, key: GraphKey) -> None:
         """See GraphStep."""
-        if key.prefills_head:
+        if key not in self._num_drafts_of:
             self._fill_step(key.num_tokens, key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
             self._fill_drafts(key.num_requests, key.max_seq_len)
@@ -381,10 +407,10 @@ class EagleDrafter:
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
-        if not key.prefills_head:
-            return self._draft(key.num_requests, key.drafts, key.max_seq_len, distinct=distinct)
+        if (num_drafts := self._num_drafts_of.get(key)) is not None:
+            return self._draft(key.num_requests, num_drafts, key.max_seq_len, distinct=distinct)
         host_3 = key.num_decodes, key.max_query_len, key.max_seq_len
-        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, replace(key, prefills_head=False))
+        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, replace(key, purpose=""))
         self._states.writes.discard()  # `fill` made these writes
         return self.prefill_head(batch, distinct=distinct)
 
@@ -423,5 +449,5 @@ class EagleDrafter:
             logits_1V, self._token_ids_V, self._sharpness.tensor, rows_1, given.positions_R[:1], tokens_1
         )
         keep_drafts(self._states, self._own, self._room.tensor, tokens_1, 0, given)
-        self.forget_staged()
+        self.failed()
         self._steps.forget_staged()  # what was not launched has not arrived

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.runner.ngram import ngram_drafts
+from compiled_engine.features.speculation.ngram import ngram_drafts
 
 
 def drafts(token_ids: list[int], longest: int, shortest: int, count: int) -> list[int]:

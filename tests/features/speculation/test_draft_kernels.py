@@ -12,10 +12,11 @@ from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
 from compiled_engine.config import SpeculationConfig
+from compiled_engine.features.speculation.draft_rows import launch_keep_drafts
+from compiled_engine.features.speculation.ngram import Ngrams
+from compiled_engine.features.speculation.verification import launch_verify
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
-from compiled_engine.runner.drafts import launch_keep_drafts, launch_verify
 from compiled_engine.runner.input_batch import launch_prepare
-from compiled_engine.runner.ngram import NgramProposer
 
 
 @loops_to_a_loaded_bound
@@ -33,7 +34,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         launch_prepare(case.states, case.buffers, count, batch.padded_tokens, batch.decodes_only)
         launch_verify(case.states, case.buffers, case.token_ids_R, count, case.acceptance)
         launch_keep_drafts(case.states, case.buffers, room_R, case.token_ids_R, 0)
-        NgramProposer(SpeculationConfig("ngram", case.num_drafts, 3, 1), case.states).launch(batch, case.buffers)
+        Ngrams(SpeculationConfig("ngram", case.num_drafts, 3, 1), case.states, case.buffers).launch(batch)
         assert [loading.result() is not None for loading in kernels.load()] == [True] * 4
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == {
         "prepare_kernel",

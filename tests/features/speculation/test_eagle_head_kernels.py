@@ -11,9 +11,9 @@ from eagle_head_kernel_cases import ROWS, HeadCase, check
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
+from compiled_engine.features.speculation.draft_rows import launch_keep_drafts
+from compiled_engine.features.speculation.eagle import launch_begin_drafts, launch_following_tokens, launch_keep_hidden
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
-from compiled_engine.runner.drafts import launch_keep_drafts
-from compiled_engine.runner.eagle_drafter import launch_begin_drafts, launch_following_tokens, launch_keep_hidden
 from compiled_engine.sampling import gumbel, gumbel_triton
 
 

@@ -38,7 +38,7 @@ def verify_kernel(
     NUM_DRAFTS: tl.constexpr,
     RING: tl.constexpr,
     LAST_NUMBER: tl.constexpr,
-    NO_DRAFT: tl.constexpr,
+    NO_ROW: tl.constexpr,
     NO_TOKEN: tl.constexpr,
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -94,7 +94,7 @@ def verify_kernel(
     tl.store(num_computed_ptr + state_R, end_R, mask=computed_R)
     number = (tl.load(num_steps_ptr) + 1) & LAST_NUMBER
     ring_row_ptr = ring_ptr + (number % RING) * ring_stride
-    token_R = tl.where(taken_R, token_R, tl.where(real_R, -1, NO_DRAFT))
+    token_R = tl.where(taken_R, token_R, tl.where(real_R, -1, NO_ROW))
     tl.store(taken_ptr + place_R, tl.where(taken_R, new_R, 0), mask=inside_R)
     tl.store(ring_row_ptr + 1 + place_R, token_R, mask=inside_R)
     tl.store(ring_row_ptr, number)

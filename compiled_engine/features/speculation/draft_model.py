@@ -7,24 +7,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.attention.op import OnAttention
-from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
+from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.features.speculation.draft_rows import keep_drafts
+from compiled_engine.features.speculation.draft_warm_up import compile_draft_kernels, warm_up_draft
+from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
+from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
+from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, model_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.messages import SchedulerOutput
-from compiled_engine.parallel.group import Group
 from compiled_engine.process.progress import Progress
-from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.drafting_rows import DraftingRows, DraftingSteps
-from compiled_engine.runner.drafts import keep_drafts
+from compiled_engine.runner.hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
 from compiled_engine.runner.input_batch import (
     NO_GENERATION,
     InputBatch,
@@ -42,8 +41,7 @@ from compiled_engine.runner.model_forward import (
     load_model,
     threads_for_step,
 )
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.sampler import SamplerClass
 
 NO_ROWS = np.empty(0, np.int32)
 
@@ -69,10 +67,12 @@ def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
     """Return a batch of num_rows rows of a token each, of which `query_len` in turn share a request."""
     nothing = np.empty(0, np.int32)
     host = num_rows, query_len, longest
-    return InputBatch([], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host)
+    return InputBatch(
+        [], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host, numbered=True
+    )
 
 
-class DraftModelProposer:
+class DraftModel(StepFeature):
     """Drafts of a smaller model (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
     decoding", 2023), sampled with the parameters and the noise of the request.
 
@@ -93,55 +93,60 @@ class DraftModelProposer:
     alone; elsewhere the request's filters count too.
     """
 
-    query_lens = (FIRST,)
+    query_lens: tuple[int, ...] = (FIRST,)
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        lengths: Sequence[int],
-        states: RequestStates,
-        sampler: Sampler,
-        group: Group,
-        model_to_trace: Callable[[ModelConfig], nn.Module],
-        on_attention: OnAttention | None,
-        progress: Progress,
-        timeline: Timeline,
-    ) -> None:
-        """config: of the draft model. lengths: the numbers of drafts that steps may have, ascending. Raises what the
+    def __init__(self, config: EngineConfig, parts: RunnerParts, *, known: bool) -> None:
+        """config: of the draft model. known: the drafts are to be known before a step's batch is made. Raises what the
         compiler and the loader raise."""
-        self.config, self._states, self._sampler = config, states, sampler
-        self._lengths, self._num_drafts = lengths, lengths[-1]
+        states, group, progress, timeline = parts.states, parts.group, parts.progress, parts.timeline
+        self.config, self._states, self._sampler, self._known = config, states, parts.sampler, known
+        self._lengths = parts.config.speculation.lengths  # the numbers of drafts that steps may have, ascending
+        self._num_drafts = self._lengths[-1]
         self.compiled: CompiledModel | None = None
         if config.compile.enabled:
-            self.compiled = compile_in_turn(config, group, model_to_trace, progress, timeline)
+            self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
         with timeline.span("load weights"):
             model, named = load_model(config, self.compiled, group, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         scheduler, recorded = config.scheduler, config.graph.mode is GraphMode.RECORDED
         most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        self.model = ModelForward(model, self.compiled, named, on_attention, most_tokens, recorded)
+        self.model = ModelForward(model, self.compiled, named, parts.on_attention, most_tokens, recorded)
         self.kv_caches = kv_cache.allocate(config, 1)
         cases = cases_of(config.local_model, config.cache.block_size, config.device, config.cache.kv_dtype)
         backend, case = config.attention_backend, planned_together(cases)
 
-        def forward_of(num_tokens: int, num_rows: int, *, has_drafts: bool) -> BatchForward:
+        def forward_of(num_tokens: int, num_rows: int, *, numbered: bool) -> BatchForward:
             length = get_backend(backend).work_length(num_tokens, num_rows, case) if case else 0
             table_length, asked = states.block_table_SB.shape[1], tensors_beside_steps(config)
             writes, device = states.writes, config.device
-            buffers = InputBuffers(
-                num_tokens, num_rows, table_length, writes, device, length, asked, has_drafts=has_drafts
-            )
+            buffers = InputBuffers(num_tokens, num_rows, table_length, writes, device, length, asked, numbered=numbered)
             return BatchForward(self.model, buffers, self.kv_caches, backend, case)
 
-        self.prompts = forward_of(most_tokens, most_requests + 1, has_drafts=False)
-        self.first = forward_of(FIRST * most_requests, FIRST * most_requests, has_drafts=True)
-        self.further = forward_of(most_requests, most_requests, has_drafts=True)
+        self.prompts = forward_of(most_tokens, most_requests + 1, numbered=False)
+        self.first = forward_of(FIRST * most_requests, FIRST * most_requests, numbered=True)
+        self.further = forward_of(most_requests, most_requests, numbered=True)
         self._room = states.writes.field(most_requests)
         self._staged_room = NO_ROWS
-        self._drafting = DraftingSteps(states)
+        self._rows_of_steps = DraftingSteps(states)
         self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler, query_lens=(FIRST,))
-        self.keys = model_keys(self._dispatcher, lengths)
+        self._num_drafts_of = model_keys(self._dispatcher, self._lengths)
+        self._replay: Callable[[GraphKey, int], torch.Tensor] | None = None
+        self._drafting: Drafting | None = None  # of the step that is being launched
+
+    @property
+    def models(self) -> tuple[ModelBeside, ...]:
+        return (ModelBeside("draft ", self.compiled, self.model),)
+
+    def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
+        self._replay = replay
+        return FeatureGraphs(keys, dict.fromkeys(self._num_drafts_of, self))
+
+    def compile_kernels(self) -> None:
+        compile_draft_kernels(self)
+
+    def start_up(self, progress: Progress) -> int:
+        return warm_up_draft(self, progress)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
@@ -152,16 +157,30 @@ class DraftModelProposer:
         self.kv_caches.clear()
         self.model.close()
 
-    def propose(self, step: SchedulerOutput) -> None:
-        """See NgramProposer.propose."""
-        drafting = self.stage(step)
-        self._states.writes.apply()
-        self.draft(drafting)
+    def begin(self, step: SchedulerOutput) -> None:
+        """Stage what the passes of the step are over; run them, if the drafts are to be known."""
+        self._drafting = drafting = self.stage(step)
+        if self._known:
+            self._drafting = None
+            self._states.writes.apply()
+            self.draft(drafting)
+            self.read_prompts(drafting)
+
+    def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
+        """Make the step's drafts, by one launch, and read its prompts."""
+        drafting, self._drafting = self._drafting, None
+        if drafting is None:
+            return
+        if drafting.key is None:
+            self.draft(drafting)
+        else:
+            assert self._replay is not None
+            self._replay(drafting.key, drafting.num_tokens)
         self.read_prompts(drafting)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage what the passes of a step are over. The requests have their rows and blocks."""
-        rows = self._drafting.rows(step)
+        rows = self._rows_of_steps.rows(step)
         count, longest = len(rows.rows_R), rows.longest(step)
         key = self._key(count, longest, len(rows.num_drafting))
         self._stage_rows(rows, count if key is None else key.num_requests // FIRST)
@@ -191,7 +210,7 @@ class DraftModelProposer:
     def _key(self, num_requests: int, longest: int, num_drafts: int) -> GraphKey | None:
         key = self._dispatcher.dispatch(FIRST * num_requests, num_requests, FIRST, longest)
         length = next(length for length in self._lengths if length >= max(1, num_drafts))  # the first pass always runs
-        return None if key is None or not key.is_decode else replace(key, drafts=length)
+        return None if key is None or not key.is_decode else drafting_key(key, length)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
         """Stage requests for the passes, unless they are there; None for padding alone."""
@@ -211,8 +230,8 @@ class DraftModelProposer:
             self._staged_room = room
             self._room.stage(0, room)
 
-    def forget_staged(self) -> None:
-        """Forget what was staged: it did not reach the device."""
+    def failed(self) -> None:
+        self._drafting = None
         for each in (self.prompts, self.first, self.further):
             each.buffers.forget_staged()
         self._staged_room, self._staged = NO_ROWS, None
@@ -275,10 +294,6 @@ class DraftModelProposer:
         self._sampler.sample_by_temperature(logits_RV, index_R, positions_R, tokens_R)
         return tokens_R
 
-    def fill(self, key: GraphKey) -> None:
-        """See GraphStep."""
-        self._fill(key.num_requests // FIRST, key.max_seq_len)
-
     def _fill(self, count: int, longest: int) -> None:
         """Fill the buffers of the passes with padding for `count` requests."""
         self._stage_rows(None, count)
@@ -310,7 +325,13 @@ class DraftModelProposer:
             prepare(batch, self._states, self.prompts.buffers)
         tokens_R = torch.zeros(1, dtype=torch.int64, device=self.config.device)
         keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, 0)
-        self.forget_staged()  # what was not launched has not arrived
+        self.failed()  # what was not launched has not arrived
+
+    # GraphStep ------------------------------------------------------------------------------------------------------
+
+    def fill(self, key: GraphKey) -> None:
+        """See GraphStep."""
+        self._fill(key.num_requests // FIRST, key.max_seq_len)
 
     def run(self, key: GraphKey) -> torch.Tensor:
         """See GraphStep."""
@@ -322,7 +343,7 @@ class DraftModelProposer:
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
         count, logits_RV = key.num_requests // FIRST, None
-        for draft in range(key.drafts):
+        for draft in range(self._num_drafts_of[key]):
             num_rows = count if draft else key.num_requests
             logits_RV = self._pass(draft, num_rows, count, key.max_seq_len, distinct=distinct)
         assert logits_RV is not None

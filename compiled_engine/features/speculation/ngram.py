@@ -1,8 +1,8 @@
-"""The sources of drafts, and the first of them: the request's own tokens.
+"""Drafts from the request's own tokens.
 
-On a CPU a proposer writes the drafts of a step's requests before the step's batch is made, as many as the step has
-blocks for. On a GPU the host does not know which tokens the requests have: there kernels write the drafts before the
-step's inputs are prepared. The search for n-grams is in the CUDA graph of the step; a draft model has its own graphs.
+On a CPU the drafts of a step's requests are written before the step's batch is made, as many as the step has blocks
+for. On a GPU the host does not know which tokens the requests have: there a kernel writes the drafts, in the CUDA graph
+of the step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from compiled_engine.config import SpeculationConfig
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.messages import SchedulerOutput
+from compiled_engine.runner.hooks import StepFeature
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
@@ -43,18 +44,18 @@ def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int)
     return drafts
 
 
-class NgramProposer:
-    """Drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023)."""
+class NgramsOnHost(StepFeature):
+    """Drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023), before a step's
+    batch is made."""
 
-    def __init__(self, config: SpeculationConfig, states: RequestStates) -> None:
+    def __init__(self, config: SpeculationConfig, states: RequestStates, buffers: InputBuffers) -> None:
         self._config, self._states = config, states
 
-    def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of the step's requests into the states. The requests have their rows and blocks. For the
-        CPU."""
+    def begin(self, step: SchedulerOutput) -> None:
+        """Write the drafts of the step's requests into the states."""
         config, states = self._config, self._states
-        assert states.drafts_SK is not None
-        drafts_SK, num_computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()
+        assert states.ahead_SK is not None
+        drafts_SK, num_computed_S = states.ahead_SK.numpy(), states.num_computed_S.numpy()
         rows_R = states.rows(step.request_ids)
         rows = rows_R[wanted_drafts(step, states, rows_R) > 0]
         drafts_SK[rows] = -1
@@ -63,22 +64,35 @@ class NgramProposer:
             drafts = ngram_drafts(token_ids, config.lookup_max, config.lookup_min, config.num_tokens)
             drafts_SK[row, : len(drafts)] = drafts
 
-    def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
-        """Do so for the requests of a batch that was staged in these buffers; may be captured. For other devices: the
-        kernel reads history_SL."""
-        from compiled_engine.runner.draft_kernels import SEARCHED, ngram_kernel  # Triton is not installed everywhere
 
-        states = self._states
-        assert states.drafts_SK is not None
+class Ngrams(StepFeature):
+    """The search of NgramsOnHost by a kernel, before a step's inputs are made."""
+
+    def __init__(self, config: SpeculationConfig, states: RequestStates, buffers: InputBuffers) -> None:
+        self._config, self._states, self._buffers = config, states, buffers
+
+    def before_inputs(self, batch: InputBatch) -> None:
+        if not (batch.decodes_only and batch.host[1] == 1):  # the queries of a request
+            self.launch(batch)
+
+    def launch(self, batch: InputBatch) -> None:
+        """Write the drafts of a batch that was staged. The kernel reads history_SL."""
+        from compiled_engine.features.speculation.draft_kernels import (  # Triton is not installed everywhere
+            SEARCHED,
+            ngram_kernel,
+        )
+
+        states, buffers = self._states, self._buffers
+        assert states.ahead_SK is not None
         assert states.history_SL is not None
-        num_drafts = states.drafts_SK.shape[1]
+        num_drafts = states.ahead_SK.shape[1]
         ngram_kernel[(batch.num_rows,)](
             buffers.rows_R,
-            buffers.draft_numbers_R,
+            buffers.row_numbers_R,
             states.num_computed_S,
             states.prefill_len_S,
             states.history_SL,
-            states.drafts_SK,
+            states.ahead_SK,
             self._config.lookup_max,
             self._config.lookup_min,
             states.history_SL.stride(0),

@@ -1,0 +1,72 @@
+"""Keys of an engine with drafts: the graphs of its steps, and of the passes of a draft model or a head beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key
+
+# Tokens of a request in the first pass of a draft model.
+FIRST = 2
+
+
+@dataclass(frozen=True)
+class StepKeys:
+    """The keys of the graphs of steps, by the keys that the dispatcher finds. unread: for steps that no head reads;
+    read: for other steps. They differ if a head may be skipped."""
+
+    unread: Mapping[GraphKey, GraphKey]
+    read: Mapping[GraphKey, GraphKey]
+
+    @classmethod
+    def of(cls, keys: Iterable[GraphKey], longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
+        """keys: of the dispatcher. sizes_read: see SpeculationConfig. These steps are rare, so their graphs serve
+        contexts of any length, up to `longest`."""
+        same = {key: key for key in keys}
+        if sizes_read is None:
+            return cls(same, same)
+        unread, read = dict(same), dict(same)
+        for key in same:
+            if key.is_decode and key.max_query_len == 1:
+                size = min((s for s in sizes_read if s >= key.num_requests), default=key.num_requests)
+                unread[key] = replace(key, unnumbered=True)
+                read[key] = replace(decode_key(size, longest), extra=key.extra)
+        return cls(unread, read)
+
+    @property
+    def captured(self) -> tuple[GraphKey, ...]:
+        """All keys, each once."""
+        return tuple(dict.fromkeys((*self.unread.values(), *self.read.values())))
+
+
+def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
+    """Return the keys of the graphs in which a head computes the tokens of steps that it reads, by those of the steps.
+
+    One of them serves contexts of any length up to `longest`, and steps with further fields too.
+    """
+
+    def following(key: GraphKey) -> GraphKey:
+        purpose = f"follow-verify-{key.max_query_len}" if key.max_query_len > 1 else "follow-decode"
+        return replace(key, purpose=purpose, short=False, max_seq_len=longest, extra=())
+
+    return {key: following(key) for key in keys if key.is_decode}
+
+
+def model_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> dict[GraphKey, int]:
+    """Return the keys of the graphs that hold all passes of a draft model, with the number of drafts of each.
+    dispatcher: for rows of the first pass."""
+    keys = [key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode]
+    return {drafting(key, length): length for length in lengths if length for key in keys}
+
+
+def head_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> dict[GraphKey, int]:
+    """Return the keys of the graphs that hold the passes in which a head drafts, with the number of drafts of each."""
+    keys = [key for key in dispatcher.keys if key.is_decode]
+    return {drafting(key, length): length for length in lengths if length for key in keys}
+
+
+def drafting(key: GraphKey, num_drafts: int) -> GraphKey:
+    """Return the key of the graph that makes num_drafts drafts of each request, for rows as those of `key`."""
+    return replace(key, purpose=f"draft-{num_drafts}")

@@ -1,0 +1,76 @@
+"""Drafts in steps on the device: the rows that verify them, and who makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import add
+
+import torch
+
+from compiled_engine.features.speculation.draft_model import DraftModel
+from compiled_engine.features.speculation.draft_rows import DraftedSteps, StepRows
+from compiled_engine.features.speculation.eagle import EagleDrafter
+from compiled_engine.features.speculation.eagle_on_host import EagleOnHost
+from compiled_engine.features.speculation.graph_keys import StepKeys
+from compiled_engine.features.speculation.ngram import Ngrams, NgramsOnHost
+from compiled_engine.features.speculation.verification import Acceptance, verify
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.runner.hooks import FeatureGraphs, RunnerParts, StepFeature, StepLayout
+from compiled_engine.runner.input_batch import InputBatch, make_batch
+
+
+def drafting(parts: RunnerParts) -> list[StepFeature]:
+    """Return what verifies drafts, and what makes them: nothing for an engine without drafts.
+
+    On a CPU without captured graphs the drafts are known before a step's batch is made: a draft that does not exist
+    has no row there.
+    """
+    config = parts.config
+    if not config.speculation.num_tokens:
+        return []
+    known = config.device.type != "cuda" and not config.graph.captures
+    rows = StepDrafts(parts, known=known)
+    draft = config.draft
+    if draft is None:
+        ngrams = NgramsOnHost if known else Ngrams
+        return [rows, ngrams(config.speculation, parts.states, parts.buffers)]
+    with parts.timeline.span("draft model"):
+        if draft.model.head is None:
+            return [rows, DraftModel(draft, parts, known=known)]
+        return [rows, EagleOnHost(draft, parts) if known else EagleDrafter(draft, parts)]
+
+
+class StepDrafts(StepFeature):
+    """A request has a row for its newest token and one for each draft. known: see `drafting`."""
+
+    def __init__(self, parts: RunnerParts, *, known: bool) -> None:
+        config = parts.config
+        self._config, self._states, self._buffers = config, parts.states, parts.buffers
+        self._acceptance = Acceptance(config.speculation.acceptance_rates, config.device)
+        self._steps = DraftedSteps(self._states, self._buffers, config.speculation.query_lens, known=known)
+        self._keys = StepKeys.of((), config.scheduler.max_model_len)
+        parts.advance.of_several = self._verify
+
+    def _verify(self, token_ids_R: torch.Tensor, num_rows: int) -> None:
+        verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
+
+    def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
+        """Divide graphs into those of steps that a head reads and others, where steps may skip a head."""
+        config = self._config
+        self._keys = StepKeys.of(keys, config.scheduler.max_model_len, config.speculation.sizes_read)
+        return FeatureGraphs(self._keys.captured, {})
+
+    def lay_out(self, step: SchedulerOutput) -> StepLayout:
+        if step.skips_head:  # nor has it drafts
+            longest = max(step.starts, default=0) + 1
+            return StepLayout(step.num_tokens, longest, None, partial(self._make_unread, step))
+        rows, longest = self._steps.rows(step), max(map(add, step.starts, step.counts), default=0)
+        return StepLayout(rows.num_tokens, longest, rows.query_len, partial(self._make_drafted, step, rows))
+
+    def _make_unread(self, step: SchedulerOutput, key: GraphKey | None) -> InputBatch:
+        return make_batch(step, self._states, self._buffers, None if key is None else self._keys.unread[key])
+
+    def _make_drafted(self, step: SchedulerOutput, rows: StepRows, key: GraphKey | None) -> InputBatch:
+        return self._steps.make_batch(step, rows, None if key is None else self._keys.read[key])

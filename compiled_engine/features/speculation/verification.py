@@ -1,0 +1,138 @@
+"""The verification of drafts: a step's tokens are taken up to the first draft that is wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.runner.input_batch import LAST_NUMBER, NO_ROW, NOT_TAKEN, RING, InputBuffers
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.gumbel import splitmix64
+
+# The index of a hash that is no token's.
+NO_TOKEN = 1 << 62
+
+
+class Acceptance:
+    """The rule that accepts drafts: by comparison, or at random at these rates, see SpeculationConfig."""
+
+    def __init__(self, rates: tuple[float, ...], device: torch.device):
+        self.rates = rates
+        self.thresholds_K: torch.Tensor | None = None
+        if rates:
+            most = (1 << 63) - 1
+            thresholds = [min(int(rate * 2.0**63), most) for rate in rates]
+            self.thresholds_K = torch.tensor(thresholds, dtype=torch.int64, device=device)
+
+
+def verify(
+    states: RequestStates,
+    buffers: InputBuffers,
+    token_ids_R: torch.Tensor,
+    num_rows: int,
+    acceptance: Acceptance,
+) -> None:
+    """Store a step's tokens as `advance` does: of each request those up to the first draft that is wrong.
+
+    token_ids_R: int64. The ring has NOT_TAKEN for rows without a token, and NO_ROW for rows without a draft. May be
+    called again with other tokens, which replace the first ones.
+    """
+    if buffers.rows_R.device.type == "cpu":
+        verify_reference(states, buffers, token_ids_R, num_rows, acceptance)
+    else:
+        launch_verify(states, buffers, token_ids_R, num_rows, acceptance)
+
+
+def launch_verify(
+    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
+) -> None:
+    """Launch the kernel of verify."""
+    from compiled_engine.features.speculation.draft_kernels import verify_kernel  # Triton is not installed everywhere
+
+    assert states.ahead_SK is not None
+    assert states.history_SL is not None
+    verify_kernel[(1,)](
+        buffers.rows_R,
+        buffers.row_numbers_R,
+        buffers.sample_positions_R,
+        token_ids_R,
+        states.ahead_SK,
+        states.fields["seed"] if acceptance.rates else None,
+        acceptance.thresholds_K,
+        states.num_computed_S,
+        states.prefill_len_S,
+        states.last_token_S,
+        states.history_SL,
+        buffers.num_steps_1,
+        buffers.taken_R,
+        buffers.tokens_KR1,
+        num_rows,
+        states.history_SL.stride(0),
+        buffers.tokens_KR1.stride(0),
+        NUM_DRAFTS=states.ahead_SK.shape[1],
+        RING=RING,
+        LAST_NUMBER=LAST_NUMBER,
+        NO_ROW=NO_ROW,
+        NO_TOKEN=NO_TOKEN,
+        TILE_R=next_power_of_2(buffers.rows_R.shape[0]),
+        num_warps=4,
+        **dependent_launch(buffers.rows_R.device),
+    )
+
+
+def verify_reference(
+    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
+) -> None:
+    """Do what the kernel does, for tensors on the CPU."""
+    assert states.ahead_SK is not None
+    assert buffers.row_numbers_R is not None
+    rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.row_numbers_R.numpy()[:num_rows]
+    ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], np.zeros(num_rows, np.int32)
+    tokens_R[: len(token_ids_R)] = token_ids_R.numpy()[:num_rows]  # rows of padding may have none
+    computed_S = states.num_computed_S.numpy()
+    token_row_S, all_token_ids_KL = states.token_row_S.numpy(), states.all_token_ids_KL.numpy()
+    if states.history_SL is not None:
+        token_row_S, all_token_ids_KL = np.arange(len(computed_S)), states.history_SL.numpy()
+    real_R = (rows_R >= 0) & (ends_R > 0)
+    taken_R = real_R & (ends_R >= states.prefill_len_S.numpy()[rows_R])
+    first_R = real_R & (numbers_R == 0)
+    computed_S[rows_R[first_R]] = ends_R[first_R]
+    drafted = np.flatnonzero(real_R & (numbers_R > 0))
+    drafts = states.ahead_SK.numpy()[rows_R[drafted], numbers_R[drafted] - 1]
+    right_R = real_R.copy()
+    if acceptance.rates:
+        seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - numbers_R)[drafted]
+        right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
+        accepted = right_R[drafted]
+        tokens_R[drafted[accepted] - 1] = drafts[accepted]
+    else:  # the row before has the token that the draft is a guess of
+        right_R[drafted] = drafts == tokens_R[drafted - 1]
+    for number in range(int(numbers_R[real_R].max(initial=0)) + 1):
+        at = np.flatnonzero(taken_R & (numbers_R == number))
+        if number:
+            right = taken_R[at - 1] & right_R[at]
+            taken_R[at[~right]] = False
+            at = at[right]
+        rows = rows_R[at]
+        # An error code ends its request, but a step with it may be under way.
+        new = np.maximum(tokens_R[at], 0)
+        computed_S[rows] = ends_R[at]
+        states.last_token_S.numpy()[rows] = new
+        all_token_ids_KL[token_row_S[rows], ends_R[at]] = new
+    buffers.num_steps_1[0] = step = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
+    ring_row = buffers.tokens_KR1.numpy()[step % RING]
+    ring_row[0] = step
+    ring_row[1 : num_rows + 1] = np.where(taken_R, tokens_R, np.where(real_R, NOT_TAKEN, NO_ROW))
+    buffers.taken_R.numpy()[:num_rows] = np.where(taken_R, np.maximum(tokens_R, 0), 0)
+
+
+def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
+    """Draw how many drafts are accepted, int [R], from the rates of SpeculationConfig.acceptance_rates.
+
+    A draw is a function of the request's seed and the position of its first draft, and independent of the noise of
+    sampling: no token has its id.
+    """
+    keys_R = splitmix64(seeds_R.view(np.uint64), positions_R.astype(np.uint64))
+    uniform_R = splitmix64(keys_R, np.array([NO_TOKEN], np.uint64)).astype(np.float64) * 2.0**-64
+    return (uniform_R[:, None] < np.array(rates)).sum(1)
