@@ -1,4 +1,4 @@
-"""The parts of an `LLM`, and its start; PyTorch comes with this module."""
+"""The parts of an `LLM`, and its start. Importing this module imports PyTorch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from compiled_engine.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class LLMParts:
-    """`loop` runs requests on `core`."""
+    """Parts of an `LLM`."""
 
     config: EngineConfig
     core: EngineCore | Replicas
-    loop: EngineLoop
+    loop: EngineLoop  # runs requests on `core`
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     pooling: PoolingProcessor | None
@@ -40,7 +40,7 @@ class LLMParts:
 
 
 def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) -> LLMParts:
-    """Raises what `LLM` raises."""
+    """Start the engine and return its parts. Raises as `LLM`."""
     with timeline.span("configuration"):
         config = resolve(options, progress)
     warn_if_eager(options, config)
