@@ -201,7 +201,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:
     """Return an error message such as "SamplingParams has no field 'temprature'; did you mean 'temperature'?". what:
-    the text before the name.
-    """
+    the text before the name."""
     near = nearest(name, known)
     return f"{what} {name!r}" + (f"; did you mean {near!r}?" if near is not None else "")

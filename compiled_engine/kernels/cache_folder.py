@@ -78,15 +78,13 @@ def folder_of_this_thread() -> Path | None:
 
 def is_checked(name: str) -> bool:
     """Return whether a file has a digest. Triton's file lists (__grp__) have none: they only name other files, and are
-    useless if damaged.
-    """
+    useless if damaged."""
     return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
 
 
 def keep_digest(path: Path, content: bytes) -> None:
     """Add the digest of the content to be stored at `path`. Threads and processes that build the same file at the same
-    time may produce different bytes, so each adds its own.
-    """
+    time may produce different bytes, so each adds its own."""
     with _digest_path(path).open("a") as digests:
         digests.write(_digest(content) + "\n")  # a single write, which appends to other processes' digests
 

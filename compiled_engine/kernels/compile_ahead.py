@@ -41,8 +41,7 @@ _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nu
 @cache
 def triton_digests(device: torch.device) -> InBackground[None]:
     """Start a thread that computes Triton's digests, on the first call; later calls return the same one. Its `result`
-    waits and raises nothing.
-    """
+    waits and raises nothing."""
     return InBackground(lambda: _digest(device))
 
 

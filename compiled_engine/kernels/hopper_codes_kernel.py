@@ -117,8 +117,7 @@ def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # 
 @gluon.jit
 def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Run the copying warp. For the first tile it loads the first stages' rows before waiting for earlier kernels, then
-    their tokens, then everything else.
-    """
+    their tokens, then everything else."""
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
     number = gl.program_id(0)
@@ -177,8 +176,7 @@ def _product(  # type: ignore[no-untyped-def]
     acc, x, w, scales, token, first, step, FORM: gl.constexpr, TILING: gl.constexpr
 ):
     """Return acc plus the scaled product of 64 tokens and a step's columns. The scales are loaded while the product
-    runs.
-    """
+    runs."""
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
     product = warpgroup_mma(x, w, nothing, use_acc=False, is_async=True)

@@ -131,8 +131,7 @@ def _load_tokens(x_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore
 @gluon.jit
 def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Run the copying warp: load the first stages' weights, wait for earlier kernels, load their tokens, then
-    everything else.
-    """
+    everything else."""
     stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(stages, FORM.steps)
     for i in range(ahead):
@@ -150,8 +149,7 @@ def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-d
 @gluon.jit
 def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Sum the diagonal blocks, whose weight and tokens belong to the same part: [ROWS, parts * tokens] -> [ROWS /
-    parts, tokens].
-    """
+    parts, tokens]."""
     parts: gl.constexpr = FORM.parts
     part_of_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout)) // (ROWS // parts)
     part_of_token = gl.arange(0, parts * FORM.tokens, layout=gl.SliceLayout(0, acc.type.layout)) // FORM.tokens
@@ -283,8 +281,7 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
 @gluon.jit
 def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return [ROWS, parts * tokens], summed over all steps. A stage is released once the next step's products are under
-    way.
-    """
+    way."""
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     width: gl.constexpr = FORM.parts * FORM.tokens
@@ -317,8 +314,7 @@ def _compute(  # type: ignore[no-untyped-def]
     GROUP: gl.constexpr,
 ):
     """Run a group of warps: multiply its rows of the weight by the tokens. Results are transposed through shared
-    memory.
-    """
+    memory."""
     tokens: gl.constexpr = FORM.tokens
     rows: gl.constexpr = ROWS // FORM.parts
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows

@@ -102,8 +102,7 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return a tile's tokens and rows. FORM.together token tiles run over all rows together, so that they stay in the
-    L2 cache.
-    """
+    L2 cache."""
     many = FORM.together * tiles.of_rows
     first = number // many * FORM.together
     size = gl.minimum(tiles.of_tokens - first, FORM.together)
@@ -147,8 +146,7 @@ def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  #
 @gluon.jit
 def copy(descs, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Run the copying warp. For the first tile it loads the first stages' rows before waiting for earlier kernels, then
-    their tokens, then everything else.
-    """
+    their tokens, then everything else."""
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
     number = gl.program_id(0)
@@ -180,8 +178,7 @@ SMALL = gl.constexpr(32)
 
 class Places(NamedTuple):
     """Shared memory for results of each group and part, [groups, part, outputs]; larger parts share the first place in
-    turn.
-    """
+    turn."""
 
     part0: Any
     part1: Any
@@ -247,8 +244,7 @@ def _write_all(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """Run a group of warps: multiply its rows of the weight by a tile's tokens. A stage is released once the next
-    step's products are under way.
-    """
+    step's products are under way."""
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
     part2: gl.constexpr = FORM.part2
@@ -320,8 +316,7 @@ def _scaled_product(  # type: ignore[no-untyped-def]
     acc, w, x, scales, first, token, block, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
     """Return acc plus the scaled product of 64 rows and the tokens. Token scales are read after the product: before,
-    they would occupy registers that it needs.
-    """
+    they would occupy registers that it needs."""
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
     product = warpgroup_mma(w, x, nothing, use_acc=False, is_async=True)

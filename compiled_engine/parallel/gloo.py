@@ -13,8 +13,7 @@ from compiled_engine.parallel.group import PushBuffer
 
 def rows_of(rank: int, size: int, num_rows: int) -> slice:
     """Return a rank's contiguous range of rows; all have the same size, except that the last ones may be shorter or
-    empty.
-    """
+    empty."""
     share = rows_a_rank(size, num_rows)
     return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 

@@ -25,7 +25,8 @@ FLAG_BYTES = 4
 # Alignment of the data in bytes.
 _ALIGNMENT = 1024
 ROW_ALIGNMENT = 16
-# Most rows that all ranks write together: larger sums are faster in two steps, except that two ranks send the same.
+# Most rows of a batch that all ranks together push; more are summed faster in two steps. Two ranks send the same bytes
+# either way.
 ROWS_OF_ALL_RANKS = 512
 MOST_BYTES = 512 << 20
 # Most slots with tagged rows: for more rows, sending twice the bytes takes longer than a flag.
@@ -139,8 +140,7 @@ class Group(Protocol):
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest number of all ranks, including other stages', on the host. Waits until all have called
-        it.
-        """
+        it."""
         ...
 
     def close(self) -> None: ...

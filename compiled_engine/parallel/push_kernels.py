@@ -47,8 +47,7 @@ def raise_flag(
     epoch: tl.tensor,
 ) -> None:
     """Raise this rank's flag of the slot in a peer's memory. Requires a barrier before, after which all threads' rows
-    are written.
-    """
+    are written."""
     flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
 
@@ -58,8 +57,7 @@ def await_flag(
     own_address: tl.tensor, peer: tl.tensor, slot: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
 ) -> None:
     """Wait for a peer's flag of the slot, in this rank's memory. Requires a barrier after it, before threads read the
-    peer's row.
-    """
+    peer's row."""
     flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
     while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
         pass

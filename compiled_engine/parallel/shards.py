@@ -95,8 +95,7 @@ def shard_of(
     packed_here: Sequence[int] | None = None,
 ) -> Shard:
     """Return a parameter's shard. packed, packed_here: sizes of its sections, in the whole parameter and in a
-    rank's.
-    """
+    rank's."""
     cut = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=True)) if a != b]
     if len(cut) > 1:
         raise ValueError(f"{name} would be cut along dimensions {cut}; a rank's share is cut along one")
@@ -116,8 +115,7 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
     """Sum over ranks after each linear with a divided input, after experts, and after embeddings with a divided
-    vocabulary.
-    """
+    vocabulary."""
     for path, module in model.named_modules():
         own = {name: shards.get(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
         if any(shard is not None and shard.divides_input for shard in own.values()):

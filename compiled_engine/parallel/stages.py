@@ -106,8 +106,7 @@ def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers
 
     def load(first: int, end: int) -> int:
         """Return the cost of layers `first` up to `end`; the last stage includes everything after the last
-        attention.
-        """
+        attention."""
         return before[num_layers + 1 if end == num_layers else end] - before[first]
 
     # best[end]: (cost of the slowest stage, layers of each), for the stages so far, which hold the first `end` layers.
@@ -152,8 +151,7 @@ class _Watch(TorchDispatchMode):
 
 class StageLink:
     """Sends to and receives from other stages; on a GPU without waiting on the host. rank, tensor: this rank's number,
-    and the tensor-parallel size.
-    """
+    and the tensor-parallel size."""
 
     def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):
         """Connect to the neighbours, and wait for them. All ranks do so at the same time."""
@@ -167,8 +165,7 @@ class StageLink:
 
     def _connect(self) -> None:
         """Exchange a byte with each neighbour now: NCCL connects two ranks at their first transfer, too late within a
-        step.
-        """
+        step."""
         nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if not self.stage.is_first:
             self.receive(nothing)

@@ -83,7 +83,6 @@ def _lacks_bytecode() -> Path | None:
 
 def _digest(folder: Path) -> str:
     """Digest the names of installed packages: Python detects changed files by time and size, but images may set the
-    times.
-    """
+    times."""
     installed = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))
     return hashlib.sha256("\n".join([str(folder), *installed]).encode()).hexdigest()[:16]

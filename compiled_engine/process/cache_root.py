@@ -11,8 +11,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def default_root() -> Path:
     """Return $COMPILED_ENGINE_CACHE_DIR, or compiled_engine in the XDG cache folder. Raises RuntimeError if the user
-    has no home.
-    """
+    has no home."""
     if override := os.environ.get("COMPILED_ENGINE_CACHE_DIR"):
         return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compiled_engine"

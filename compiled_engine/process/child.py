@@ -28,9 +28,8 @@ def open_standard_streams() -> None:
 
 
 def replace_missing_streams() -> None:
-    """Open closed standard streams on the null device, also as Python's objects, which are None if closed at
-    its start.
-    """
+    """Open closed standard streams on the null device, also as Python's objects, which are None if closed at its
+    start."""
     open_standard_streams()
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -62,8 +61,7 @@ def import_path() -> str:
 
 def as_this_one() -> dict[str, str]:
     """Return environment variables that make a Python process import the same modules, with the same bytecode
-    settings.
-    """
+    settings."""
     return {"PYTHONPATH": import_path(), **bytecode_environment()}
 
 

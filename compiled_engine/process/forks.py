@@ -1,6 +1,5 @@
 """Detect forks of a process that has an engine: they lack its threads, and must not use its device and child
-processes.
-"""
+processes."""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ def _make_digest() -> bool:
 
 def init_cuda(device: str, *, runs_here: bool) -> None:
     """Start the initialisation for the option `device`. runs_here: this process runs on the GPU; otherwise it only
-    enumerates GPUs.
-    """
+    enumerates GPUs."""
     index = index_of(device)
     if index is None:
         return
@@ -120,8 +119,7 @@ def given_device(options: Mapping[str, Any]) -> str:
 
 def core_has_device(options: Mapping[str, Any]) -> bool:
     """Return whether the core's process uses the device, given unchecked keywords of `LLM`; False if replicas or
-    workers use it.
-    """
+    workers use it."""
     sizes = [options.get(name, 1) for name in _SIZES]
     is_alone = all(type(size) is int and size == 1 for size in sizes)
     return is_alone and not any(str(options.get(name)) in _ELSEWHERE for name in _EXECUTORS)

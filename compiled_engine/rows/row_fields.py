@@ -58,8 +58,7 @@ class RowFields:
 
     def declare_list(self, name: str, width: int) -> None:
         """Declare a list of any length for each row, int32 [n, width]: a row's entries begin at `name`_start, and are
-        `name`_count.
-        """
+        `name`_count."""
         self.declare(RowField(f"{name}_start"), RowField(f"{name}_count"))
         starts, counts = self._fields[f"{name}_start"], self._fields[f"{name}_count"]
         self._lists[name] = _RowList(self.writes.field(1, FIRST_CAPACITY * width), starts, counts, width)

@@ -38,8 +38,7 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def download(values: torch.Tensor) -> torch.Tensor:
     """Copy values to pinned host memory, valid once the current stream has reached this point; on a CPU return
-    `values`.
-    """
+    `values`."""
     if values.device.type != "cuda":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -237,8 +236,7 @@ class StagedField:
 
     def lengthen(self, length: int) -> None:
         """Lengthen rows to at least `length` values at the next `apply`; the present values become a row's last
-        ones.
-        """
+        ones."""
         self._writes.lengthen(self, length)
 
     def forget(self, row: int) -> None:

@@ -53,8 +53,7 @@ def counts_field(vocab_size: int) -> RowField:
 
 def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
     """Return the device memory that the first request with penalties allocates, reserved before the KV cache is
-    sized.
-    """
+    sized."""
     return counts_field(vocab_size).num_bytes(max_num_rows)
 
 
@@ -149,8 +148,7 @@ class RowAdditions(NamedTuple):
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
         """Return the additions within a rank's columns, with token ids relative to its first; prefixes are
-        unchanged.
-        """
+        unchanged."""
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first

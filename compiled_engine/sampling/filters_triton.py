@@ -66,8 +66,7 @@ def _at_least(
     BLOCK_V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the number of logits at or above the pivot (int32, without minus infinity), and the sum of their weights
-    (float32).
-    """
+    (float32)."""
     counts = tl.zeros([BLOCK_V], dtype=tl.int32)
     sums = tl.zeros([BLOCK_V], dtype=tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK_V):

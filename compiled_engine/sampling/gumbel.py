@@ -40,8 +40,7 @@ SOURCE = Path(__file__).with_name("gumbel_cpp.cpp")
 
 def splitmix64(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Return output `index` (from 0) of SplitMix64 seeded with `seed`; both and the result are uint64, and are
-    broadcast.
-    """
+    broadcast."""
     bits = (index + np.uint64(1)) * np.uint64(GOLDEN_GAMMA) + seed
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(MULTIPLIER_1)

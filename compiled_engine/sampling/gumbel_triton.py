@@ -56,8 +56,7 @@ def best_of_ranks_kernel(
     TILE_B: tl.constexpr,
 ) -> None:
     """Program (logits row), also the slot of a PushBuffer: choose the best token of all ranks. Keys are ordered as in
-    ranks.keys_of.
-    """
+    ranks.keys_of."""
     slot = tl.program_id(0)
     is_row = tl.load(row_index_ptr + slot) >= 0
     blocks = tl.arange(0, TILE_B)
@@ -110,8 +109,7 @@ def push_best(
     pushed: PushBuffer,
 ) -> None:
     """Exchange keys through the push buffer and write the best tokens. All ranks launch it together, with the same
-    number of rows.
-    """
+    number of rows."""
     num_samples, num_blocks = best_score_SB.shape
     best_of_ranks_kernel[(num_samples,)](
         best_score_SB,

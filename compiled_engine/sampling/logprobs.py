@@ -63,8 +63,7 @@ def _rows_of_ranks(
     logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, vocabulary: VocabularySlice
 ) -> torch.Tensor:
     """Compute rows as logprob_rows, with a divided vocabulary. Every rank calls it with the same tokens and gets the
-    same rows.
-    """
+    same rows."""
     rows_RW = torch.empty(len(logits_RV), row_width(num_top), dtype=torch.int32, device=logits_RV.device)
     for rows in row_chunks(len(logits_RV), vocabulary.size):
         _fill_of_ranks(rows_RW[rows], logits_RV[rows].float(), token_ids_R[rows, None].long(), num_top, vocabulary)

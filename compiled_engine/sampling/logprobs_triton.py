@@ -29,8 +29,7 @@ def block_keys(
     row_ptr: tl.tensor, block: tl.tensor, VOCAB_SIZE: tl.constexpr, BLOCK_V: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return a block's logits, float32, and int64 keys in the same order; of equal logits, the lower token id has the
-    larger key.
-    """
+    larger key."""
     token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = token_ids < VOCAB_SIZE
     logits = tl.load(row_ptr + token_ids, mask=inside, other=-float("inf")).to(tl.float32)
@@ -42,9 +41,8 @@ def block_keys(
 
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
-    """Return the float32 logit of a key, at least the lowest finite number: differences of minus infinity would
-    be NaN.
-    """
+    """Return the float32 logit of a key, at least the lowest finite number: differences of minus infinity would be
+    NaN."""
     ordered = (key >> 32).to(tl.int32)
     logit = tl.where(ordered < 0, ordered ^ _SIGN_MASK, ordered).to(tl.float32, bitcast=True)
     return tl.maximum(logit, _LEAST_FLOAT)
@@ -63,8 +61,7 @@ def block_logprobs_kernel(
     BLOCK_V: tl.constexpr,
 ) -> None:
     """Program (row, block), into [R, blocks]: the largest key, int64; the sum of exp(logit - largest), float32; the
-    number of logits above the chosen token's, int32.
-    """
+    number of logits above the chosen token's, int32."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row_ptr = logits_ptr + row * logits_stride

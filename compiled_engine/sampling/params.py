@@ -347,8 +347,7 @@ class SamplingParams:
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
         """Make parameters from values that may be None, which stands for the field's default; for max_tokens it means
-        no limit.
-        """
+        no limit."""
         given = {name: value for name, value in values.items() if value is not None or name not in _WITH_DEFAULT}
         return cls(**given)
 

@@ -177,8 +177,7 @@ class Sampler:
 
     def remove_row(self, row: int) -> None:
         """Free a row. Raises ValueError if it is already free; RuntimeError, after freeing it, if a logits processor
-        fails.
-        """
+        fails."""
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False

@@ -58,8 +58,7 @@ class AdapterFiles:
 
 def stamp(folder: Path) -> tuple[tuple[int, ...], ...]:
     """Return modification times, sizes and inodes of both files, to detect a replacement without reading them. Raises
-    ValueError if a file is missing.
-    """
+    ValueError if a file is missing."""
     found = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         try:

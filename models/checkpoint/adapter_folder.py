@@ -192,8 +192,7 @@ class _Scales:
 
     def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
         """Return a module's scale. Raises ValueError if its rank, or the presence of a magnitude, contradicts the
-        config.
-        """
+        config."""
         named = self._ranks.number(module)
         if named is None and "r" in self._fields:
             named = self._fields.integer("r")
@@ -230,8 +229,7 @@ def _low_rank(
 
 def _check_whole(fields: JsonFields, whole: Iterable[str]) -> None:
     """Raise ValueError unless the whole tensors match modules_to_save. Embeddings and output projections may be present
-    unlisted: PEFT saves them when tokens were added.
-    """
+    unlisted: PEFT saves them when tokens were added."""
     listed = fields.texts("modules_to_save") if fields.values.get("modules_to_save") else []
     left = set(listed)
     for name in whole:

@@ -71,8 +71,7 @@ def _with_pooler(model: Any, config: ModelConfig) -> Any:
 
 def shards_of(config: EngineConfig) -> dict[str, Shard]:
     """Return shards by parameter name, with tied parameters under each name; empty for a single rank. Raises as
-    `compare_shapes`.
-    """
+    `compare_shapes`."""
     if config.parallel.tensor_parallel_size == 1:
         return {}
     return compare_shapes(_tensors(config.model, config), _tensors(config.local_model, config))

@@ -94,8 +94,7 @@ def is_head(path: Path) -> bool:
 
 def _layers(fields: JsonFields, num_layers: int) -> list[int]:
     """Return the layers whose inputs the head reads. SpecForge's ids count a layer's output, which is the next layer's
-    input; the other formats count inputs, as vLLM does.
-    """
+    input; the other formats count inputs, as vLLM does."""
     section = fields.section(SPECFORGE)
     if section.values.get("use_aux_hidden_state", True) is not True:
         raise section.error("use_aux_hidden_state", "true")

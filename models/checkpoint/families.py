@@ -55,8 +55,7 @@ def _mistral_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, .
 
 def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
     """Return the window for the sliding layers of `layer_types`, or without that field for layers from
-    `max_window_layers` on.
-    """
+    `max_window_layers` on."""
     in_use = fields.boolean("use_sliding_window", False)
     window = fields.nullable_integer("sliding_window", absent=4096) if in_use else None
     if "layer_types" not in fields:

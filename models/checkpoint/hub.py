@@ -262,8 +262,7 @@ def _named(repository: Repository) -> str:
 @contextmanager
 def _errors_in_words(repository: Repository, lacking: str) -> Iterator[None]:
     """Turn the library's errors into one line that says what is wrong and what to do. lacking: files missing in the
-    cache.
-    """
+    cache."""
     name, hub = repository.name, constants.ENDPOINT
     start = f"{repository.field} is {name!r}, which is no local folder"
     lacks = f"the cache {repository.cache_dir or constants.HF_HUB_CACHE} lacks {lacking}"

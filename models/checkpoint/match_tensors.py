@@ -131,8 +131,7 @@ def _tied_apart(
     placements: Sequence[Placement], own: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
     """Separate placements to read from further copies of tied tensors, both by the tensor's first name: (read,
-    twins).
-    """
+    twins)."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}
     chosen: dict[str, str] = {}

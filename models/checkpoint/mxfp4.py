@@ -18,8 +18,7 @@ BYTES = 16  # of a block: 32 values that share a scale
 
 def decode_mxfp4(sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
     """Decode blocks [E, R, G, 16] and scales [E, R, G], both uint8, into a tensor [E, R, 32 G], on its device and in
-    its dtype, one index of E at a time.
-    """
+    its dtype, one index of E at a time."""
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=target.device)
     for blocks, scales, out in zip(*sources, target, strict=True):
         packed = blocks.to(target.device)

@@ -144,8 +144,7 @@ def _written(parameter: Parameter) -> Iterator[Parameter]:
 
 def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
     """Group derived parameters so that their inputs take at most STAGED_BYTES; those with the same inputs stay
-    together.
-    """
+    together."""
     group: list[Parameter] = []
     for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):
         if group and _staged_bytes([*group, parameter]) > STAGED_BYTES:

@@ -109,8 +109,7 @@ def causal_name(architecture: str) -> str:
 
 def headless_name(architecture: str, convert: str) -> str:
     """Return the model without its head: BertModel for BertForMaskedLM. A classifier keeps its head unless it
-    embeds.
-    """
+    embeds."""
     if architecture.endswith(CLASSIFIER) and convert != EMBED:
         return architecture
     for suffix in (*SUFFIXES, CAUSAL):
@@ -121,8 +120,7 @@ def headless_name(architecture: str, convert: str) -> str:
 
 def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFields, PoolingOptions]:
     """Treat a classifier that names tokens as a decoder whose logits of these tokens classify, since it has no other
-    head.
-    """
+    head."""
     architecture = fields.texts("architectures")[0]
     if TOKENS not in fields or not architecture.endswith(CLASSIFIER) or asked.convert == EMBED:
         return fields, asked
@@ -290,8 +288,7 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
 
 def stated_length(path: Path) -> tuple[int, str] | None:
     """Return the longest text in tokens, and the field that states it: the transformer module's, or else the
-    tokenizer's, which later versions of sentence-transformers use.
-    """
+    tokenizer's, which later versions of sentence-transformers use."""
     fields = _transformer(path)
     if LENGTH in fields:
         return fields.integer(LENGTH), f"{LENGTH} of {Path(fields.source).name}"
@@ -341,8 +338,7 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
 
 def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
     """Raise ValueError for a module whose input or output is not the text's embedding. Without a pooling before it,
-    token embeddings are allowed too.
-    """
+    token embeddings are allowed too."""
     allowed = ["sentence_embedding"] if pooled else ["sentence_embedding", "token_embeddings"]
     for name in ("module_input_name", "module_output_name"):
         if fields.text(name, allowed[0]) not in allowed:
@@ -424,8 +420,7 @@ def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.
 
 def _own_name(name: str, own: Collection[str]) -> str:
     """Return the model's name of a decoder's tensor, which may be stored without a prefix; scales are named as their
-    weight.
-    """
+    weight."""
     weight = f"{name.rpartition('.')[0]}.weight"
     is_stored_alone = any(f"model.{each}" in own and each not in own for each in (name, weight))
     return f"model.{name}" if is_stored_alone else name

@@ -1,6 +1,5 @@
 """Convert quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt, all with FP8
-values. Rules can also be written in the format of compressed-tensors.
-"""
+values. Rules can also be written in the format of compressed-tensors."""
 
 from __future__ import annotations
 

@@ -170,8 +170,7 @@ def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torc
 
 def _why_not(placements: Sequence[Placement], weight: torch.Tensor) -> str | None:
     """Return why a linear cannot be quantised in the files; None if a tensor of the checkpoint is exactly its weight,
-    under the same name.
-    """
+    under the same name."""
     all_of_it = tuple((0, size) for size in weight.shape)
     if [(each.taken, each.placed, each.transposed) for each in placements] != [(all_of_it, all_of_it, False)]:
         return _IN_PARTS

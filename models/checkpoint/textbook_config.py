@@ -102,8 +102,7 @@ def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_hea
 
 def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> tuple[RopeConfig, float | None]:
     """Return the model's rope, and the theta of sliding-window layers if it differs: per layer type in rope_parameters
-    (transformers 5), or in rope_local_base_freq (4).
-    """
+    (transformers 5), or in rope_local_base_freq (4)."""
     by_kind = fields.section("rope_parameters")
     if "full_attention" in by_kind and "sliding_attention" in by_kind:
         full, sliding = by_kind.section("full_attention"), by_kind.section("sliding_attention")

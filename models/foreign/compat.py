@@ -40,8 +40,7 @@ def causal_lm_name(config: PreTrainedConfig) -> str | None:
 
 def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
     """Return transformers' classes for a configuration without a head and as a classifier: the Auto class by the name
-    of the class that it builds.
-    """
+    of the class that it builds."""
     found: dict[str, Any] = {}
     for auto in (AutoModel, AutoModelForSequenceClassification):
         mapping: Any = auto._model_mapping
@@ -68,8 +67,7 @@ def fill_buffers(model: PreTrainedModel) -> None:
 
 def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:
     """Return a pattern for unused tensors in checkpoints: names that transformers declares, and buffers in old
-    checkpoints that the model computes itself.
-    """
+    checkpoints that the model computes itself."""
     declared = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*declared, r"(^|\.)(inv_freq|position_ids)$")))
 

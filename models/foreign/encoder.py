@@ -62,8 +62,7 @@ class Encoder(nn.Module):
 
     def _counted(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Count positions as RoBERTa: padding tokens, which may also occur within a text, are skipped and all have the
-        position before the first.
-        """
+        position before the first."""
         padding = self.first_position - 1
         is_padding_T = (input_ids_T == padding).to(positions_T.dtype)
         places_T = torch.arange(positions_T.shape[0], dtype=positions_T.dtype, device=positions_T.device)

@@ -47,8 +47,7 @@ _COUNTS = "create_position_ids_from_input_ids"
 
 def first_position(model: nn.Module) -> int:
     """Return the position of a text's first token: one after the padding position if the model has one (RoBERTa), else
-    0.
-    """
+    0."""
     for name, module in model.named_modules():
         is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
         if is_padded and name.rpartition(".")[2] == "position_embeddings":

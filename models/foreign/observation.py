@@ -80,8 +80,7 @@ class Observation:
 @dataclass(frozen=True, eq=False)
 class _Mask:
     """A mask that transformers would have created. It is evaluated only when a layer uses it, since it may stay
-    unused.
-    """
+    unused."""
 
     tensor: torch.Tensor
     function: Callable[..., Any]
@@ -308,8 +307,7 @@ def _watched(observer: _Observer, layers: nn.ModuleList) -> Iterator[None]:
 
 def _sight_of(mask_function: Callable[..., Any]) -> tuple[int | None, bool]:
     """Return a mask's sliding window or None, and whether it is causal. Raises UnsupportedModelError for other
-    masks.
-    """
+    masks."""
     keys = torch.arange(_POSITIONS + 2)
 
     def seen_by(query: int) -> torch.Tensor:

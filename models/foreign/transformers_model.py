@@ -105,8 +105,7 @@ class OrderedHeads:
 
     def fix_query_key_value_ordering(self, mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor) -> list[torch.Tensor]:
         """Split the fused projections, which are interleaved by key head, into q, k, v, z (per head) and b, a; [1, T,
-        ...] each.
-        """
+        ...] each."""
         group, batch = self.num_v_heads // self.num_k_heads, mixed_ba.shape[:2]
         width = group * self.head_v_dim
         by_head = mixed_qkvz.view(*batch, self.num_k_heads, 2 * self.head_k_dim + 2 * width)

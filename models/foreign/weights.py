@@ -1,6 +1,5 @@
 """Placements of a checkpoint's tensors in a transformers model: read from a file beside the description, or
-computed.
-"""
+computed."""
 
 from __future__ import annotations
 

@@ -23,9 +23,8 @@ FEATURES = "features_TD"
 
 
 def head_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the draft head's additional step input, one vector per token, which the host writes. Empty without
-    a head.
-    """
+    """Return the draft head's additional step input, one vector per token, which the host writes. Empty without a
+    head."""
     return () if model.head is None else (StepTensor(FEATURES, ("tokens", model.hidden_size), model.dtype),)
 
 

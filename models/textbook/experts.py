@@ -37,8 +37,7 @@ class Experts(nn.Module):
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]]:
         """Yield, for each tensor in a checkpoint: its name, the parameter that contains it, and its place there as
-        (start, end) of each dimension. Names are relative to this module.
-        """
+        (start, end) of each dimension. Names are relative to this module."""
         _, D, I = self.down_proj.shape  # noqa: E741
         for expert in range(self.down_proj.shape[0]):
             one = expert, expert + 1
