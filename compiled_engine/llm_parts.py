@@ -49,7 +49,7 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
     if not options.skip_tokenizer_init:
         tokenizer_path = find_tokenizer_folder(config.tokenizer, model_path)
     default_sampling_params = read_default_sampling_params(model_path, options.generation_config)
-    read_eos_token_ids(model_path, None, config.model.overrides)  # errors are raised before work starts
+    read_eos_token_ids(model_path, None, config.model.overrides)  # raises errors before the slow parts start
     # No text arrives before the engine is ready, so the tokenizer is loaded in parallel.
     tokenizer_start_s = timeline.now()
     loading = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)

@@ -50,7 +50,7 @@ def probe_for(grammar: str, whitespace: str) -> str | None:
             definitions = schema.pop("$defs", {})
         case _:
             return None
-    if not isinstance(options, dict):  # llguidance reads other forms too
+    if not isinstance(options, dict):  # llguidance also accepts other types
         return None
     if options.get("whitespace_pattern") not in (None, whitespace):
         return None

@@ -50,7 +50,6 @@ def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
 
 @cache
 def _trials() -> GrammarTrials:
-    """Return the trials of this process."""
     return GrammarTrials()
 
 

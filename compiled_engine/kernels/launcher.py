@@ -65,7 +65,7 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
     import triton.experimental.gluon
     from triton.backends.compiler import BaseBackend
     from triton.runtime import driver
-    from triton.runtime.jit import native_specialize_impl  # only verified versions have it
+    from triton.runtime.jit import native_specialize_impl  # only in verified versions
 
     knobs = triton.knobs.runtime
     defaults = {f"_default_{p.name}": p.default for p in jit_function.params if p.has_default}

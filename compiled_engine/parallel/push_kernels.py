@@ -107,7 +107,7 @@ def tagged_sum_kernel(
     own_ptr = (tl.load(addresses_ptr + rank) + data_offset).to(tl.pointer_type(tl.int64)) + first_row * W
     even_W = tl.zeros((BLOCK_W,), tl.float32)
     odd_W = tl.zeros((BLOCK_W,), tl.float32)
-    for peer in range(num_ranks):  # in one order on all ranks
+    for peer in range(num_ranks):  # in the same order on all ranks
         part_W = x_W
         if peer != rank:
             part_W = _awaited(tl.multiple_of(own_ptr + peer * W, 16) + column_W, inside_W, epoch)

@@ -72,9 +72,9 @@ class ParameterPlaces:
 
 
 def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
-    """Find where a model uses its parameters, by running its code once on the meta device."""
+    """Find where a model uses its parameters, by running its code once on the meta device, where it is moved."""
     names = _names_by_parameter(model)
-    model.to("meta")  # its buffers
+    model.to("meta")  # moves its buffers
     watch = _Watch(names)
     sizes = {"tokens": 4, "requests": 1, "request_borders": 2, "blocks_per_request": 2, "work": 2}
     step = padding_of(STEP_TENSORS, sizes, torch.device("meta"))
@@ -202,7 +202,6 @@ class StageLink:
         _received(dist.irecv(into, self._last, group=self._tokens))
 
     def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        """Keep the tensor until it has arrived."""
         self._sent.append((work, tensor))
         while len(self._sent) > self.stage.count + 1:  # most steps in flight
             self._sent.popleft()[0].wait()

@@ -141,7 +141,7 @@ class CoreClient:
         if self.dead is not None:
             return
         data = frame(encode(message))
-        with suppress(OSError):  # the core has ended: reading reports it, and it may have left a reason
+        with suppress(OSError):  # the core has ended; reading reports that, perhaps with a reason from the core
             self._connection.send(data)
         self._watch_writing()
 

@@ -191,7 +191,6 @@ class Replicas:
             self._router.end(routed.route, routed.request, routed.token_ids, finished=finished)
 
     def _look(self, timeout_s: float) -> None:
-        """Wait for messages of replicas and process them."""
         for key, events in self._selector.select(timeout_s):
             replica: Replica = key.data
             try:

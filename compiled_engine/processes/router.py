@@ -68,8 +68,6 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Load of a replica."""
-
     prefixes: PrefixHistory
     num_requests: int = 0
     work: float = 0.0

@@ -118,7 +118,7 @@ def _start_replicas(
 def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], None]:
     """Add a core for each replica; return a function to call when all have ended."""
     if config.parallel.executor == "ray":
-        from compiled_engine.processes.ray_replicas import RayCluster  # which needs a package that is not for all
+        from compiled_engine.processes.ray_replicas import RayCluster  # needs an optional package
 
         cluster = RayCluster(config)
         cores += cluster.cores

@@ -39,7 +39,7 @@ def convolve(
     if x_TD.device.type == "cpu":
         run = convolve_reference
     else:
-        from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is not everywhere
+        from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is optional
     run(x_TD, weight_DW, bias_D, activation, factor_TD, gate_TD, state_SDL, out_TD, Sequences(*sequences))
 
 
@@ -62,7 +62,7 @@ def apply_rule(
     if v_THv.device.type == "cpu":
         run = apply_rule_reference
     else:
-        from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton as run  # Triton is not everywhere
+        from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton as run  # Triton is optional
     run(q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv, out_THv, Sequences(*sequences))
 
 

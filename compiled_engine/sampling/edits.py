@@ -108,7 +108,6 @@ class EditedRows:
         return RowEdits(len(additions.additions_NC) > 0, limited, penalised, penalised or additions.longest_prefix > 0)
 
     def _start_counts(self, row: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Count a request's tokens so far."""
         if "counts" not in self._rows:
             self._rows.declare(counts_field(self._vocabulary.size))
         counts_V = np.zeros(self._vocabulary.size, dtype=np.int16)

@@ -152,7 +152,7 @@ def record_kernel(
             slots = tl.arange(0, TILE_L)
             tail = tail_ptr + row * tail_length
             later = tl.load(tail + slots + 1, mask=slots + 1 < tail_length, other=0)
-            # All threads must have read before any overwrites.
+            # All threads must have read before any thread writes.
             tl.debug_barrier()
             shifted = tl.where(slots + 1 < tail_length, later, token_id.to(tl.int32))
             tl.store(tail + slots, shifted, mask=slots < tail_length)

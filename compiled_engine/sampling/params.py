@@ -333,7 +333,7 @@ class SamplingParams:
         "`StructuredOutputs`, or a dict with its fields; cannot be combined with `token_mask` or `ignore_eos`",
     )
 
-    if not TYPE_CHECKING:  # with this method any name could be assigned to
+    if not TYPE_CHECKING:  # type checkers would allow assigning to any name
 
         def __setattr__(self, name: str, value: Any) -> None:
             check = _CHECKS.get(name)
@@ -380,7 +380,6 @@ _WITH_DEFAULT = _CHECKS.keys() - {"max_tokens"}
 
 
 def _made_of(values: dict[str, Any]) -> SamplingParams:
-    """Make an object from checked values."""
     made = object.__new__(SamplingParams)
     vars(made).update(values)
     return made

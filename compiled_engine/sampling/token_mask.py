@@ -43,7 +43,7 @@ def num_words(vocab_size: int) -> int:
 
 def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """Return the mask as int32 [num_words], a copy. Raises ValueError if it is no mask, or allows nothing."""
-    import numpy as np  # always available when a mask is computed
+    import numpy as np  # installed wherever masks are computed
 
     name = f"{type(token_mask).__qualname__}.allowed"
     where = f"after {len(output_token_ids)} output tokens"

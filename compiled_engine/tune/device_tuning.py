@@ -104,8 +104,6 @@ def _cases(linears: Sequence[LinearCase]) -> _Cases:
 
 @dataclass
 class _Found:
-    """Measurements so far."""
-
     device: str
     linears: dict[LinearKey, TunedLinear] = field(default_factory=dict)
     hopper_linears: dict[LinearKey, TunedLinear] = field(default_factory=dict)

@@ -60,7 +60,7 @@ def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
             continue
         tiles = -(-tokens // width), -(-case.num_rows // (groups * rows))
         if together > TOGETHER and tiles[0] <= MORE_TOGETHER:
-            continue  # much the same order of tiles
+            continue  # gives nearly the same order of tiles
         results = groups * rows // 2 * 2 * (256 if parts[0] == 256 else 128 + sum(part for part in parts if part <= 32))
         stages = min(6, (SHARED_MEMORY - results) // ((groups * rows + width) * 128))
         area = -(-tiles[0] * tiles[1] // num_sms) * groups * rows * width

@@ -75,7 +75,7 @@ def load_weights(
         return
     if config.hub_name is not None:
         from compiled_engine.models.checkpoint.hub import (
-            download_weights,  # imports huggingface_hub, which a folder does without
+            download_weights,  # imports huggingface_hub, not needed for a folder
         )
 
         download_weights(config.hub_name, config.path, progress)

@@ -84,8 +84,6 @@ class PoolingOptions(NamedTuple):
 
 
 class _Stated(NamedTuple):
-    """Content of modules.json."""
-
     kinds: tuple[str, ...]
     include_prompt: bool
     head: tuple[Dense, ...]
@@ -304,7 +302,6 @@ def _transformer(path: Path) -> JsonFields:
 
 
 def _modules(path: Path, hidden_size: int) -> _Stated:
-    """Read modules.json and the configurations of the modules that it names."""
     kinds: tuple[str, ...] = LAST
     include_prompt, normalises = True, False
     head: list[Dense] = []
@@ -369,7 +366,6 @@ def _dense(fields: JsonFields, folder: str, width: int) -> Dense:
 
 
 def _token_ids(path: Path, words: Sequence[str]) -> tuple[int, ...]:
-    """Return the ids of vocabulary entries."""
     if (path / "vocab.json").is_file():
         vocabulary = _json(path / "vocab.json").values
     else:

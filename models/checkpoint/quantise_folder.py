@@ -44,7 +44,7 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, matches
 # Matches all expert matrices, whether a checkpoint holds them one by one or stacked.
 EXPERTS = r"re:.*\.experts\..*"
 _WEIGHT, _SCALES = ".weight", ".weight_scale"
-_MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers
+_MODULE_FOLDER = re.compile(r"\d+_\w+")  # a module of sentence-transformers
 _NOT_COPIED = ("*.safetensors", INDEX, "config.json", *PICKLE_PATTERNS, "*.gguf", "*.h5", "*.msgpack")
 _CHUNK_ROWS = 1024
 _IN_PARTS = "the checkpoint holds it in parts, or together with others"

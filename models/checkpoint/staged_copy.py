@@ -79,7 +79,7 @@ def _copy_chunks(
                 # numpy copies without the GIL and in this thread alone; torch would start a pool for each thread.
                 np.copyto(_raw(staged), _raw(chunk.source))
                 if chunk.source.dtype != chunk.target.dtype:
-                    staged = staged.to(device, non_blocking=True)  # else copy_ would convert on the CPU
+                    staged = staged.to(device, non_blocking=True)  # otherwise copy_ converts on the CPU
                 chunk.target.copy_(staged, non_blocking=True)
                 fetched.record(stream)
                 if chunk.is_last:

@@ -66,7 +66,7 @@ class Encoder(nn.Module):
         padding = self.first_position - 1
         is_padding_T = (input_ids_T == padding).to(positions_T.dtype)
         places_T = torch.arange(positions_T.shape[0], dtype=positions_T.dtype, device=positions_T.device)
-        starts_T = (places_T - positions_T).clamp(min=0)  # where each token's text begins in the step
+        starts_T = (places_T - positions_T).clamp(min=0)  # index of the first token of each token's text
         num_padding_T = is_padding_T.cumsum(0, dtype=positions_T.dtype)
         before_T = num_padding_T[starts_T] - is_padding_T[starts_T]
         counted_T = positions_T + self.first_position - (num_padding_T - before_T)

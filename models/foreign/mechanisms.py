@@ -75,7 +75,7 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
         "encoders of images or sound within the decoder": value("vision_config") or value("audio_config"),
     }
     found += [text for text, needed in stated.items() if needed]
-    general = "convolutions over tokens"  # a part of most recurrences
+    general = "convolutions over tokens"  # most recurrences contain one
     return tuple(text for text in found if text != general or len(found) == 1)
 
 
