@@ -101,8 +101,8 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a tile's tokens and rows. FORM.together token tiles run over all rows together, so that they stay in the
-    L2 cache."""
+    """Return the token tile and the row tile with this number. FORM.together token tiles run over all rows together, so
+    that they stay in the L2 cache."""
     many = FORM.together * tiles.of_rows
     first = number // many * FORM.together
     size = gl.minimum(tiles.of_tokens - first, FORM.together)

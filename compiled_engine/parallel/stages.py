@@ -72,7 +72,7 @@ class ParameterPlaces:
 
 
 def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
-    """Find where a model uses its parameters, by running its code once on the meta device, where it is moved."""
+    """Find where a model uses its parameters: move it to the meta device, and run its code there once."""
     names = _names_by_parameter(model)
     model.to("meta")  # moves its buffers
     watch = _Watch(names)

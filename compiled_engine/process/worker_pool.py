@@ -154,7 +154,8 @@ class WorkerPool:
             self._idle.extend(self._processes.workers)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the answer of the first idle worker, with its number as "worker"; None if it ended, or if all have.
+        """Send a message to the first idle worker and return its answer, with its number as "worker"; None if that
+        worker ends, or none is left.
 
         For threads that are not interrupted: an interrupt here would end the worker.
         """

@@ -60,7 +60,8 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytearray]:
-        """Return the payloads that `data` completes. Raises MessageTooLargeError as soon as a too large one begins."""
+        """Return the payloads that `data` completes. Raises MessageTooLargeError as soon as a message that is too large
+        begins."""
         buffer = self._buffer
         buffer += data
         payloads = []

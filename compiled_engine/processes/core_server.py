@@ -75,8 +75,8 @@ class ApiProcess:
 
 
 def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
-    """Return a message as frames. A step too large for one frame is divided; a single request's too large output
-    becomes an error."""
+    """Return a message as frames. A step that is too large for one frame is divided; if a single request's output is
+    too large, it becomes an error."""
     try:
         return [frame(encode(message))]
     except MessageTooLargeError as error:
@@ -262,7 +262,7 @@ class CoreServer:
             self._watch(api_process)
 
     def _watch(self, api_process: ApiProcess) -> None:
-        """Wait for the socket to become writable if there is unsent data."""
+        """Watch the socket for writability while there is unsent data."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if api_process.has_unsent else 0)
         if self._selector.get_key(api_process.connection).events != events:
             self._selector.modify(api_process.connection, events, api_process)

@@ -114,7 +114,8 @@ class Monitor:
         self._closing = True
 
     def end(self) -> None:
-        """Mark the workers as ended or killed, before their connections are closed. Later requests raise."""
+        """Stop watching: the workers are ended or killed, and their connections are about to be closed. Later requests
+        raise."""
         with self._lock:
             if self.failure is None:
                 self.failure = WorkerError("the workers have been told to stop")

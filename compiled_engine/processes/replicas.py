@@ -281,7 +281,7 @@ class Replicas:
             self._watch(replica)
 
     def _watch(self, replica: Replica) -> None:
-        """Wait for the socket to become writable if there is unsent data."""
+        """Watch the socket for writability while there is unsent data."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if replica.connection.has_unsent else 0)
         if self._selector.get_key(replica.connection).events != events:
             self._selector.modify(replica.connection, events, replica)

@@ -14,7 +14,7 @@ ROWS = StepTensor("rows_R", ("requests",), torch.int32, padding=-1)
 
 
 def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that only this model's code reads."""
+    """Return the step tensors that this model reads in addition to those of every model."""
     return () if model.recurrences is None else (ROWS,)
 
 

@@ -117,7 +117,7 @@ class EditedRows:
         self._rows.write("counts", row, counts_V)
 
     def _start_tail(self, row: int, output_ids: Sequence[int], length: int) -> None:
-        """Keep at least the last `length` generated tokens of a row; all rows have the longest tail."""
+        """Keep at least the last `length` generated tokens of a row; a longer tail lengthens those of all rows."""
         if "tail" not in self._rows:
             self._rows.declare(RowField("tail", shape=(length,), initial=-1))
         self._tail_length = have = max(self._tail_length, length)

@@ -1,4 +1,4 @@
-"""Triton kernels for the edits of edits.py: additions, masks, penalties, records. Arguments are the same there."""
+"""Triton kernels for the edits of edits.py: additions, masks, penalties, records. Arguments are as in edits.py."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def _at_least(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the number of logits at or above the pivot (int32, without minus infinity), and the sum of their weights
-    (float32)."""
+    """Return the number of logits at or above the pivot, int32, and the sum of their weights, float32. Logits of minus
+    infinity do not count."""
     counts = tl.zeros([BLOCK_V], dtype=tl.int32)
     sums = tl.zeros([BLOCK_V], dtype=tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK_V):

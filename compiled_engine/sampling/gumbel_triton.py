@@ -4,7 +4,7 @@ Greedy rows take the same path without noise, so one launch serves mixed batches
 is bit-identical, the noise except for the last bits of the logarithm.
 
 With a divided vocabulary best_of_ranks_kernel replaces row_best_kernel: it pushes a key into the other ranks' memory
-and waits for theirs. If the group has no push buffer, or a too small one, the keys are gathered instead.
+and waits for theirs. If the group has no push buffer, or too few slots in it, the keys are gathered instead.
 """
 
 from __future__ import annotations

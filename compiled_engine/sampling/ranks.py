@@ -53,7 +53,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, vocab_size: int, group: Group | None) -> VocabularySlice:
-        """Return the slice of this rank of the group, which divides the vocabulary; None has the whole vocabulary."""
+        """Return this rank's slice of a vocabulary that the group divides; without a group, all of it."""
         group = group or FakeGroup()
         size = vocab_size // group.size
         return cls(group.rank * size, size, group)

@@ -33,7 +33,8 @@ def build_model(config: ModelConfig) -> Any:
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
-    """Build a model that only holds parameters, for use with compiled code: transformers' code is not imported."""
+    """Build the model for use with compiled code. A transformers model then consists of its tensors alone, without its
+    code."""
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
     model = skeleton(find_description(config.transformers.config, config.dtype, cache_dir))

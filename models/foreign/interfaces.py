@@ -18,11 +18,10 @@ from compiled_engine.recurrence.sequences import Sequences
 
 
 class Step:
-    """Arguments of a step, shared by all attention modules of a model and set by its forward; sliding windows are
-    constant.
+    """A step's arguments for attention, shared by all attention modules of a model; the model's forward sets them.
 
-    Keyword arguments would be simpler, but not all families pass them on to their attention. rows_R: see
-    recurrence.sequences; None without recurrences.
+    Keyword arguments would be simpler, but not all families pass them on to their attention. Sliding windows are
+    constant. rows_R: see recurrence.sequences; None without recurrences.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None]) -> None:
@@ -72,7 +71,8 @@ def all_experts(
 
 
 def experts_by_columns(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield (module, name) of weights [E, in, out], to be stored as [E, out, in], which the kernels need."""
+    """Yield (module, name) of expert weights with the shape [E, in, out]. The kernels need the memory order [E, out,
+    in]."""
     for module in model.modules():
         if getattr(module, "is_transposed", False) and hasattr(module, "gate_up_proj"):
             yield from ((module, name) for name in ("gate_up_proj", "down_proj"))

@@ -87,7 +87,7 @@ class _Mask:
 
     @cached_property
     def sight(self) -> tuple[int | None, bool]:
-        """Number of keys that the mask leaves on a side (None: all), and whether it hides all later keys.
+        """Visible keys on each side of a query (None: all), and whether all later keys are hidden.
 
         Raises UnsupportedModelError.
         """
