@@ -1,9 +1,9 @@
-"""Formats of the KV cache, as plain data: the elements that keys and values are stored in, and the layout of a block.
+"""Formats of the KV cache as plain data: the dtype of stored keys and values, and the layout of a block.
 
 A block has two halves, for keys and for values. Without scales a half is [P, K, d]: slots, K/V heads, elements of a
-head. With scales it has all codes of the half, [P, K, d], then a scale for each head of each token, [P, K]. As a tensor
-the cache is contiguous in either case: [N, 2, P, K, w], where w counts the elements that a head of a token takes, its
-scale included.
+head. With scales it holds all quantised values of the half, [P, K, d], then one scale per head of each token, [P, K].
+In both cases the cache is a contiguous tensor [N, 2, P, K, w], where w counts the elements of a token's head, its scale
+included. Quantised values of 8 bits are called codes.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import torch
 AUTO = "auto"
 INT8 = "int8"
 FP8 = "fp8_e4m3"
-# Of int8's scales: as many exponents as fp32 has, so that no key or value is too small or too large for its scale.
+# Scales of int8: bfloat16 has fp32's exponent range, so no key or value is too small or too large for its scale.
 SCALE_DTYPE = torch.bfloat16
-# An int8 code is stored as a byte, plus this: so it is the last byte of a half-precision number, exactly.
+# An int8 code is stored as a byte with this offset, which makes it the low byte of an exact half-precision number.
 INT8_BIAS = 128
 INT8_LARGEST = 127
-# The smallest scale of a head; one of zeros has it. Kernels rely on it: they take logarithms of scales.
+# The smallest scale of a head, also used for heads of zeros. Kernels rely on it: they take logarithms of scales.
 LEAST_SCALE = 2.0**-40
 FP8_LARGEST = 448.0
 
 
 class Elements(NamedTuple):
-    """A kind of stored element. scale_width: elements that a scale takes, which a head of a token has; 0: none."""
+    """A type of stored elements."""
 
     name: str
     dtype: torch.dtype
-    scale_width: int = 0
+    scale_width: int = 0  # elements that the scale of a token's head takes; 0: no scale
 
 
 CODED = (Elements(INT8, torch.uint8, SCALE_DTYPE.itemsize), Elements(FP8, torch.float8_e4m3fn))
-# By the names of options, vLLM's among them.
+# Names of the formats by option value, including vLLM's.
 BY_OPTION = {AUTO: AUTO, INT8: INT8, "int8_per_token_head": INT8, "fp8": FP8, FP8: FP8}
 _BY_NAME = {elements.name: elements for elements in CODED}
 _SCALE_WIDTHS = {elements.dtype: elements.scale_width for elements in CODED}
 
 
 def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the cache's tensors. name: auto, or that of one of CODED."""
+    """Return the dtype of the cache's tensors. name: auto, or a name in CODED."""
     return model_dtype if name == AUTO else _BY_NAME[name].dtype
 
 
 def is_coded(dtype: torch.dtype) -> bool:
-    """Return whether a cache of this dtype holds codes of 8 bits."""
+    """Return whether a cache of this dtype holds 8-bit quantised values."""
     return dtype in _SCALE_WIDTHS
 
 
@@ -56,10 +56,10 @@ def has_scales(dtype: torch.dtype) -> bool:
 
 
 def head_width(dtype: torch.dtype, head_dim: int) -> int:
-    """Return the elements of a cache of this dtype that a head of a token takes."""
+    """Return the cache elements of this dtype that one head of a token takes."""
     return head_dim + _SCALE_WIDTHS.get(dtype, 0)
 
 
 def head_dim_of(cache: torch.Tensor) -> int:
-    """Return the elements of a head in a cache [N, 2, P, K, w]."""
+    """Return the head size in a cache [N, 2, P, K, w]."""
     return cache.shape[-1] - _SCALE_WIDTHS.get(cache.dtype, 0)

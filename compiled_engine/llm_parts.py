@@ -1,4 +1,4 @@
-"""The parts of an `LLM`, and its start; PyTorch comes with this module."""
+"""The parts of an `LLM`, and its start. Importing this module imports PyTorch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from compiled_engine.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class LLMParts:
-    """`loop` runs requests on `core`."""
+    """Parts of an `LLM`."""
 
     config: EngineConfig
     core: EngineCore | Replicas
-    loop: EngineLoop
+    loop: EngineLoop  # runs requests on `core`
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     pooling: PoolingProcessor | None
@@ -40,7 +40,7 @@ class LLMParts:
 
 
 def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) -> LLMParts:
-    """Raises what `LLM` raises."""
+    """Start the engine and return its parts. Raises as `LLM`."""
     with timeline.span("configuration"):
         config = resolve(options, progress)
     warn_if_eager(options, config)
@@ -49,7 +49,7 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
     if not options.skip_tokenizer_init:
         tokenizer_path = find_tokenizer_folder(config.tokenizer, model_path)
     default_sampling_params = read_default_sampling_params(model_path, options.generation_config)
-    read_eos_token_ids(model_path, None, config.model.overrides)  # errors are raised before work starts
+    read_eos_token_ids(model_path, None, config.model.overrides)  # raises errors before the slow parts start
     # No text arrives before the engine is ready, so the tokenizer is loaded in parallel.
     tokenizer_start_s = timeline.now()
     loading = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)

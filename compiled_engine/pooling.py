@@ -1,6 +1,6 @@
-"""The steps from hidden states to vectors or scores, as plain data: pooling, head, activation.
+"""Steps from hidden states to vectors or scores, as plain data: pooling, head, activation.
 
-Nothing here knows of files; what a checkpoint states is read into these values by models/checkpoint/pooling_folder.py.
+Independent of files: models/checkpoint/pooling_folder.py reads a checkpoint's configuration into these values.
 """
 
 from __future__ import annotations
@@ -11,73 +11,64 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 KINDS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""Names of sentence-transformers, in the order in which its older configurations concatenate several."""
+"""Kinds of pooling, by sentence-transformers' names and in the order in which its older versions concatenate them."""
 LAST = ("lasttoken",)
 EMBED, CLASSIFY = "embed", "classify"
 NONE, NORMALISE, SOFTMAX, SIGMOID = "none", "normalise", "softmax", "sigmoid"
-# Of pooler_config, by vLLM's names.
+# Kinds by vLLM's names in pooler_config.
 KINDS_BY_NAME = {"cls": "cls", "mean": "mean", "last": "lasttoken", "all": "lasttoken"} | {kind: kind for kind in KINDS}
 
-# Tasks of pooler_config, by vLLM's names: what the model is converted to.
+# Conversions of the model by vLLM's names of tasks in pooler_config.
 TASKS = {"embed": EMBED, "token_embed": EMBED, "classify": CLASSIFY, "token_classify": CLASSIFY, "score": CLASSIFY}
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear of a head. source: the tensors' file (a folder of the checkpoint), or their module in the checkpoint.
-    tokens: instead, its rows are those of the output projection for these tokens. activation: of torch.nn."""
+    """A linear of a head."""
 
-    source: str
+    source: str  # folder of the checkpoint with its tensors, or the name of its module
     in_size: int
     out_size: int
     bias: bool = False
-    activation: str = "Identity"
-    tokens: tuple[int, ...] = ()
+    activation: str = "Identity"  # a class of torch.nn
+    tokens: tuple[int, ...] = ()  # if given, the weight is the output projection's rows of these tokens
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """A model's way from hidden states to the result of a request.
+    """A model's steps from hidden states to the result of a request."""
 
-    task: embed or classify. kinds: of KINDS; several are concatenated. head: linears, one after the other. activation:
-    of the result. activates: whether it is applied where a request does not say. labels: names of a classifier's
-    results. template: the form of a pair of texts to be judged, in three parts; empty for the tokenizer's. prompts:
-    texts before a text, by name. include_prompt: whether they are pooled. lower_case: whether texts are made lower case
-    before they are tokenised. dimensions: the number that vectors are cut to; None for all. own_head: the head is the
-    model's own code, and `head` has its sizes alone.
-    """
-
-    task: str
-    kinds: tuple[str, ...]
-    head: tuple[Dense, ...]
-    activation: str
-    labels: tuple[str, ...] = ()
-    template: tuple[str, ...] = ()
-    prompts: tuple[tuple[str, str], ...] = ()
-    include_prompt: bool = True
-    lower_case: bool = False
-    dimensions: int | None = None
-    activates: bool = True
-    own_head: bool = False
+    task: str  # embed or classify
+    kinds: tuple[str, ...]  # of KINDS; several are concatenated
+    head: tuple[Dense, ...]  # linears, applied in order
+    activation: str  # applied to the result
+    labels: tuple[str, ...] = ()  # names of a classifier's results
+    template: tuple[str, ...] = ()  # for pairs of texts to be judged, in three parts; empty: the tokenizer's
+    prompts: tuple[tuple[str, str], ...] = ()  # texts to put before a text, by name
+    include_prompt: bool = True  # prompt tokens are pooled too
+    lower_case: bool = False  # texts are lowercased before they are tokenised
+    dimensions: int | None = None  # vectors are cut to this length; None: not cut
+    activates: bool = True  # default for requests that do not choose whether to apply the activation
+    own_head: bool = False  # the head is the model's own code; `head` only gives its sizes
 
     def width(self, hidden_size: int) -> int:
-        """Values of a result."""
+        """Return the number of values of a result."""
         return self.head[-1].out_size if self.head else hidden_size * len(self.kinds)
 
     @property
     def every_token(self) -> bool:
-        """Return whether a result needs the hidden states of all tokens, not of the last one alone."""
+        """Return whether a result needs the hidden states of all tokens, not only the last one's."""
         return self.kinds != LAST
 
     @property
     def num_labels(self) -> int:
-        """Results of a classifier: the two tokens of a reranker make one."""
+        """Number of a classifier's results; the two tokens of a reranker give one."""
         return 1 if self.head and self.head[-1].tokens else len(self.labels)
 
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """Overrides of the checkpoint's pooling, by vLLM's names; None leaves a field to the checkpoint."""
+    """Overrides of the checkpoint's pooling, by vLLM's names; None keeps the checkpoint's value."""
 
     pooling_type: str | None = None
     seq_pooling_type: str | None = None
@@ -90,7 +81,7 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: Any) -> PoolerConfig:
-        """From a PoolerConfig, a mapping, or JSON. Raises TypeError or ValueError naming the key and the value."""
+        """Convert a PoolerConfig, a mapping or JSON. Raises TypeError or ValueError naming the key and the value."""
         if isinstance(value, PoolerConfig):
             return value
         if isinstance(value, str):
@@ -124,7 +115,7 @@ class PoolerConfig:
             raise ValueError(f"pooler_config: dimensions is {self.dimensions!r}; allowed: an integer of at least 1")
 
     def converts(self, convert: str) -> str:
-        """Return the option `convert` with what the task asks for. Raises ValueError if they differ."""
+        """Return the option `convert` combined with the task. Raises ValueError if they contradict each other."""
         if self.task is None:
             return convert
         if convert not in ("auto", "none", TASKS[self.task]):
@@ -135,11 +126,11 @@ class PoolerConfig:
 
     @property
     def kinds(self) -> tuple[str, ...] | None:
-        """The kinds that it asks for, if any."""
+        """Kinds of pooling that the override requests; None for none."""
         asked = self.seq_pooling_type or self.pooling_type
         return None if asked is None else (KINDS_BY_NAME[asked.lower()],)
 
     @property
     def activates(self) -> bool | None:
-        """Return whether results are normalised or activated; None leaves it to the checkpoint."""
+        """Return whether results are normalised or activated; None keeps the checkpoint's setting."""
         return self.use_activation if self.normalize is None else self.normalize

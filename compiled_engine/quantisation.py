@@ -1,7 +1,7 @@
 """Quantisation of linears as plain data: schemes, and rules that assign them to modules.
 
-A scheme describes how a linear's weight and its inputs are rounded: the format of elements, and how many of them share
-a scale. models/checkpoint reads a checkpoint's description into these values.
+A scheme describes how a linear's weight and inputs are rounded: the element format, and the tile of elements that share
+a scale. models/checkpoint converts a checkpoint's description to these values.
 """
 
 from __future__ import annotations
@@ -15,33 +15,30 @@ import torch
 
 
 class Element(NamedTuple):
-    """A kind of stored number: its dtype in torch, and the largest value."""
+    """An element format: its torch dtype, and the largest value."""
 
     dtype: torch.dtype
     largest: float
 
 
 ELEMENTS = {"e4m3": Element(torch.float8_e4m3fn, 448.0)}
-# The name of all linears in targets and ignore lists.
+# Target that stands for all linears.
 LINEAR = "Linear"
-# Schemes that weights can be brought into while they are loaded.
+# Schemes for quantising weights while they are loaded.
 ONLINE = {
     "fp8": "e4m3 1x*, inputs e4m3 1x*",
     "fp8_block": "e4m3 128x128, inputs e4m3 1x128",
 }
 
 
-# A tuple: each launch looks up its kernel by its scheme, and a dataclass's hash takes the host longer.
+# A tuple, since each launch looks up its kernel by the scheme, and a dataclass hashes more slowly.
 class Rounding(NamedTuple):
-    """Values are `element` codes, and tiles of rows x columns of them share a scale; 0 rows or columns are all.
-
-    static: the one scale is in the checkpoint; of inputs alone.
-    """
+    """Element format, and the tile (rows x columns) of values that share a scale; 0 means all rows or columns."""
 
     element: str
     rows: int
     columns: int
-    static: bool = False
+    static: bool = False  # one scale, stored in the checkpoint; for inputs only
 
     def __str__(self) -> str:
         tile = "static" if self.static else f"{self.rows or '*'}x{self.columns or '*'}"
@@ -64,12 +61,12 @@ class Rounding(NamedTuple):
         return ELEMENTS[self.element].largest
 
     def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """Return the shape of the scales of this many rows and columns."""
+        """Return the shape of the scales for a matrix of this size."""
         return -(-num_rows // (self.rows or num_rows)), -(-num_columns // (self.columns or num_columns))
 
 
 class LinearScheme(NamedTuple):
-    """The rounding of a linear's weight [N, K] and its inputs [T, K]; inputs None: they are not rounded."""
+    """Rounding of a linear's weight [N, K] and inputs [T, K]; None: inputs are not rounded."""
 
     weight: Rounding
     inputs: Rounding | None
@@ -79,13 +76,15 @@ class LinearScheme(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> LinearScheme:
-        """Read what `str` gives."""
+        """Parse the result of `str`."""
         weight, _, inputs = text.partition(", inputs ")
         return LinearScheme(Rounding.parse(weight), Rounding.parse(inputs) if inputs else None)
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with tiles that are parts of these and end where this many rows or columns end; 0 columns:
-        anywhere. One scale for all rows becomes one a row. Inputs are rounded in tiles as wide as the weight's."""
+        """Return the scheme with smaller tiles that divide num_rows and num_columns (0: any columns).
+
+        A scale shared by all rows becomes one scale per row. Input tiles are as wide as the weight's.
+        """
         rows = math.gcd(self.weight.rows or 1, num_rows)
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0
         inputs = self.inputs
@@ -96,26 +95,24 @@ class LinearScheme(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """targets: names of modules, `re:` and a regular expression that matches from a name's beginning, or `Linear` for
-    every linear. scheme: what LinearScheme.parse reads."""
+    """Assigns a scheme to modules."""
 
+    # Module names, `re:` and a regular expression that matches from the start of a name, or `Linear` for all linears.
     targets: tuple[str, ...]
-    scheme: str
+    scheme: str  # for LinearScheme.parse
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The quantised linears of a model, with their schemes.
+    """A model's quantised linears and their schemes.
 
-    method: quant_method of the checkpoint, or "online" for weights that are quantised while they are loaded. ignore:
-    targets that stay as they are, despite rules. scale_name: the checkpoint's name for the scale of a module's weight.
     Raises ValueError for a target with an invalid regular expression.
     """
 
-    method: str
+    method: str  # the checkpoint's quant_method, or "online" for quantisation at load time
     rules: tuple[Rule, ...]
-    ignore: tuple[str, ...]
-    scale_name: str = "weight_scale"
+    ignore: tuple[str, ...]  # targets that are not quantised, despite rules
+    scale_name: str = "weight_scale"  # the checkpoint's name for the scale of a module's weight
 
     def __post_init__(self) -> None:
         where = "quantization_ignore" if self.is_online else "quantization_config"
@@ -143,7 +140,7 @@ class Quantisation:
         return None
 
     def why_not(self, module: str) -> str:
-        """Why a linear is not quantised."""
+        """Return why a linear is not quantised."""
         ignoring = self._ignoring(module)
         return "no rule names it" if ignoring is None else f"{ignoring} is to be ignored"
 
@@ -152,12 +149,12 @@ class Quantisation:
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
-    """Return the rules that quantise every linear in one of the schemes of ONLINE, except those in `ignore`."""
+    """Return the rules that quantise every linear with a scheme of ONLINE, except for targets in `ignore`."""
     return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
 
 
 def matches(target: str, module: str) -> bool:
-    """Return whether a target (see Rule) names a module, which is a linear."""
+    """Return whether a target (see Rule) matches a linear's name."""
     if _is_expression(target):
         return re.match(target.removeprefix("re:"), module) is not None
     return _is_class(target) or target == module

@@ -1,8 +1,8 @@
 """Declare the fields of options and parameters once.
 
-A declared field of a dataclass has its default, the kind of its values and its meaning. What follows from that: checks
-of values, options of the command line with their help texts, keys of YAML files, environment variables, fields of the
-server's requests, and the tables of the documents. An unknown name is answered with the known one nearest to it.
+A declared field of a dataclass has a default, a kind of values and a meaning. From these follow: checks of values,
+command-line options with help texts, keys of YAML files, environment variables, fields of server requests, and tables
+in the documents. Errors for unknown names suggest the nearest known one.
 """
 
 from __future__ import annotations
@@ -16,45 +16,41 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 Check = Callable[[str, Any], Any]
-"""From a field's name and a value to the value as it is kept. Raises TypeError or ValueError that says the name, the
+"""Takes a field's name and a value, and returns the value to store. Raises TypeError or ValueError with the name, the
 value and what is allowed."""
 
 JsonSchema = Mapping[str, Any]
 
 Default = TypeVar("Default")
-# Misspellings, a missing or an exchanged word stay above this; names that merely share letters fall below.
+# Misspelt names, or names with a missing or exchanged word, are above this; names that only share letters are below.
 SIMILARITY = 0.75
 # A name this many times longer than a known one can never be similar enough.
 TOO_LONG = 2 / SIMILARITY - 1
 
 
 class Kind(NamedTuple):
-    """Values of one kind. schema: how JSON has them; empty for objects of Python, which only Python can give."""
+    """Values of one kind."""
 
     check: Check
-    schema: JsonSchema
+    schema: JsonSchema  # JSON schema; empty for Python objects that JSON cannot express
 
 
 class Declaration(NamedTuple):
-    """The declaration of a field.
-
-    text: the meaning in Markdown, for the command line's help and the documents; it begins with a small letter, or with
-    a value in backticks, and ends without a full stop. default_is: the meaning of a default such as None or "auto".
-    more: further text in the documents, after the bounds of a number. flag: the option's name on the command line, if
-    not by the rule; None if it has none.
-    """
+    """The declaration of a field."""
 
     name: str
     default: Any
     kind: Kind
+    # Meaning in Markdown, for command-line help and documents. Begins with a lower-case letter or a value in backticks,
+    # without a full stop at the end.
     text: str
-    more: str
-    default_is: str
-    flag: str | None
+    more: str  # further text in the documents, after a number's bounds
+    default_is: str  # meaning of a default such as None or "auto"
+    flag: str | None  # command-line option, if not derived from the name; None: no option
 
     @property
     def schema(self) -> JsonSchema:
-        """The values as JSON has them; of a list or a single value the list."""
+        """JSON schema of the values; for fields that take a list or a single value, the list's."""
         forms = (self.kind.schema, *self.kind.schema.get("anyOf", ()))
         return next((form for form in forms if form.get("type") == "array"), self.kind.schema)
 
@@ -67,19 +63,19 @@ class Declaration(NamedTuple):
 def declare(
     default: Default, kind: Kind, text: str, more: str = "", *, default_is: str = "", flag: str | None = ""
 ) -> Default:
-    """A field of a dataclass with what `Declaration` has; a type checker sees the default alone."""
+    """Declare a field of a dataclass, see `Declaration`; type checkers only see the default."""
     metadata = {"kind": kind, "text": text, "more": more, "default_is": default_is, "flag": flag}
     declared: Default = field(default=default, metadata=metadata)
     return declared
 
 
 def declarations(options: type[Any]) -> tuple[Declaration, ...]:
-    """The declared fields of a dataclass, in their order."""
+    """Return the declared fields of a dataclass, in order."""
     return tuple(Declaration(each.name, each.default, **each.metadata) for each in fields(options) if each.metadata)
 
 
 def check_all(options: Any) -> None:
-    """Check the declared fields of a dataclass. None is allowed where it is the default. Raises as a `Check`."""
+    """Check the declared fields of a dataclass; None is allowed if it is the default. Raises as a `Check`."""
     for each in declarations(type(options)):
         value = getattr(options, each.name)
         if value is not None or each.default is not None:
@@ -87,20 +83,20 @@ def check_all(options: Any) -> None:
 
 
 def documented(options: type[Any]) -> str:
-    """The docstring of a dataclass, completed by its fields."""
+    """Return the docstring of a dataclass, completed by its fields."""
     lines = (f"    {each.name}: {plain(described(each))}." for each in declarations(options))
     return "\n".join([(options.__doc__ or "").rstrip(), "", *lines, "    "])
 
 
 def described(declaration: Declaration) -> str:
-    """The whole meaning, in Markdown."""
+    """Return the whole meaning, in Markdown."""
     named = declaration.default if declaration.default != () else "by default"
     default = f"{named}: {declaration.default_is}" if declaration.default_is else ""
     return "; ".join(filter(None, (declaration.text, default, bounds(declaration.kind.schema), declaration.more)))
 
 
 def bounds(schema: JsonSchema) -> str:
-    """The least and the most of a number in words; empty where it has none."""
+    """Return a number's bounds in words; empty without bounds."""
     most = schema.get("maximum")
     if most is None or most == 2**64 - 1:  # every seed
         return ""
@@ -111,12 +107,12 @@ def bounds(schema: JsonSchema) -> str:
 
 
 def plain(markdown: str) -> str:
-    """Markdown without links and backticks."""
+    """Return Markdown without links and backticks."""
     return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", markdown).replace("`", "")
 
 
 def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any], bool] = lambda value: True) -> Check:
-    """A check that leaves the value as it is. has_type: or TypeError; holds: or ValueError."""
+    """Return a check that keeps the value: TypeError unless has_type, ValueError unless holds."""
 
     def check(name: str, value: Any) -> Any:
         if not has_type(value):
@@ -140,7 +136,7 @@ def integer(least: int = 1, most: int | None = None) -> Kind:
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Kind:
-    """A finite number. allowed: in words, such as "above 0"."""
+    """Allow a finite number. allowed: the bounds in words, such as "above 0"."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -161,18 +157,18 @@ def text(allowed: str = "text", *, may_be_empty: bool = False) -> Kind:
 
 
 def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
-    """A path as text or Path. format: "path", or another one where text may be no path at all."""
+    """Allow a path as text or Path. format: "path", or another format for text that need not be a path."""
     check = require(allowed, lambda value: isinstance(value, str | Path), lambda value: value != "")
     return Kind(check, {"type": "string", "format": format})
 
 
 def a_list(item: JsonSchema) -> Kind:
-    """A tuple with entries checked elsewhere."""
+    """Allow a tuple, whose items are checked elsewhere."""
     return Kind(require("a list", lambda value: isinstance(value, tuple)), {"type": "array", "items": item})
 
 
 def sizes() -> Kind:
-    """A tuple of integers from 1 on."""
+    """Allow a tuple of integers of at least 1."""
     kind = a_list({"type": "integer", "minimum": 1})
 
     def check(name: str, value: Any) -> Any:
@@ -193,7 +189,7 @@ TEXTS = a_list({"type": "string"})
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like `name`, one of the same letters first; None if none is close."""
+    """Return the known name spelt most like `name`, preferring one with the same letters; None if none is close."""
     name = name.lower()
     by_lower_case = {other.lower(): other for other in known}
     if len(name) > TOO_LONG * max(map(len, by_lower_case), default=0):
@@ -204,8 +200,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:
-    """An error message: "SamplingParams has no field 'temprature'; did you mean 'temperature'?". `what`: the text
-    before the name.
-    """
+    """Return an error message such as "SamplingParams has no field 'temprature'; did you mean 'temperature'?". what:
+    the text before the name."""
     near = nearest(name, known)
     return f"{what} {name!r}" + (f"; did you mean {near!r}?" if near is not None else "")

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests in parallel with the steps of the engine, and keeps what it has compiled."""
+"""Compile requests' grammars in parallel with the engine's steps, and cache the results."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class _Vocabulary(NamedTuple):
 
 
 class CompiledGrammar(NamedTuple):
-    """matcher: at its beginning, to be copied. probe: see plain_strings.py."""
+    """A compiled grammar."""
 
-    matcher: LLMatcher
-    probe: str | None
+    matcher: LLMatcher  # in its initial state, to be copied
+    probe: str | None  # see string_masks.py
 
 
 class GrammarCompiler:
-    """Threads in the core's process: a matcher cannot be handed from one process to another, and the library works
-    without the GIL, so the steps go on.
+    """Compiles in threads of the core's process: matchers cannot be passed between processes, and the library releases
+    the GIL, so steps continue.
 
-    vocabulary: read once, by a thread, when the object is made.
+    vocabulary: read once, by a thread, on construction.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, *, kept: int = KEPT_GRAMMARS) -> None:
         self._threads = SmallestFirst(QUICK_GRAMMAR, "grammar")
         self._vocabulary: Future[_Vocabulary] = self._threads.submit(0, lambda: _load(vocabulary))
         self._kept = kept
-        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()  # the last used last
+        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()  # LRU, the last used last
         self._lock = threading.Lock()
         self._hits = 0
         self._compiles = 0
@@ -50,7 +50,8 @@ class GrammarCompiler:
         self._seconds = 0.0
 
     def compile(self, grammar: str) -> Future[CompiledGrammar]:
-        """The future's exception is a ValueError if it cannot be compiled."""
+        """Compile a grammar, or return the cached result. The future's exception is a ValueError if it cannot be
+        compiled."""
         if (found := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
             self._hits += 1
@@ -88,7 +89,7 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, probe_for(grammar, WHITESPACE))
 
     def metrics(self) -> dict[str, int | float]:
-        """Return counts since the start: grammar_compiles, failures, seconds of threads, and hits in the cache."""
+        """Return counts since the start: compiled grammars, failures, seconds of compile threads, and cache hits."""
         return {
             "grammar_compiles": self._compiles,
             "grammar_failures": self._failures,
@@ -107,6 +108,6 @@ def _load(vocabulary: GrammarVocabulary) -> _Vocabulary:
         tokenizer = LLTokenizer(
             vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=sorted(vocabulary.eos_token_ids)
         )
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no specific type
         raise ValueError(f"structured_outputs: the tokenizer cannot be read: {error}") from error
     return _Vocabulary(StringTokens(tokenizer, vocabulary.vocab_size), LLExecutor(mask_threads()))

@@ -1,4 +1,4 @@
-"""A compiled grammar and a request's position in it, by llguidance, and the masks of many requests at once."""
+"""A request's position in a compiled grammar, by llguidance, and the masks of many requests at once."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from compiled_engine.sampling.token_mask import Constraint
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-# llguidance's words: a grammar that allows no byte and does not allow the end, and the end of an error without a dump.
+# llguidance's messages: for a grammar that allows neither a byte nor the end, and the suffix of errors without a dump.
 _NOTHING_MAY_COME = "NoExtensionBias"
 _SUFFIX = "\n<non-verbose/>"
-# Lines of an error that repeat the grammar, and those that point into the line above.
+# Lines of an error that repeat the grammar, or point into the line above.
 _POINTER = re.compile(r"\s*(\^*|\d+ \| .*)\s*")
 NO_TEXT = "no text has this form: its rules contradict each other, or lead to each other without end"
 
 
 class GrammarConstraint:
-    """Implements Constraint. If the text may end, the end-of-sequence tokens are allowed.
+    """Implements Constraint. If the text may end, end-of-sequence tokens are allowed.
 
-    A matcher raises nothing: its error, for example a step beyond its limits, is read after each call.
+    A matcher raises nothing: its error, for example about an exceeded limit, is read after each call.
     """
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, strings: StringMasks | None = None) -> None:
@@ -40,7 +40,7 @@ class GrammarConstraint:
             self.strings.accept(token_ids)
 
     def fill_known(self, words_W: np.ndarray) -> bool:
-        """Write the mask if the matcher is not needed for it."""
+        """Write the mask if it can be derived without the matcher; return whether it was."""
         return self.strings is not None and self.strings.fill(words_W)
 
     def fill(self, words_W: np.ndarray) -> None:
@@ -50,7 +50,7 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> str:
-        """Return the matcher's error."""
+        """Error of the matcher, as a request's error."""
         return failure_text(self.matcher)
 
 
@@ -60,19 +60,19 @@ def is_complete(constraint: Constraint | None) -> bool:
 
 
 def failure_text(matcher: LLMatcher) -> str:
-    """The error of a matcher that has one, as errors of requests begin."""
+    """Return a failed matcher's error, as a request's error."""
     return f"structured_outputs: {error_of(matcher)}"
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """The error of a matcher as one line; empty if there is none."""
+    """Return a matcher's error as one line; empty if there is none."""
     whole = matcher.get_error().removesuffix(_SUFFIX)
     error = " ".join(line.strip() for line in whole.splitlines() if not _POINTER.fullmatch(line))
     return NO_TEXT if error == _NOTHING_MAY_COME else error or " ".join(whole.split())
 
 
 def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.ndarray) -> dict[int, str]:
-    """Fill rows of the masks (int32 [M, W], contiguous) by threads without the GIL; failures by row."""
+    """Fill rows of the masks (int32 [M, W], contiguous) in threads without the GIL; return errors by row."""
     if not constraints:
         return {}
     executor = next(iter(constraints.values())).executor
@@ -88,16 +88,16 @@ def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.nda
     return failures
 
 
-# The masks of many requests at once.
+# Masks of many requests at once.
 
 
 def fill_masks(
     asked: Sequence[tuple[Constraint, Sequence[int]]], words_MW: np.ndarray, thread: Executor
 ) -> Future[dict[int, str]]:
-    """Tell each constraint of its new tokens and have it fill its row of the masks, int32 [M, W].
+    """Pass each constraint its new tokens, and let it fill its row of the masks, int32 [M, W].
 
-    Those of grammars are filled side by side and without the GIL: `thread` waits for them, and the caller goes on. What
-    comes of it is why some have no mask, by row; the others are not disturbed.
+    Grammars' masks are filled in parallel without the GIL: `thread` waits for them, and the caller continues. The
+    result is the errors of requests without a mask, by row; other requests are not affected.
     """
     failures: dict[int, str] = {}
     grammars: dict[int, GrammarConstraint] = {}
@@ -122,5 +122,5 @@ def fill_masks(
         return failures | fill_together(grammars, words_MW)
 
     filled = thread.submit(fill)
-    begun.wait()  # to begin takes the GIL, for which the thread would wait as long as the caller computes
+    begun.wait()  # the thread needs the GIL to begin, and would otherwise wait for it while the caller computes
     return filled

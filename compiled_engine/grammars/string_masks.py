@@ -1,4 +1,4 @@
-"""Masks within strings of which only the length is bounded, derived from the mask at the string's beginning."""
+"""Masks inside JSON strings that are bounded only in length, derived from the mask at the string's beginning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEYS = {
     "null": frozenset({"type"}),
 }
 _DEFINITION = re.compile(r"#/\$defs/[^/]+")
-# A pattern for the whole text that has none but ASCII characters and classes of them. There is one way to read each.
+# Matches anchored patterns of ASCII characters and classes only; unambiguous and possessive, so in linear time.
 _NARROW = re.compile(
     r"\^(?:[A-Za-z0-9 _:@,-]|\[[A-Za-z0-9 _-]+\]|\((?:\?:)?+|[)|]|\{\d+(?:,\d*)?\}|[?*+])*+\$", re.ASCII
 )
@@ -35,11 +35,11 @@ PROBES = "éñжяλ中の가"
 
 
 def probe_for(grammar: str, whitespace: str) -> str | None:
-    """Return a character that may come next only inside a string bounded by its length alone: no key, constant or
-    pattern of the schema contains it. None if the grammar is not a schema of known keywords, if two kinds of strings
-    may begin at one place, or unless objects exclude other keys.
+    """Return a character that is only allowed inside a string bounded by its length alone: no key, constant or pattern
+    of the schema contains it. None if the grammar is not a schema with known keywords only, if two kinds of strings may
+    begin at the same place, or if objects allow other keys.
 
-    grammar: as llguidance reads it. whitespace: the pattern allowed between two parts, or none.
+    grammar: in llguidance's format. whitespace: pattern allowed between two parts.
     """
     given = json.loads(grammar) if grammar.startswith("{") else None
     match given:
@@ -50,7 +50,7 @@ def probe_for(grammar: str, whitespace: str) -> str | None:
             definitions = schema.pop("$defs", {})
         case _:
             return None
-    if not isinstance(options, dict):  # llguidance reads other forms too
+    if not isinstance(options, dict):  # llguidance also accepts other types
         return None
     if options.get("whitespace_pattern") not in (None, whitespace):
         return None
@@ -91,7 +91,7 @@ def _may_hold_text(schema: dict[str, Any]) -> bool:
 
 
 def _is_narrow(pattern: str) -> bool:
-    """Return whether the pattern matches nothing beyond ASCII."""
+    """Return whether the pattern only matches ASCII."""
     if not _NARROW.fullmatch(pattern):
         return False
     depth = 0
@@ -105,15 +105,15 @@ def _is_narrow(pattern: str) -> bool:
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\x7f]+')
 _OF_STRING = re.compile(rb'(?:[^"\\]|\\u[0-9A-Fa-f]{0,4}|\\.)*\\?', re.DOTALL)
 _ESCAPE = re.compile(rb"\\(?:u[0-9A-Fa-f]{0,4}|.)?", re.DOTALL)
-# If more characters are allowed than the longest token takes by this number, the string is examined again after they
-# are written.
+# A string's room is measured up to this many characters more than the longest token; if that is not enough, it is
+# measured again later.
 _FURTHER = 64
 
 
 class StringTokens:
-    """The tokens of a vocabulary within a JSON string.
+    """Lengths of a vocabulary's tokens within a JSON string.
 
-    lengths: the characters of each token that continues the string and needs no escape, otherwise 0.
+    lengths: for each token that continues the string without escapes, its number of characters; otherwise 0.
     """
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
@@ -127,7 +127,7 @@ class StringTokens:
         self._within: dict[int, np.ndarray] = {}
 
     def within(self, room: int) -> np.ndarray:
-        """Return a mask of the tokens that take at most this many characters of the string in which they begin."""
+        """Return a mask of the tokens that use at most this many characters of the string in which they begin."""
         room = min(room, self.longest)
         if room not in self._within:
             self._within[room] = np.packbits(self._taken_V <= room, bitorder="little").view(np.int32)
@@ -136,19 +136,16 @@ class StringTokens:
 
 @dataclass
 class _Open:
-    """A string in progress: the mask at or after its beginning, and how many characters may follow.
+    """State of an unterminated JSON string."""
 
-    at_least: more characters may be allowed.
-    """
-
-    words_W: np.ndarray
-    room: int
-    at_least: bool
+    words_W: np.ndarray  # token mask at or after its beginning
+    room: int  # characters left
+    at_least: bool  # room is a lower bound
 
 
 class StringMasks:
-    """The masks of one request. probe, quote: tokens of a character that may come next only in a bounded string, and of
-    the closing quote."""
+    """Masks of one request. probe, quote: token ids of a character only allowed in bounded strings, and of the closing
+    quote."""
 
     def __init__(self, tokens: StringTokens, probe: list[int], quote: list[int]) -> None:
         self._tokens, self._probe, self._quote = tokens, probe, quote
@@ -156,7 +153,7 @@ class StringMasks:
 
     @classmethod
     def of(cls, tokens: StringTokens, probe: str | None) -> StringMasks | None:
-        """Return the masks for a request; None without a probe, and if the vocabulary cannot write it."""
+        """Return the masks for a request; None without a probe, or if the vocabulary cannot write it."""
         if probe is None:
             return None
         written = [tokens.tokenizer.greedy_tokenize(text) for text in (probe, '"')]
@@ -165,7 +162,7 @@ class StringMasks:
         return cls(tokens, *written)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Follow the generated tokens."""
+        """Update the state by generated tokens."""
         for token_id in token_ids:
             if self._open is None:
                 return
@@ -175,14 +172,14 @@ class StringMasks:
                 self._open = None
 
     def fill(self, words_W: np.ndarray) -> bool:
-        """Write the mask if it is known."""
+        """Write the mask if it is known; return whether it was."""
         if self._open is None:
             return False
         np.bitwise_and(self._open.words_W, self._tokens.within(self._open.room), out=words_W)
         return True
 
     def note(self, words_W: np.ndarray, matcher: LLMatcher) -> None:
-        """Keep a mask of the matcher if it belongs to a bounded string that may end here."""
+        """Keep a mask of the matcher if it is inside a bounded string that may end here."""
         word, bit = divmod(self._probe[0], 32)
         if not words_W[word] >> bit & 1 or not matcher.validate_tokens(self._quote):
             return
@@ -201,7 +198,7 @@ def _plain_length(token: bytes) -> int:
 
 
 def _taken(token: bytes) -> int:
-    """Count the characters of the string in which a token begins, including the token's own."""
+    """Return the number of characters that a token adds to the string in which it begins."""
     found = _OF_STRING.match(token)
     assert found is not None
     text = _ESCAPE.sub(b"x", found[0])

@@ -11,37 +11,37 @@ from typing import Any
 from compiled_engine.grammars.trials import GrammarTrials
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
-# Characters up to which a grammar waits for no larger one.
+# Grammars of at most this many characters do not wait for larger ones.
 QUICK_GRAMMAR = 16 << 10
-# A request waits at most this long for its grammar, grammars before it included.
+# Longest wait of a request for its grammar, including grammars queued before it.
 LONGEST_COMPILE_S = 10.0
-# Between any two parts of JSON: a space, or a line end and an indentation.
+# Allowed between two parts of JSON: a space, or a line end and an indentation.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
-# The distinction of Lark and GBNF is llguidance's, but each line is read once.
+# Tells Lark from GBNF as llguidance does, but in linear time.
 _IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|[?!]*+start(?:[.\[{][^\n:]*+)?\s*+:(?!:=))", re.MULTILINE)
-# Parts of GBNF: texts and classes of characters, comments, names. An unterminated text is the converter's error.
+# Parts of GBNF: strings, character classes, comments and names. The converter reports unterminated strings.
 _GBNF_PART = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*+|[\w-]++', re.DOTALL)
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
-# Formats that say what a value is used for, and nothing about its text.
+# Formats that describe a value's use, but do not restrict its text.
 _NOTES = {"password", "binary", "byte", "path", "file-path", "directory-path", "json-string", "base64url"}
 _NOTES |= {"int32", "int64", "float", "double"}
-# Keywords below which a schema has schemas: one, a list of them, or several by name.
+# Keywords whose value is a schema or a list of schemas, and those whose value is schemas by name.
 _BELOW = {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"}
 _BELOW |= {"prefixItems", "anyOf", "allOf", "oneOf"}
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# The converter compares each of these rules with the others.
+# Limit, since the converter compares each rule with all others.
 MOST_GBNF_RULES = 1000
 
 
 def mask_threads() -> int:
-    """Threads that fill masks: few masks take long, so more would wait for each other rather than help."""
+    """Return the number of threads that fill masks. Few masks take long, so more threads would wait for each other."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
-    """Raises ValueError if it cannot be compiled, or takes more than a grammar may; TakesLong as GrammarTrials.error
-    does."""
+    """Return the text for llguidance. Raises ValueError if it cannot be compiled within the limits; TakesLong as
+    GrammarTrials.error."""
     text = _text(given)
     if error := _trials().error(text, hurried=hurried):
         raise ValueError(f"structured_outputs: {error}")
@@ -50,7 +50,6 @@ def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
 
 @cache
 def _trials() -> GrammarTrials:
-    """Those of this process."""
     return GrammarTrials()
 
 
@@ -61,7 +60,7 @@ def _text(given: StructuredOutputs) -> str:
     if given.regex is not None:
         return LLMatcher.grammar_from_regex(given.regex)
     if given.choice is not None:
-        texts = " | ".join(json.dumps(text) for text in given.choice)  # as one terminal: rules may have fewer branches
+        texts = " | ".join(json.dumps(text) for text in given.choice)  # one terminal, as rules allow fewer branches
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if given.grammar is not None:
         if given.grammar.lstrip().startswith("{"):
@@ -74,7 +73,7 @@ def _text(given: StructuredOutputs) -> str:
             )
         try:
             return LLMatcher.grammar_from_lark(gbnf_to_lark(_GBNF_PART.sub(_gbnf_part, given.grammar)))
-        except Exception as error:  # the converter raises what its parser does
+        except Exception as error:  # the converter passes on its parser's exceptions
             raise ValueError(f"structured_outputs.grammar cannot be read: {error}") from error
     schema = ANY_OBJECT if given.json is None else given.json
     assert isinstance(schema, str)
@@ -90,8 +89,8 @@ def _text(given: StructuredOutputs) -> str:
 
 
 def _gbnf_part(match: re.Match[str]) -> str:
-    """A part of GBNF as the converter understands it: it knows code points of two digits only, and gives the rule
-    `root` the name `start`."""
+    """Rewrite a part of GBNF for the converter, which only knows code points of two digits, and renames the rule `root`
+    to `start`."""
     part = match[0]
     if part[0] in '"[':
         return _GBNF_ESCAPE.sub(_character, part)
@@ -99,7 +98,7 @@ def _gbnf_part(match: re.Match[str]) -> str:
 
 
 def _character(match: re.Match[str]) -> str:
-    """The character of an escape in GBNF, unless it means something else when it is written as it is."""
+    """Return the character of a GBNF escape, or an escape if the character itself would have another meaning."""
     digits = match[1] or match[2] or match[3]
     if digits is None or (number := int(digits, 16)) > 0x10FFFF:
         return match[0]
@@ -107,7 +106,7 @@ def _character(match: re.Match[str]) -> str:
 
 
 def _without_notes(schema: Any) -> Any:
-    """The schema without keywords that require nothing, which the compiler would refuse."""
+    """Return the schema without keywords that require nothing, which the compiler would refuse."""
     if isinstance(schema, list):
         return [_without_notes(each) for each in schema]
     if not isinstance(schema, dict):

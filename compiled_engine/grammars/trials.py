@@ -1,8 +1,8 @@
-"""Grammars are tried where they can be stopped: each in a fork of a small process, with a limit of time and memory.
+"""Try grammars where they can be stopped: each in a fork of a small process, with limits of time and memory.
 
-The library that compiles grammars has limits of its own, which some grammars get around: a schema of 50 bytes compiles
-without end. A thread that compiles cannot be stopped; a process can. What a trial has compiled in time may then be
-compiled by a thread, since the cost does not depend on the vocabulary.
+The compiling library has its own limits, which some grammars evade: a schema of 50 bytes compiles forever. A compiling
+thread cannot be stopped, but a process can. A grammar that passes its trial may then be compiled by a thread, since the
+cost does not depend on the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from compiled_engine.process.smallest_first import TakesLong
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-# Compiled grammars, and errors of trials, that are kept: those used last.
+# Number of compiled grammars, and of trials' errors, in LRU caches.
 KEPT_GRAMMARS = 256
-# Seconds of the processor that a grammar may take before it makes way for others, and in all.
+# CPU seconds of a grammar: the first try, after which others go first, and the limit.
 QUICK_S, LONGEST_S = 0.5, 3.0
-# Bytes that a grammar may take, besides its stack.
+# Memory limit of a grammar in bytes, besides its stack.
 MOST_MEMORY = 1 << 30
-# Stack for recursion as deep as its input is long, in bytes of address space, used only as far as the depth needs: the
-# longest allowed grammar, with every rule nested in the one before, needs less than a third. A process that exceeds
+# Stack for recursion as deep as the input is long, in bytes of address space; only the needed part uses memory. The
+# longest allowed grammar, with every rule nested in the previous one, needs less than a third. A process that exceeds
 # its stack is killed.
 STACK_BYTES = 512 * 2**20
 _STACK_SIZE = threading.Lock()  # the stack size is a setting of the whole process
-# A token of the model's vocabulary: by its name, and by its id or those of a range.
+# References to tokens of the model's vocabulary: by name, or by ids and ranges of ids.
 NAMED_TOKEN = re.compile(r"<[^<>\s]{1,256}>")
 NUMBERED_TOKENS = re.compile(r"<\[[\d\s,^-]*\]>")
 
@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 
 
 class GrammarTrials:
-    """The process, which starts with the first trial, and the errors that were found. For any thread; a fork of this
-    process starts its own."""
+    """The process that runs trials, started with the first one, and the errors found so far. Thread-safe; a fork of
+    this process starts its own."""
 
     def __init__(self, quick_s: float = QUICK_S, longest_s: float = LONGEST_S, most_memory: int = MOST_MEMORY) -> None:
         self._quick_s, self._longest_s, self._most_memory = quick_s, longest_s, most_memory
@@ -56,12 +56,12 @@ class GrammarTrials:
         self._owner = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._errors: OrderedDict[str, str | None] = OrderedDict()  # None: it takes more than quick_s
+        self._errors: OrderedDict[str, str | None] = OrderedDict()  # None: exceeded quick_s
 
     def error(self, grammar: str, *, hurried: bool = False) -> str:
         """Return the error of a grammar; empty without one.
 
-        hurried: raise TakesLong if it takes more than `quick_s`; the next call gives it `longest_s`.
+        hurried: raise TakesLong if it takes more than `quick_s`; the next call allows `longest_s`.
         """
         with self._lock:
             is_known, error = grammar in self._errors, self._errors.get(grammar)
@@ -83,12 +83,12 @@ class GrammarTrials:
         return error
 
     def _try(self, grammar: str, seconds: float) -> str | None:
-        """Return the error that a fork of the process finds; None if it has passed its limits."""
+        """Return the error found by a fork of the process; None if it exceeded its limits."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 self._order(theirs, f"{seconds} {self._most_memory}".encode())
-            with suppress(OSError):  # it has ended before it has read everything
+            with suppress(OSError):  # the fork ended before it read everything
                 ours.sendall(grammar.encode())
                 ours.shutdown(socket.SHUT_WR)
                 answer = ours.makefile("rb").read()
@@ -96,7 +96,7 @@ class GrammarTrials:
         return None
 
     def _order(self, theirs: socket.socket, limits: bytes) -> None:
-        """Hand the other end of a connection to the process, which is started again if it has ended."""
+        """Pass the other end of a connection to the process, which is restarted if it has ended."""
         with self._lock:
             if self._owner == os.getpid() and self._orders is not None:
                 with suppress(OSError):
@@ -111,7 +111,7 @@ class GrammarTrials:
             socket.send_fds(self._orders, [limits], [theirs.fileno()])
 
     def close(self) -> None:
-        """End the process; trials end with it. The next trial starts another."""
+        """End the process, and trials with it. The next trial starts another."""
         with self._lock:
             if self._owner == os.getpid():
                 self._close()
@@ -128,10 +128,11 @@ class GrammarTrials:
 
 
 def main() -> None:
-    """Fork for each connection that comes; end when the caller has. Argument: the descriptor connections come by."""
+    """Fork for each received connection; end when the caller has. Argument: descriptor over which connections are
+    received."""
     import llguidance  # noqa: F401 - for the forks
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks leave no zombies
     orders = socket.socket(fileno=int(sys.argv[1]))
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, 64, 1)
@@ -146,7 +147,8 @@ def main() -> None:
 
 
 def _try_one(connection: socket.socket, seconds: float, memory: int) -> None:
-    """Read a grammar, and answer with a byte and the grammar's error. Beyond the limits the process is killed."""
+    """Read a grammar, and answer with a byte and the grammar's error. The process is killed if it exceeds the
+    limits."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     with open("/proc/self/statm") as sizes:
         used = int(sizes.read().split()[0]) * resource.getpagesize()
@@ -158,8 +160,8 @@ def _try_one(connection: socket.socket, seconds: float, memory: int) -> None:
 
 
 def _error(grammar: str) -> str:
-    """Compile a grammar for a vocabulary of bytes, and compute its first mask: endlessly recursive rules compile, but
-    allow nothing. Tokens that the grammar names are taken to exist."""
+    """Compile a grammar for a vocabulary of bytes, and compute its first mask, since endlessly recursive rules compile
+    but allow nothing. Tokens that the grammar names are assumed to exist."""
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     grammar = NUMBERED_TOKENS.sub(f"<[{_Bytes.eos_token_id}]>", grammar)
@@ -184,11 +186,11 @@ class _Bytes:
         return list(text)
 
 
-# --- compiling, in whichever process ---
+# --- compiling, in either process ---
 
 
 def on_large_stack(work: Callable[[], Result]) -> Result:
-    """Run in a thread of its own, and wait. Raises what `work` raises."""
+    """Run in a new thread with a large stack, and wait. Raises as `work`."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -207,7 +209,7 @@ def on_large_stack(work: Callable[[], Result]) -> Result:
 
 
 def parser_limits() -> LLParserLimits:
-    """Limits of one grammar. Fuel is a count of steps: a thousand take less than a millisecond.
+    """Return the limits of one grammar. Fuel counts steps, a thousand of which take less than a millisecond.
 
     Exceeding a limit is an error of the request.
     """

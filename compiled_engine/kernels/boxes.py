@@ -1,7 +1,7 @@
-"""Boxes of tensors that Hopper's kernels copy, and their descriptors as launches take them.
+"""TMA tiles ("boxes") of tensors, and their descriptors for launches of Hopper's kernels.
 
-Triton checks each descriptor that is made, and writes out its type at each launch: together that takes the host longer
-than the launch. A Box is checked where it is first used, and a quick launch knows the type by the box itself.
+Triton validates each new descriptor and formats its type at each launch, which together cost the host more than the
+launch itself. A Box is validated once, on first use, and quick launches identify the type by the box.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 
 class Box:
-    """A box of a tensor, and its layout in shared memory; made once for each, since launches tell boxes by identity."""
+    """Shape of a tensor's tile, and its layout in shared memory. Create each once, since launches compare boxes by
+    identity."""
 
     def __init__(self, shape: Sequence[int], layout: Any):
         self._shape, self._layout = list(shape), layout
@@ -22,18 +23,18 @@ class Box:
 
     @cached_property
     def _descriptor(self) -> type[Any]:
-        # Gluon takes a while to import, and only a Hopper needs it.
+        # Gluon is slow to import, and only Hopper needs it.
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor
 
     def of(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> Any:
-        """Return a TensorDescriptor of such boxes of a tensor; `box` is this one.
+        """Return a TensorDescriptor of a tensor with this tile; its attribute `box` is this object.
 
         Raises AssertionError for sizes that do not fit, when the box is first used.
         """
         if self._checked:
-            found = object.__new__(self._descriptor)  # further fields have their defaults
+            found = object.__new__(self._descriptor)  # skips validation; other fields keep their defaults
             found.base, found.shape, found.strides = base, shape, strides
             found.block_shape, found.layout = self._shape, self._layout
         else:

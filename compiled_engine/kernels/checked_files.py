@@ -1,4 +1,4 @@
-"""Triton's cache of compiled kernels, with binaries checked against their digests before loading."""
+"""Triton's cache manager, with binaries checked against their digests before they are loaded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOADS = itertools.count(1)
 
 
 class CheckedFiles(FileCacheManager):
-    """Files that are damaged count as missing: Triton compiles them again, and writes over them. Threads may load
-    launchers at the same time, see `_to_load`.
+    """Treats damaged files as missing, so that Triton compiles and overwrites them. Threads may load launchers
+    concurrently, see `_to_load`.
 
-    Files of a compiled piece, elsewhere, are in the manifest of its cache entry.
+    Files of a compiled piece, in another folder, are checked by the manifest of its cache entry.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -39,12 +39,11 @@ class CheckedFiles(FileCacheManager):
         os.makedirs(self.cache_dir, exist_ok=True)
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
-        """Write a file, unless it is there already: a link, unlike a renamed file, never replaces one.
+        """Write a file unless it exists: creating a link, unlike renaming, never replaces a file.
 
-        Python recognises a loaded library by the inode that it had when its file was opened. If another process
-        replaces the file at that moment, the file system may give the inode to the next library, and Python takes it
-        for the first one: a kernel would be launched with the launcher of another. A damaged file is replaced: no
-        process loads it.
+        Python identifies a loaded library by its file's inode. If another process replaced the file while it is loaded,
+        the file system could reuse the inode for the next library, which Python would take for the first one: a kernel
+        would be launched with another kernel's launcher. A damaged file is replaced, since no process loads it.
         """
         if not is_checked(filename):
             written: str = super().put(data, filename, binary)
@@ -82,11 +81,11 @@ class CheckedFiles(FileCacheManager):
 
 
 def _to_load(path: str) -> str:
-    """The path of a library, spelled as at no other call; other paths as they are.
+    """Return a library's path in a spelling that no other call returns; other paths unchanged.
 
-    All of Triton's launchers are modules of one name. If Python has loaded a module from a path before, it returns the
-    last loaded module of that name, of whatever path, with the functions of this one. Threads that load launchers at
-    the same time would get each other's.
+    All of Triton's launchers are modules of the same name. If Python has already loaded a module from a path, it
+    returns the last loaded module of that name, from whatever path, with this path's functions. Threads that load
+    launchers at the same time would get each other's.
     """
     folder, name = os.path.split(path)
     if not name.endswith(".so"):

@@ -1,11 +1,11 @@
-"""Triton kernels are compiled before they are launched, side by side, in processes of their own.
+"""Compile Triton kernels in parallel worker processes before they are launched.
 
-The processes import what they need while this one traces the model. Threads would compile as well, but they share an
+The workers import their modules while this process traces the model. Threads would not help much: they share an
 interpreter, and most of the work is Python.
 
-Triton names a kernel's binary after digests of its own files, some hundred megabytes, and after the version of its
-assembler, which it asks by running it. Both happen once in a process, and leave Python's lock to others, so a thread
-makes them in parallel with what a start does before its first kernel.
+Triton names a kernel's binary by digests of its own files, some hundred megabytes, and by its assembler's version, for
+which it runs the assembler. Both happen once per process and release the GIL, so a thread does them in parallel with
+the start's work before the first kernel.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from compiled_engine.process.worker_pool import WorkerPool
 
 log = logging.getLogger("compiled_engine")
 PACKAGE = "compiled_engine."
-# Triton has one hook for the whole process.
+# Triton has a single hook for the whole process.
 _HOOK = threading.Lock()
-# Python 3.11 counts how deep ast.parse is once for all threads, and raises SystemError where two are at it.
+# Python 3.11 has one recursion counter of ast.parse for all threads, and raises SystemError if two threads parse.
 PARSES_ALONE = sys.version_info < (3, 12)
 _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nullcontext()
 
 
 @cache
 def triton_digests(device: torch.device) -> InBackground[None]:
-    """The first call starts a thread, and every call gives the same one. Its `result` waits, and raises nothing."""
+    """Start a thread that computes Triton's digests, on the first call; later calls return the same one. Its `result`
+    waits and raises nothing."""
     return InBackground(lambda: _digest(device))
 
 
@@ -51,18 +52,19 @@ def _digest(device: torch.device) -> None:
         from triton.compiler import make_backend
         from triton.runtime.cache import triton_key
 
-        triton_key()  # unless it was made above
+        triton_key()  # cached if it was computed above
         major, minor = torch.cuda.get_device_capability(device)
         make_backend(GPUTarget("cuda", 10 * major + minor, 32)).hash()
-    except Exception:  # another version, or a damaged one: the first kernel will do it, and say what is wrong
+    except Exception:  # an unknown or damaged version; the first kernel computes it again and reports the error
         return
 
 
 class KernelWorkers:
-    """Processes that compile kernels, ended with this context.
+    """Context manager for processes that compile kernels.
 
-    count: number of processes, possibly 0; folder: of Triton's binaries (None: Triton's default); modules: imported at
-    once, before a kernel's own module needs them. Nothing here raises: the caller compiles what no worker does.
+    count: number of processes, possibly 0. folder: for Triton's binaries; None: Triton's default. modules: imported at
+    the start, before the module of a kernel needs them. Nothing here raises: the caller compiles kernels that no worker
+    has compiled.
     """
 
     def __init__(self, count: int, folder: Path | None, modules: Sequence[str] = ()):
@@ -77,17 +79,17 @@ class KernelWorkers:
         return self._pool is not None
 
     def start(self) -> None:
-        """Start them, unless they have been."""
+        """Start the processes unless they run already."""
         if self._pool is None:
             self._pool = WorkerPool("compiled_engine.kernels.worker", self._count, self._environment)
             self._pool.begin({"modules": self._modules})
 
     def aim(self, target: Any) -> None:
-        """Set the GPU for which kernels are compiled from now on. target: a triton GPUTarget."""
+        """Set the GPU to compile for. target: a triton GPUTarget."""
         self._target = [target.backend, target.arch, target.warp_size]
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
-        """Have a kernel compiled, so that Triton finds it in its folder; whether a worker could."""
+        """Compile a kernel in a worker, for Triton to find in its folder. Return whether that succeeded."""
         if self._pool is None or self.closed:
             return False
         kernel = {"target": self._target, "module": module, "name": name, "specialization": specialization}
@@ -113,12 +115,12 @@ class KernelWorkers:
 
 @contextmanager
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
-    """Within this context launches of the engine's kernels launch nothing. A kernel that is not compiled yet is
-    compiled by `workers`, and one of `threads` waits for that.
+    """Skip launches of the engine's kernels in this context, and compile them instead: `workers` compile, `threads`
+    wait.
 
-    What such a launch would have written is not there, so a kernel that is compiled already would read it. Launches of
-    other threads wait for a worker, and are made; those of other kernels do not change. One engine at
-    a time.
+    Skipped launches write nothing, so launches of kernels already compiled are skipped too: they would read missing
+    data. Other threads' launches wait for a worker and are then made; launches of other kernels are unchanged. One
+    engine at a time.
     """
     import triton  # not installed everywhere
 
@@ -134,17 +136,17 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCol
 
 
 class KernelCollector:
-    """The kernels launched by the creating thread: Triton's hook, replacing `before`."""
+    """Collects kernels launched by the creating thread: Triton's hook, called instead of `before`."""
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
         self._workers, self._threads, self._before = workers, threads, before
         self._caller = threading.get_ident()
-        self._own: set[int] = set()  # threads that run what has to be launched
+        self._own: set[int] = set()  # threads that run parts with real launches
         self._known: set[tuple[int, str]] = set()
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run a part with real launches in one of the threads. It ends if the start has failed."""
+        """Run a part with real launches in one of the threads. It is cancelled if the start has failed."""
 
         def run() -> None:
             self._own.add(threading.get_ident())
@@ -159,12 +161,12 @@ class KernelCollector:
     def __call__(
         self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any
     ) -> bool | None:
-        """Triton calls it before it compiles; True: do not."""
+        """Handle a kernel that Triton is about to compile. Returns True to prevent that."""
         specialization = compile["specialization_data"]
         asks = self.leaves_out_launches()
         if fn.module.startswith(PACKAGE) and (asks or not is_manual_warmup):
             if asks:
-                if (id(fn.jit_function), key) not in self._known:  # a hash of it would parse its source
+                if (id(fn.jit_function), key) not in self._known:  # its id, since hashing it would parse its source
                     self._known.add((id(fn.jit_function), key))
                     future = self._threads.submit(self._workers.compile, fn.module, fn.name, specialization)
                     self._compiling.append((fn.jit_function, specialization, future))
@@ -190,4 +192,4 @@ class KernelCollector:
         with _PARSING:
             digest_helpers_first(jit_function)
             kernel = jit_function.preload(specialization)
-        return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler
+        return kernel and kernel.run  # loads the kernel, and builds its launcher with a C compiler

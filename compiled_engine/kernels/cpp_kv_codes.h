@@ -1,5 +1,5 @@
-// Elements of the KV cache, and the layout of its blocks: see compiled_engine/kv_format.py. Codes of 8 bits are rounded
-// as in compiled_engine/attention/kv_codes.py.
+// Elements of the KV cache, and the layout of its blocks: see compiled_engine/kv_format.py. 8-bit codes are rounded as
+// in compiled_engine/attention/kv_codes.py.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace {
 
-// What a cache holds: elements of the queries' type, int8 with a scale for each head of a token, or FP8.
+// Elements of a cache: of the queries' type, int8 with one scale per head of a token, or FP8.
 enum Format : int64_t { PLAIN, INT8, FP8 };
 
 struct Int8 {
@@ -36,7 +36,7 @@ inline Words load_bytes(const void* from) {
 inline Floats load(const Int8* from) { return __builtin_convertvector((Ints)load_bytes(from), Floats) - INT8_BIAS; }
 
 inline Floats load(const Fp8* from) {
-    // Exponent and mantissa in their places in a float, whose exponent counts from another number.
+    // Moves exponent and mantissa to their places in a float, whose exponent has another bias.
     const Words words = load_bytes(from);
     return (Floats)((words & 0x80) << 24 | (words & 0x7f) << 20) * 0x1p120f;
 }
@@ -44,7 +44,7 @@ inline Floats load(const Fp8* from) {
 template <typename Element>
 constexpr bool is_coded = std::is_same_v<Element, Int8> || std::is_same_v<Element, Fp8>;
 
-// A cache [N, 2, P, K, w]: `half` has the codes of a block's keys or values and, if they have any, their scales.
+// A cache [N, 2, P, K, w]: `half` holds the codes of a block's keys or values, and their scales if there are any.
 template <typename Element>
 struct Layout {
     int64_t num_kv_heads, head_dim, block_size;
@@ -82,7 +82,7 @@ inline uint8_t to_fp8(float value) {
     return sign | (uint8_t)((bits >> 20) - (120 << 3));
 }
 
-// The scale of a head's code at `slot` of the half at `half`; scale: of an FP8 cache.
+// Returns the scale of a head at `slot` of `half`. scale: the scale of an FP8 cache.
 template <typename Element>
 inline float scale_of(const Element* half, const Layout<Element>& layout, int64_t slot, int64_t kv_head, float scale) {
     if constexpr (std::is_same_v<Element, Int8>) {
@@ -93,7 +93,7 @@ inline float scale_of(const Element* half, const Layout<Element>& layout, int64_
     return scale;
 }
 
-// A head's values to `slot` of the half at `half`.
+// Stores a head's values at `slot` of `half`.
 template <typename Element>
 inline void encode(const float* values, Element* half, const Layout<Element>& layout, int64_t slot, int64_t kv_head,
                    float scale) {

@@ -1,6 +1,6 @@
-"""C++ kernels for CPUs: compiled once for this machine, with the compiler that Inductor uses, and called by ctypes.
+"""C++ kernels for CPUs: compiled once per machine with the compiler that Inductor uses, and called by ctypes.
 
-Calls can be recorded and made again.
+Calls can be recorded and replayed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpp_vectors.h", "cp
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 CPU_INFO = Path("/proc/cpuinfo")
 POINTER, INTEGER, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# How an argument lies in the 64 bits that the kernel's second entry reads.
+# struct formats of arguments in the 64-bit slots that a kernel's packed entry reads.
 _PACKED: dict[type[Any], str] = {POINTER: "Q", INTEGER: "q", NUMBER: "f4x"}
 recorder: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)
 
@@ -39,12 +39,12 @@ class CannotCompile(RuntimeError):
 
 @cache
 def load_library(source: Path) -> ctypes.CDLL:
-    """The shared library of a C++ file, compiled unless the folder of kernels has it. Raises CannotCompile.
+    """Return the shared library of a C++ file, compiled unless the kernel folder has it. Raises CannotCompile.
 
-    Its name digests source, flags, compiler and processor, so another machine's is never taken. Without a folder that
-    no other user can write to, it is compiled in every process.
+    Its name is a digest of source, flags, compiler and processor, so a library of another machine is never loaded.
+    Without a folder that only this user can write to, every process compiles it.
     """
-    torch.get_num_threads()  # torch's OpenMP was loaded first, so the library takes its threads from there
+    torch.get_num_threads()  # loads torch's OpenMP first, so that the library uses its threads
     program = shutil.which(os.environ.get("CXX", "g++"))
     if program is None:
         raise CannotCompile(f"no C++ compiler ({os.environ.get('CXX', 'g++')}) was found")
@@ -69,7 +69,7 @@ def load_library(source: Path) -> ctypes.CDLL:
         if folder is not None:
             keep_digest(folder / name, path.read_bytes())
             path = path.replace(folder / name)
-        return ctypes.CDLL(str(path))  # which stays mapped when its file is gone
+        return ctypes.CDLL(str(path))  # stays mapped after its file is deleted
 
 
 def _processor() -> str:
@@ -86,9 +86,9 @@ class CallRecorder(Protocol):
 
 
 class CppFunction:
-    """A function of a C++ file that also has a packed entry, see cpp_packed.h; it takes float32, not float64.
+    """A function of a C++ file that also has a packed entry, see cpp_packed.h. It takes float32, not float64.
 
-    types: of its arguments. Pointers are addresses, or None. Raises CannotCompile, see load_library.
+    types: ctypes of the arguments. Pointers are addresses, or None. Raises CannotCompile, see load_library.
     """
 
     def __init__(self, source: Path, name: str, types: Sequence[type[Any]]) -> None:
@@ -106,5 +106,5 @@ class CppFunction:
         self._function(*arguments)
 
     def pack(self, arguments: tuple[Any, ...]) -> bytes:
-        """Pack the arguments as the packed entry reads them."""
+        """Pack the arguments for the packed entry."""
         return struct.pack(self._packing, *(0 if argument is None else argument for argument in arguments))

@@ -1,4 +1,4 @@
-// A second entry of a function, whose arguments lie one after the other in 64 bits each: see cpp_replay.cpp.
+// Packed entry of a function, whose arguments follow one another in 64 bits each: see cpp_replay.cpp.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Recorded calls of C++ kernels, made again one after the other.
+// Replays recorded calls of C++ kernels, one after another.
 #include <cstdint>
 
 struct Call {

@@ -1,4 +1,4 @@
-// Vectors of sixteen floats and what the C++ kernels compute with them; the compiler makes what the processor has of it.
+// Vectors of sixteen floats, and functions on them for the C++ kernels; the compiler maps them to the processor's.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof va
 
 inline void store(BFloat16* to, Floats values) {
     Words bits = (Words)values;
-    // To the nearest, ties to even; a NaN stays one.
+    // Rounds to nearest, ties to even; NaN stays NaN.
     Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Words nan = (Words)(values != values);
     Halves halves = __builtin_convertvector((rounded & ~nan) | (0x7fc0 & nan), Halves);
@@ -48,9 +48,9 @@ inline float sum(Floats values) {
     return values[0] + values[1];
 }
 
-// 2**x for x <= 0: the nearest integer goes into the exponent, a polynomial does the rest (|rest| <= 0.5).
+// 2**x for x <= 0: the nearest integer goes into the exponent, a polynomial approximates the rest (|rest| <= 0.5).
 inline Floats exp2(Floats x) {
-    x = x < -126.0f ? Floats{} - 126.0f : x;  // a NaN stays one
+    x = x < -126.0f ? Floats{} - 126.0f : x;  // NaN stays NaN
     const float magic = 12582912.0f;          // 1.5 * 2**23: adding it rounds to an integer
     Floats shifted = x + magic;
     Floats rest = x - (shifted - magic);
@@ -68,7 +68,7 @@ inline Floats tanh(Floats x) {
     Floats absolute = x < 0.0f ? -x : x;
     Floats power = exp2(absolute * (-2.0f * LOG2_E));
     Floats result = (1.0f - power) / (1.0f + power);
-    return x < 0.0f ? -result : result;  // a NaN stays one
+    return x < 0.0f ? -result : result;  // NaN stays NaN
 }
 
 }  // namespace

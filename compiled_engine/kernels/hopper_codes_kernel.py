@@ -1,10 +1,12 @@
-"""Gluon kernel of a linear of 8-bit codes for many tokens on Hopper: one warp copies, two groups of four warps compute.
+"""Gluon kernel of a linear with 8-bit codes for many tokens on Hopper: one warp copies, two groups of four warps
+compute.
 
-As hopper_product_kernel, with the tokens on the left of the tensor cores' products and rows of the weight on the right.
-A thread then holds results of two tokens, so of the scales of 128 columns it needs two of tokens, and one of the weight
-whose tile has all rows of the product; eight rows of gate and their eight of up lie in turn, so there it needs two.
-Each group of warps has one or two times 64 tokens: one product of 128 columns at a time is added to the sums by other
-instructions, since the tensor cores' own sums have fewer bits.
+Unlike in hopper_product_kernel, tokens are the left operand of the tensor cores' products, and rows of the weight the
+right one. A thread then holds results of two tokens. So for 128 columns it needs two token scales, and one weight scale
+if the weight's tile spans all rows of the product; with gate and up, interleaved in blocks of eight rows, it needs two.
+
+Each group of warps handles 64 or 128 tokens. One product of 128 columns at a time is added to the sums by other
+instructions, since the tensor cores accumulate with fewer bits than fp32.
 
 The promotion of sums, and tiles of 256 tokens by 128 rows, are those of DeepGEMM.
 """
@@ -36,51 +38,47 @@ from compiled_engine.kernels.hopper_linear_kernel import (
 from compiled_engine.kernels.hopper_product_kernel import COPYING_REGISTERS, Tiles, tile_at
 from compiled_engine.kernels.launcher import quick_launches
 
-# Columns of a step, and tokens of a product.
+# Columns per step, tokens per product, and groups of warps that compute.
 STEP = gl.constexpr(128)
 TOKENS = gl.constexpr(64)
 GROUPS = gl.constexpr(2)
 
 
 class Form(NamedTuple):
-    """The constants of a compiled kernel: steps of K, tokens of a group of warps, rows of the weight (gate and up
-    counted together), stages, gate and up, token tiles that take the same rows one after another."""
+    """Constants of a compiled kernel."""
 
-    steps: Any
-    tokens: Any
-    rows: Any
+    steps: Any  # steps along K
+    tokens: Any  # per group of warps
+    rows: Any  # of the weight, gate and up counted together
     stages: Any
-    gated: Any
-    together: Any
+    gated: Any  # the weight holds gate and up
+    together: Any  # token tiles that take the same rows one after another
 
 
 class Stages(NamedTuple):
-    """Stages of the weight, [stages, rows, STEP], and of tokens, [stages * GROUPS, tokens, STEP]; for each stage the
-    barriers that say that it is full, and that both groups of warps have done with it."""
+    """Stages in shared memory, with two barriers each."""
 
-    weight: Any
-    tokens: Any
-    full: Any
-    empty: Any
+    weight: Any  # [stages, rows, STEP]
+    tokens: Any  # [stages * GROUPS, tokens, STEP]
+    full: Any  # barriers: the stage is filled
+    empty: Any  # barriers: both groups of warps have finished with the stage
 
 
 class Scales(NamedTuple):
-    """Pointers to the scales of the weight and of inputs, with the number of input scales in a row, of tokens, and of
-    outputs."""
+    """Pointers to the scales, and sizes."""
 
     of_weight_ptr: Any
     of_inputs_ptr: Any
-    input_stride: Any
+    input_stride: Any  # input scales per row
     num_tokens: Any
     num_outputs: Any
 
 
 class Tiling(NamedTuple):
-    """Rows of the weight that share scales, and whether these are of 128 columns, as those of inputs are then, or of
-    whole rows."""
+    """Tiles of the weight that share a scale."""
 
     rows: Any
-    by_step: Any
+    by_step: Any  # tiles, also those of inputs, are 128 columns wide; otherwise whole rows
 
 
 @gluon.constexpr_function
@@ -95,7 +93,7 @@ def tiling_of(rows: int, columns: int) -> Tiling:
 
 @gluon.jit
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A stage's rows, in blocks of gate and of up if it is gated; the barrier waits for the tokens too."""
+    """Load a stage's rows, in blocks of gate and up if gated. The barrier waits for the tokens too."""
     blocks: gl.constexpr = FORM.rows // (2 * BLOCK)
     gated_shared: gl.constexpr = shared_layout(8, 4)
     full = stages.full.index(stage)
@@ -118,8 +116,8 @@ def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # 
 
 @gluon.jit
 def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The warp that copies: of the first tile the first stages' rows before the wait for earlier kernels, their tokens
-    after it, then all others."""
+    """Run the copying warp. For the first tile it loads the first stages' rows before waiting for earlier kernels, then
+    their tokens, then everything else."""
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
     number = gl.program_id(0)
@@ -147,7 +145,7 @@ def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-
 def _scales_of_step(  # type: ignore[no-untyped-def]
     scales, first, step, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """[rows]: the scales of a tile's rows in a step, of which there is one, or one of gate and one of up."""
+    """Return [rows]: the scales of a tile's rows in a step: a single one, or one for gate and one for up."""
     row_N = gl.arange(0, FORM.rows, layout=layout)
     if FORM.gated:
         gate = gl.load(scales.of_weight_ptr + first // TILING.rows * FORM.steps + step)
@@ -162,7 +160,7 @@ def _scales_of_step(  # type: ignore[no-untyped-def]
 def _scales_of_rows(  # type: ignore[no-untyped-def]
     scales, first, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """[rows]: the scales of whole rows."""
+    """Return [rows]: the scales of whole rows."""
     row_N = gl.arange(0, FORM.rows, layout=layout)
     output_N = first + row_N
     row_N = output_N
@@ -177,7 +175,8 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     acc, x, w, scales, token, first, step, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """acc plus the product of 64 tokens and a step's columns, times its scales. They are loaded while it runs."""
+    """Return acc plus the scaled product of 64 tokens and a step's columns. The scales are loaded while the product
+    runs."""
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
     product = warpgroup_mma(x, w, nothing, use_acc=False, is_async=True)
@@ -202,7 +201,7 @@ def _product(  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     acc, desc, place, scales, token, first, FORM: gl.constexpr, TILING: gl.constexpr, ACTIVATION: gl.constexpr
 ):
-    """The results of 64 tokens."""
+    """Write the results of 64 tokens."""
     layout: gl.constexpr = acc.type.layout
     if not TILING.by_step:
         token_T = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
@@ -230,7 +229,7 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """A group of warps: its tokens times a tile's rows of the weight."""
+    """Run a group of warps: multiply its tokens by a tile's rows of the weight."""
     rows: gl.constexpr = FORM.rows
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
@@ -286,14 +285,14 @@ def hopper_codes_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: gl.constexpr,
     TILE_COLUMNS: gl.constexpr,
 ):
-    """Program: every num_programs-th tile of two times GROUP_TOKENS (64 or 128) tokens and ROWS rows of the weight,
-    gate and up counted together.
+    """Program: every num_programs-th tile of 2 * GROUP_TOKENS (64 or 128) tokens and ROWS rows of the weight, gate and
+    up counted together.
 
-    w_desc: of the weight, [N, K] in boxes of [ROWS, STEP], or, GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of
-    [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x_desc: of x, [T, K] in boxes of [GROUP_TOKENS, STEP]. y_desc: of the results,
-    [T, outputs] in boxes of [64, outputs of ROWS]. scales: [N / TILE_ROWS, K / 128], and of inputs [K / 128, T] with
-    rows input_stride apart, where TILE_COLUMNS is 128; of whole rows where it is 0. Of blocks, TILE_ROWS is a multiple
-    of the rows of a tile, of which gate and up each have half.
+    w_desc: the weight [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of [ROWS / 2 /
+    BLOCK, 2, BLOCK, STEP]. x_desc: x [T, K] in boxes of [GROUP_TOKENS, STEP]. y_desc: the results [T, outputs] in boxes
+    of [64, outputs of ROWS]. With TILE_COLUMNS 128 the scales are [N / TILE_ROWS, K / 128], and those of inputs [K /
+    128, T] with rows input_stride apart; with 0 they are for whole rows. With blocks, TILE_ROWS is a multiple of a
+    tile's rows, or with GATED of half of them.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

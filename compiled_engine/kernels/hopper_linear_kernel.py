@@ -1,16 +1,16 @@
 """Gluon kernel of a linear for up to 128 tokens on Hopper: one warp copies, groups of four warps compute.
 
-Rows of the weight are the left operand of the tensor cores' products, in blocks of 64, tokens the right one. The
-weight's first tiles are loaded before the kernel waits for earlier ones (programmatic dependent launch). With GATED
-eight rows of gate are followed by their eight of up, so that one thread holds both.
+Rows of the weight, in blocks of 64, are the left operand of the tensor cores' products, and tokens the right one. The
+weight's first tiles are loaded before the kernel waits for earlier ones (programmatic dependent launch). With GATED,
+each eight rows of gate are followed by their eight of up, so that one thread holds both.
 
-So that few rows use every multiprocessor, the 64 can be fewer rows in PARTS of K, stacked, with the parts of the tokens
-side by side: the diagonal blocks of the product are summed, the others are discarded.
+To use every multiprocessor for few rows, the 64 can be fewer rows in several PARTS of K, stacked, with the parts of the
+tokens side by side: the diagonal blocks of the product are summed, the others are discarded.
 
-Weights and tokens pass through a ring of stages in shared memory, which the copying warp fills.
+Weights and tokens pass through a ring buffer of stages in shared memory, which the copying warp fills.
 
-Elements have 16 bits, or are 8-bit codes with scales. The tensor cores add products of codes with fewer bits than
-fp32 has, so the product of each 128 columns is added by other instructions, times the scales of its blocks.
+Elements have 16 bits, or are 8-bit codes with scales. The tensor cores accumulate products of codes with fewer bits
+than fp32, so the product of each 128 columns is scaled and added by other instructions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launch_arguments import LINEAR_COPYING
 from compiled_engine.kernels.launcher import quick_launches
 
-# Rows on the left of a product of the tensor cores; bytes of its columns, by which shared memory is swizzled.
+# Rows of a product's left operand; bytes of its columns, also the swizzle of shared memory.
 ROWS = gl.constexpr(64)
 STEP_BYTES = gl.constexpr(128)
-# Rows of gate that lie together, followed by as many of up.
+# Consecutive rows of gate, followed by the same number of rows of up.
 BLOCK = gl.constexpr(8)
 BLOCKS = gl.constexpr(64 // (2 * 8))
 # Triton 3.9 has other names for these.
@@ -44,28 +44,25 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Ring(NamedTuple):
-    """Stages of the weight, [stages * groups, products * ROWS, columns], and of tokens,
-    [stages, products * parts * tokens, columns]; for each stage the barriers that say that it is full, and that all
-    groups of warps have done with it."""
+    """Ring buffer of stages in shared memory, with two barriers each."""
 
-    weights: Any
-    tokens: Any
-    full: Any
-    empty: Any
+    weights: Any  # [stages * groups, products * ROWS, columns]
+    tokens: Any  # [stages, products * parts * tokens, columns]
+    full: Any  # barriers: the stage is filled
+    empty: Any  # barriers: all groups of warps have finished with the stage
 
 
 class Form(NamedTuple):
-    """The constants of a compiled kernel: bits of an element, steps of K, groups of warps that compute, tokens, stages,
-    gate and up, parts of K in a product, products of a step."""
+    """Constants of a compiled kernel."""
 
-    bits: Any
-    steps: Any
-    groups: Any
+    bits: Any  # of an element
+    steps: Any  # steps along K
+    groups: Any  # groups of warps that compute
     tokens: Any
     stages: Any
-    gated: Any
-    parts: Any
-    products: Any
+    gated: Any  # the weight holds gate and up
+    parts: Any  # parts of K in a product
+    products: Any  # products per step
 
 
 @gluon.constexpr_function
@@ -77,19 +74,19 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.constexpr_function
 def step_of(bits: int) -> int:
-    """Columns of STEP_BYTES."""
+    """Return the number of columns in STEP_BYTES."""
     return 1024 // bits
 
 
 @gluon.constexpr_function
 def shared_layout(bits: int, rank: int) -> Any:
-    """Layout of boxes of elements in shared memory: [rows, columns] behind as many dimensions as there are."""
+    """Return the layout of boxes of elements in shared memory: the last dimensions of `rank` are [rows, columns]."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
 
 
 @gluon.jit
 def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The same shared memory in another shape."""
+    """Reinterpret shared memory in another shape and layout."""
     if RENAMED:
         return place.reinterpret(place.dtype, SHAPE, LAYOUT)
     else:
@@ -98,7 +95,7 @@ def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[
 
 @gluon.jit
 def _load_weight(w_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A stage's rows of the weight, in blocks of gate and up if it is gated; its barrier waits for the tokens too."""
+    """Load a stage's rows of the weight, in blocks of gate and up if gated. The barrier waits for the tokens too."""
     groups: gl.constexpr = FORM.groups
     parts: gl.constexpr = FORM.parts
     boxes: gl.constexpr = parts * FORM.products
@@ -133,7 +130,8 @@ def _load_tokens(x_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore
 
 @gluon.jit
 def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The warp that copies: the first stages' weights before the wait, their tokens after it, then all others."""
+    """Run the copying warp: load the first stages' weights, wait for earlier kernels, load their tokens, then
+    everything else."""
     stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(stages, FORM.steps)
     for i in range(ahead):
@@ -150,7 +148,8 @@ def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-d
 
 @gluon.jit
 def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[ROWS, parts * tokens] -> [ROWS / parts, tokens]: the blocks in which weight and tokens are of the same part."""
+    """Sum the diagonal blocks, whose weight and tokens belong to the same part: [ROWS, parts * tokens] -> [ROWS /
+    parts, tokens]."""
     parts: gl.constexpr = FORM.parts
     part_of_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout)) // (ROWS // parts)
     part_of_token = gl.arange(0, parts * FORM.tokens, layout=gl.SliceLayout(0, acc.type.layout)) // FORM.tokens
@@ -160,7 +159,7 @@ def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def gated(gate, up, dtype: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """activation(gate) * up in fp32, rounded where the textbook rounds: see silu_mul."""
+    """Return activation(gate) * up in fp32, with the textbook's intermediate rounding: see silu_mul."""
     gate = gate.to(dtype).to(gl.float32)
     if ACTIVATION == "silu":
         activated = gate / (1 + gl.exp2(gate * -1.4426950408889634))
@@ -173,12 +172,12 @@ def gated(gate, up, dtype: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ign
     return activated.to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
 
 
-# Registers of a thread that copies.
+# Registers per copying thread.
 COPYING_REGISTERS = gl.constexpr(LINEAR_COPYING)
 
 
 class Arguments(NamedTuple):
-    """The kernel's arguments that its groups of warps need."""
+    """Kernel arguments that the computing groups of warps need."""
 
     out_ptr: Any
     bias_ptr: Any
@@ -191,7 +190,7 @@ class Arguments(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The tiles that share a scale: rows and columns of the weight, columns of inputs; 0 columns: all of them."""
+    """Tiles that share a scale: rows and columns of the weight, columns of inputs; 0 means all columns."""
 
     rows: Any
     columns: Any
@@ -205,7 +204,7 @@ def scaling_of(rows: int, columns: int, input_columns: int) -> Scaling:
 
 @gluon.jit
 def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of the weight of a group's rows of products, and whether each is there."""
+    """Return the weight's row for each row of a group's product, and whether it exists."""
     rows: gl.constexpr = ROWS // FORM.parts
     row_N = gl.arange(0, ROWS, layout=layout) % rows
     group = gl.program_id(0) * FORM.groups + GROUP
@@ -220,7 +219,7 @@ def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.const
 def _scales_at(  # type: ignore[no-untyped-def]
     given, row_N, there_N, token_T, block_N, block_T, K: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Scales of rows and of tokens in these blocks of 128 columns."""
+    """Return the scales of rows and tokens in these blocks of 128 columns."""
     blocks: gl.constexpr = (K + 127) // 128
     if SCALING.columns == 0:
         scale_N = gl.load(given.scales_ptr + row_N // SCALING.rows, mask=there_N, other=0.0)
@@ -236,7 +235,7 @@ def _scales_at(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[ROWS, parts * tokens] of codes, with their scales: of all steps."""
+    """Return [ROWS, parts * tokens]: the scaled products of codes, summed over all steps."""
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     parts: gl.constexpr = FORM.parts
@@ -251,7 +250,7 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
     part_N = gl.arange(0, ROWS, layout=of_rows) // (ROWS // parts)
     column_T = gl.arange(0, width, layout=of_tokens)
     token_T, part_T = column_T % FORM.tokens, column_T // FORM.tokens
-    # Tokens are there: so are their scales.
+    # The tokens have arrived, so earlier kernels have written their scales.
     mbarrier.wait(ring.full.index(0), 0)
     if not by_step:
         scale_N, scale_T = _scales_at(given, row_N, there_N, token_T, part_N, part_T, K, SCALING)
@@ -281,7 +280,8 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
 
 @gluon.jit
 def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[ROWS, parts * tokens]: of all steps; a stage is given back when the products of the next one are under way."""
+    """Return [ROWS, parts * tokens], summed over all steps. A stage is released once the next step's products are under
+    way."""
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     width: gl.constexpr = FORM.parts * FORM.tokens
@@ -313,8 +313,8 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """A group of warps: its rows of the weight times the tokens. Results pass through shared memory, which turns
-    them."""
+    """Run a group of warps: multiply its rows of the weight by the tokens. Results are transposed through shared
+    memory."""
     tokens: gl.constexpr = FORM.tokens
     rows: gl.constexpr = ROWS // FORM.parts
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
@@ -326,7 +326,7 @@ def _compute(  # type: ignore[no-untyped-def]
     offsets_TM = token_T[:, None] * given.num_outputs + output_M[None, :]
     there_TM = (token_T < given.num_tokens)[:, None] & (output_M < given.num_outputs)[None, :]
     if given.residual_ptr is not None:
-        # Tokens are there: so is what earlier kernels wrote.
+        # The tokens have arrived, so earlier kernels have written the residual.
         mbarrier.wait(ring.full.index(0), 0)
         residual_TM = gl.load(given.residual_ptr + offsets_TM, mask=there_TM, other=0.0)
     if FORM.bits == 8:  # noqa: SIM108 (Gluon compiles one branch alone)
@@ -381,16 +381,16 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: gl.constexpr = 0,
     INPUT_COLUMNS: gl.constexpr = 0,
 ):
-    """Program: GROUPS (1 to 3) times ROWS / PARTS rows of the weight, and all tokens, of which there are TOKENS at
-    most; a step takes PARTS * PRODUCTS times STEP columns.
+    """Program: GROUPS (1 to 3) times ROWS / PARTS rows of the weight, and all tokens, at most TOKENS. A step takes
+    PARTS * PRODUCTS times STEP columns, where STEP is 64, or 128 for 8-bit codes.
 
-    w_desc: of the weight as [PARTS * PRODUCTS, N, K], each STEP columns after the one before it, in boxes of
-    [PARTS * PRODUCTS, ROWS / PARTS, STEP], or, GATED, as [PARTS * PRODUCTS, N / 2 / BLOCK, 2, BLOCK, K] in boxes of
-    [PARTS * PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP]; x_desc: the same of x, in boxes of
-    [PARTS * PRODUCTS, TOKENS, STEP]; out, residual: [num_tokens, num_outputs], contiguous. REGISTERS: of a thread that
-    computes. STEP is 64 columns, and 128 for codes of 8 bits. These have scales: of the weight [R, C], one for
-    TILE_ROWS times TILE_COLUMNS (128, or 0 for all), and of the inputs [C, input_stride], one for INPUT_COLUMNS (128,
-    or 0) of a token, with room for TOKENS of them.
+    w_desc: the weight as [PARTS * PRODUCTS, N, K], each STEP columns after the previous one, in boxes of [PARTS *
+    PRODUCTS, ROWS / PARTS, STEP]; if GATED, as [PARTS * PRODUCTS, N / 2 / BLOCK, 2, BLOCK, K] in boxes of [PARTS *
+    PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP]. x_desc: x likewise, in boxes of [PARTS * PRODUCTS, TOKENS, STEP]. out,
+    residual: [num_tokens, num_outputs], contiguous. REGISTERS: per computing thread.
+
+    Scales of codes: [R, C] for the weight, one per TILE_ROWS times TILE_COLUMNS (128, or 0 for all), and [C,
+    input_stride] for the inputs, one per INPUT_COLUMNS (128, or 0) of a token, with room for TOKENS.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype
@@ -415,7 +415,7 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     given = Arguments(
         out_ptr, bias_ptr, residual_ptr, num_tokens, num_outputs, scales_ptr, input_scales_ptr, input_stride
     )
-    # A tuple that is kept in a variable would turn what is known at compile time into values.
+    # The arguments are written inline: a tuple in a variable would turn compile-time constants into runtime values.
     if GROUPS == 1:
         gl.warp_specialize(
             [

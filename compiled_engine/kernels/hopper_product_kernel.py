@@ -1,12 +1,12 @@
 """Gluon kernel of a linear for many tokens on Hopper: one warp copies, two or three groups of four warps compute.
 
-A program takes one tile after another. As in hopper_linear_kernel, rows of the weight stand on the left of the tensor
-cores' products, eight rows of gate and their eight of up in turn, so that one thread holds both, and tokens on the
-right. A tile's tokens come in up to three parts, each a power of two: there are tiles of 144 and of 192 tokens. While
-one group of warps ends its tile another still multiplies, and the next tile is copied.
+A program processes tiles one after another. As in hopper_linear_kernel, rows of the weight are the left operand of the
+tensor cores' products, with gate and up interleaved in blocks of eight rows so that one thread holds both, and tokens
+are the right one. A tile's tokens are split into up to three parts, each a power of two, which allows tiles of 144 and
+192 tokens. While one group of warps finishes its tile, another still multiplies, and the next tile is copied.
 
-Elements have 16 bits, or are 8-bit codes with scales, which are applied as in hopper_linear_kernel; then tokens come in
-one part, and 64 rows of a group are multiplied at a time, since their product takes registers in addition to the sums.
+Elements have 16 bits, or are 8-bit codes with scales, applied as in hopper_linear_kernel. Codes have a single part of
+tokens, and 64 rows of a group are multiplied at a time, since their product needs registers besides the sums.
 """
 
 from __future__ import annotations
@@ -40,24 +40,22 @@ from compiled_engine.kernels.launcher import quick_launches
 
 
 class Form(NamedTuple):
-    """The constants of a compiled kernel: bits of an element, steps of K, groups of warps that compute, rows of the
-    weight for each, parts of the tokens (0: none), stages, gate and up, token tiles that take the same rows one after
-    another."""
+    """Constants of a compiled kernel."""
 
-    bits: Any
-    steps: Any
-    groups: Any
-    rows: Any
-    part0: Any
+    bits: Any  # of an element
+    steps: Any  # steps along K
+    groups: Any  # groups of warps that compute
+    rows: Any  # of the weight, per group
+    part0: Any  # tokens of each part; 0: none
     part1: Any
     part2: Any
     stages: Any
-    gated: Any
-    together: Any
+    gated: Any  # the weight holds gate and up
+    together: Any  # token tiles that take the same rows one after another
 
 
 class Descriptors(NamedTuple):
-    """Descriptors of the weight, and of a tile's tokens and results by parts."""
+    """Descriptors of the weight, and of a tile's tokens and results by part."""
 
     weight: Any
     tokens0: Any
@@ -69,28 +67,27 @@ class Descriptors(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Stages of the weight, [stages * groups, rows, STEP], and of the parts of the tokens, [stages, part, STEP]; for
-    each stage the barriers that say that it is full, and that all groups of warps have done with it."""
+    """Stages in shared memory, with two barriers each."""
 
-    weight: Any
-    tokens0: Any
+    weight: Any  # [stages * groups, rows, STEP]
+    tokens0: Any  # parts of the tokens, each [stages, part, STEP]
     tokens1: Any
     tokens2: Any
-    full: Any
-    empty: Any
+    full: Any  # barriers: the stage is filled
+    empty: Any  # barriers: all groups of warps have finished with the stage
 
 
 class Scales(NamedTuple):
-    """The scales of codes, the number of outputs, and that of input scales in a row; see hopper_product_kernel."""
+    """Scales of codes, and sizes; see hopper_product_kernel."""
 
     of_weight_ptr: Any
     of_inputs_ptr: Any
     num_outputs: Any
-    input_stride: Any
+    input_stride: Any  # input scales per row
 
 
 class Tiles(NamedTuple):
-    """The number of tiles."""
+    """Number of tiles in each direction."""
 
     of_tokens: Any
     of_rows: Any
@@ -104,7 +101,8 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile's tokens and rows. Groups of token tiles run over all rows together, so that they stay in the L2 cache."""
+    """Return the token tile and the row tile with this number. FORM.together token tiles run over all rows together, so
+    that they stay in the L2 cache."""
     many = FORM.together * tiles.of_rows
     first = number // many * FORM.together
     size = gl.minimum(tiles.of_tokens - first, FORM.together)
@@ -114,7 +112,7 @@ def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Each group's rows, in blocks of gate and of up if it is gated; the barrier waits for the tokens too."""
+    """Load each group's rows, in blocks of gate and up if gated. The barrier waits for the tokens too."""
     groups: gl.constexpr = FORM.groups
     rows: gl.constexpr = FORM.rows
     blocks: gl.constexpr = rows // (2 * BLOCK)
@@ -147,8 +145,8 @@ def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  #
 
 @gluon.jit
 def copy(descs, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The warp that copies: of the first tile the first stages' rows before the wait for earlier kernels, their tokens
-    after it, then all others."""
+    """Run the copying warp. For the first tile it loads the first stages' rows before waiting for earlier kernels, then
+    their tokens, then everything else."""
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
     number = gl.program_id(0)
@@ -172,15 +170,15 @@ def copy(descs, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-d
         number += gl.num_programs(0)
 
 
-# Registers of a thread that copies.
+# Registers per copying thread.
 COPYING_REGISTERS = gl.constexpr(PRODUCT_COPYING)
-# Most tokens of a part with a separate place for results in shared memory.
+# Most tokens of a part whose results have their own place in shared memory.
 SMALL = gl.constexpr(32)
 
 
 class Places(NamedTuple):
-    """Results of each group and part, [groups, part, outputs], on their way to memory; larger parts take turns in the
-    first place."""
+    """Shared memory for results of each group and part, [groups, part, outputs]; larger parts share the first place in
+    turn."""
 
     part0: Any
     part1: Any
@@ -189,13 +187,13 @@ class Places(NamedTuple):
 
 @gluon.constexpr_function
 def chunk_of(rows: int, is_gated: bool) -> int:
-    """Most tokens with results in shared memory at once."""
+    """Return the most tokens whose results are in shared memory at once."""
     return 64 if rows == 128 and not is_gated else 128
 
 
 @gluon.jit
 def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, tokens] -> [outputs, tokens]."""
+    """Apply the gate, if any: [rows, tokens] -> [outputs, tokens]."""
     tokens: gl.constexpr = acc.shape[1]
     rows: gl.constexpr = FORM.rows
     if FORM.gated:
@@ -206,7 +204,7 @@ def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexp
 
 @gluon.jit
 def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
-    """[outputs, tokens], which shared memory turns."""
+    """Write [outputs, tokens], transposed through shared memory."""
     place.permute((1, 0)).store(y.to(place.dtype))
     fence_async_shared()
     store_box(desc, [token, output], place)
@@ -216,7 +214,7 @@ def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
 def _write_all(  # type: ignore[no-untyped-def]
     acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr
 ):
-    """The parts of a tile, one after another."""
+    """Write the parts of a tile, one after another."""
     dtype: gl.constexpr = places.part0.dtype
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
@@ -245,8 +243,8 @@ def _write_all(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A group of warps: its rows of the weight times a tile's tokens. A stage is given back when the products of the
-    next one are under way."""
+    """Run a group of warps: multiply its rows of the weight by a tile's tokens. A stage is released once the next
+    step's products are under way."""
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
     part2: gl.constexpr = FORM.part2
@@ -302,7 +300,7 @@ def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.co
 def _scales_of_rows(  # type: ignore[no-untyped-def]
     scales, first, block, layout: gl.constexpr, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
-    """[64]: of the weight's rows from the first row of products on, in a block of 128 columns."""
+    """Return [64]: the scales of 64 rows of the weight, starting at `first`, in a block of 128 columns."""
     blocks: gl.constexpr = 1 if SCALING.columns == 0 else (K + 127) // 128
     row_N = first + gl.arange(0, 64, layout=layout)
     output_N = row_N
@@ -317,8 +315,8 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _scaled_product(  # type: ignore[no-untyped-def]
     acc, w, x, scales, first, token, block, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
-    """acc plus the product of 64 rows and the tokens, times its scales. Those of the tokens are read when it is there:
-    before, they would take registers from it."""
+    """Return acc plus the scaled product of 64 rows and the tokens. Token scales are read after the product: before,
+    they would occupy registers that it needs."""
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
     product = warpgroup_mma(w, x, nothing, use_acc=False, is_async=True)
@@ -344,7 +342,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """A group of warps: its rows of codes times a tile's codes of tokens."""
+    """Run a group of warps: multiply its rows of codes by a tile's token codes."""
     tokens: gl.constexpr = FORM.part0
     rows: gl.constexpr = FORM.rows
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
@@ -383,7 +381,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _ended64(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[64, tokens] -> [outputs, tokens]."""
+    """Apply the gate, if any: [64, tokens] -> [outputs, tokens]."""
     tokens: gl.constexpr = acc.shape[1]
     if FORM.gated:
         gate, up = gl.split(acc.reshape([64 // (2 * BLOCK), 2, BLOCK, tokens]).permute((0, 2, 3, 1)))
@@ -425,10 +423,10 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     """Program: every num_programs-th tile of GROUPS (2 or 3) times ROWS rows of the weight and PART0 + PART1 + PART2
     tokens.
 
-    w_desc: of the weight, [N, K] in boxes of [ROWS, STEP], or, GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of
-    [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: of x, [T, K] in boxes of [part, STEP]. y0_desc to y2_desc:
-    of the results, [T, outputs] in boxes of [part, outputs of a group], of chunk_of tokens at most. None for parts that
-    are 0. REGISTERS: of a thread that computes. STEP is 64 columns, and 128 for codes of 8 bits, whose scales are as in
+    STEP is 64 columns, or 128 for 8-bit codes. w_desc: the weight [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 /
+    BLOCK, 2, BLOCK, K] in boxes of [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: x [T, K] in boxes of [part,
+    STEP]. y0_desc to y2_desc: the results [T, outputs] in boxes of [part, outputs of a group], with at most chunk_of
+    tokens. Descriptors of parts of size 0 are None. REGISTERS: per computing thread. Scales of codes are as in
     hopper_linear_kernel. Codes have one part, and y0_desc has boxes of [part, outputs of 64 rows].
     """
     gdc_launch_dependents()
@@ -471,7 +469,7 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     tiles = Tiles(token_tiles, row_tiles)
     places = Places(out0, out1, out2)
     scales = Scales(scales_ptr, input_scales_ptr, num_outputs, input_stride)
-    # A tuple that is kept in a variable would turn what is known at compile time into values.
+    # The arguments are written inline: a tuple in a variable would turn compile-time constants into runtime values.
     if BITS == 8:
         gl.warp_specialize(
             [

@@ -1,8 +1,8 @@
-"""Digests of Triton kernels, under which Triton stores their binaries.
+"""Digests of Triton kernels, by which Triton names their binaries.
 
-Triton 3.6 mixes the values of globals that a helper reads into a kernel's digest only if the helper has been digested
-before, so equal kernels had different names in processes that digest them in a different order: workers compiled
-kernels that no later start looked for. Helpers are digested first here. Versions from 3.9 on do so themselves.
+Triton 3.6 includes the globals that a helper reads in a kernel's digest only if the helper was digested before. So
+equal kernels had different names in processes that digest them in a different order, and workers compiled kernels that
+no later start looked for. Here helpers are digested first; Triton does so itself from 3.9 on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def digest_helpers_first(jit_function: Any) -> None:
-    """Digest a kernel after the functions that it calls, these in the same way. Does nothing if the kernel has been.
+    """Digest a kernel after the functions that it calls, recursively. Does nothing if the kernel already has a digest.
 
-    Threads may do so at the same time, if all digest kernels through this function.
+    Threads may call it concurrently, if all digests are computed through it.
     """
     _digest(jit_function, set())
 
@@ -23,14 +23,14 @@ def _digest(function: Any, seen: set[int]) -> None:
     if id(function) in seen:  # a function that calls itself
         return
     seen.add(id(function))
-    if function.hash is None or function.hash.startswith("recursion:"):  # another thread is at it
+    if function.hash is None or function.hash.startswith("recursion:"):  # marker of a digest in progress in a thread
         for helper in _helpers(function):
             _digest(helper, seen)
-    function.cache_key  # noqa: B018 - a property that keeps its value
+    function.cache_key  # noqa: B018 - a property that computes and keeps the digest
 
 
 def _helpers(function: Any) -> list[Any]:
-    """The JIT functions among the globals that a function names, and among attributes that it names of modules."""
+    """Return the JIT functions that a function refers to: globals, and attributes of modules."""
     from triton.runtime.jit import JITCallable  # not installed everywhere
 
     names, scope = function.fn.__code__.co_names, function.get_capture_scope()

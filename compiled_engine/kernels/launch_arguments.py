@@ -1,6 +1,6 @@
-"""The arguments of kernel launches: sizes, options and registers; and the strides that kernels require.
+"""Arguments of kernel launches: sizes, options and registers, and the strides that kernels require.
 
-Nothing here imports Triton: passes choose what they launch on machines without it.
+Does not import Triton: passes choose launches on machines without it.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from functools import cache
 
 import torch
 
-# Registers of a multiprocessor; threads of a warp, and warps of a group.
+# Registers per multiprocessor; threads per warp, and warps per group.
 REGISTERS, WARP, WARPS = 1 << 16, 32, 4
-# Registers of a thread that copies, in Hopper's linear for few tokens and in that for many.
+# Registers per copying thread, in Hopper's linear kernels for few and for many tokens.
 LINEAR_COPYING, PRODUCT_COPYING = 40, 24
-# The most registers of a thread that computes, and of any.
+# Most registers per computing thread, and per any thread.
 MOST_COMPUTING, MOST = 240, 255
-# Registers are given out in multiples of this.
+# Registers are allocated in multiples of this.
 REGISTER_STEP = 8
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Return number / divisor, rounded up. Triton's own function costs the host a microsecond."""
+    """Return number / divisor, rounded up. Triton's own function takes a microsecond on the host."""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not below a positive number."""
+    """Return the smallest power of two that is at least a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Return the options of a programmatic dependent launch: a kernel starts before the one before it has ended.
+    """Return the options of a programmatic dependent launch, which starts a kernel before the previous one has ended.
 
-    The kernel waits (gdc_wait) before it touches what other kernels read or write. It starts early from Hopper on;
-    elsewhere DEPENDENT_LAUNCH is False, and it must not wait.
+    The kernel calls gdc_wait before it touches memory that other kernels read or write. Available from Hopper on;
+    elsewhere DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
     """
     if device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 9:
         return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
@@ -43,10 +43,10 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
-    """Return the registers of a thread in `groups` groups of warps that compute.
+    """Return the registers per thread of `groups` computing groups of warps.
 
-    They share what is left by the four warps that copy, three of which are idle and have `copying` registers a thread
-    each. most: of any thread at the launch.
+    They share the registers left by the four copying warps, three of which are idle; these have `copying` registers per
+    thread. most: limit for any thread at the launch.
     """
     warps = WARPS * (groups + 1)
     each = min(most, REGISTERS // (warps * WARP)) // REGISTER_STEP * REGISTER_STEP
@@ -54,7 +54,7 @@ def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
 
 
 def require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """Raise ValueError unless the cache is contiguous, and so are the elements of a row of each tensor."""
+    """Raise ValueError unless the cache is contiguous, and each tensor is contiguous within its rows."""
     if not kv_cache_N2PKd.is_contiguous():
         raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
     for name, tensor in tensors.items():

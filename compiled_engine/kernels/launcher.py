@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that take the host a few microseconds: what Triton finds out at each of them is kept."""
+"""Launch Triton kernels in a few microseconds of host time, by caching Triton's analysis of each launch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from triton.runtime.jit import JITFunction
 from compiled_engine.kernels.compile_ahead import KernelCollector
 from compiled_engine.kernels.kernel_digest import digest_helpers_first
 
-# Versions for which tests/kernels/test_launcher.py has verified that launches reach the driver as Triton's own do.
+# Versions whose launches tests/kernels/test_launcher.py has verified to reach the driver as Triton's own do.
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 POINTER_SUFFIX = "_ptr"
 DESCRIPTOR_SUFFIX = "_desc"
-# Options that a launch may have; one with others is Triton's.
+# Options that quick launches support; a launch with other options is Triton's.
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
 def quick_launches(kernel: Any) -> Any:
-    """A decorator above @triton.jit: the same kernel, see Launcher.
+    """Decorate a @triton.jit function for quick launches, see Launcher.
 
-    It is what was decorated under Triton's interpreter, with a Triton that is not one of TRITON_VERSIONS, and for AMD's
-    GPUs, where a specialization has more to it.
+    Returns it unchanged under Triton's interpreter, for versions not in TRITON_VERSIONS, and on AMD GPUs, where a
+    specialization depends on more.
     """
     version = ".".join(triton.__version__.split(".")[:2])
     known = version in TRITON_VERSIONS and torch.version.hip is None
@@ -33,17 +33,16 @@ def quick_launches(kernel: Any) -> Any:
 
 
 class Launcher:
-    """Launch kernel[grid](*arguments, **options) like a JIT function, with the same attributes.
+    """Launches kernel[grid](*arguments, **options) like a JIT function, with the same attributes.
 
-    The first launch of each specialization is Triton's, which compiles the kernel or finds it; later ones call the
-    compiled kernel on the current stream. A specialization follows from the device, from dtypes and alignment of
-    tensors, from what Triton's own function says of numbers, from constexprs and options. While Triton's
-    launches are hooked they are Triton's.
+    Triton makes the first launch of each specialization, which compiles or finds the kernel; later launches call the
+    compiled kernel on the current stream. A specialization is determined by the device, tensors' dtypes and alignment,
+    Triton's own function for numbers, constexprs and options. While launch hooks are set, Triton makes all launches.
 
-    grid: a tuple of one to three numbers. Parameters named ..._ptr take tensors that the GPU can read, or None: where
-    they are is checked at the first launch alone. Those named ..._desc take what Box.of makes, or None. Triton's knobs,
-    and globals that the kernel reads, are those of the first launch. Nothing is launched for a thread whose launches
-    KernelCollector leaves out.
+    grid: a tuple of one to three numbers. Parameters named ..._ptr take tensors that the GPU can read, or None; their
+    device is only checked at the first launch. Parameters named ..._desc take results of Box.of, or None. Triton's
+    knobs, and globals that the kernel reads, are those of the first launch. Nothing is launched for threads whose
+    launches KernelCollector skips.
     """
 
     def __init__(self, jit_function: Any):
@@ -61,12 +60,12 @@ class Launcher:
 
 
 def _launch_function(jit_function: Any) -> Callable[..., None]:
-    # The first specialization imports modules of this package. A thread that imports a module before its package, while
-    # another thread imports the package, waits for it, as that one does for the module: Python calls it a deadlock.
+    # The first specialization imports modules of triton's package. If one thread imports a module while another imports
+    # its package, each waits for the other, and Python raises a deadlock error.
     import triton.experimental.gluon
     from triton.backends.compiler import BaseBackend
     from triton.runtime import driver
-    from triton.runtime.jit import native_specialize_impl  # only verified versions have it
+    from triton.runtime.jit import native_specialize_impl  # only in verified versions
 
     knobs = triton.knobs.runtime
     defaults = {f"_default_{p.name}": p.default for p in jit_function.params if p.has_default}
@@ -87,10 +86,10 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
 
 
 def launch_source(jit_function: Any) -> str:
-    """Python source of launch(grid, <the kernel's parameters>, <options>).
+    """Return Python source of launch(grid, <the kernel's parameters>, <options>).
 
-    It is generated because a loop over parameters takes longer than all that it does. Equal keys are equal
-    specializations to Triton.
+    The source is generated, since a loop over parameters would take longer than the rest of a launch. Equal keys are
+    equal specializations to Triton.
     """
     names = [parameter.name for parameter in jit_function.params]
     parameters = [f"{p.name}=_default_{p.name}" if p.has_default else p.name for p in jit_function.params]
@@ -128,7 +127,7 @@ def launch_source(jit_function: Any) -> str:
 
 
 def _key_item(parameter: Any) -> str:
-    """Return the part of an argument that its kernel depends on, alignment of tensors aside."""
+    """Return an expression for the part of an argument that selects the kernel, except for tensors' alignment."""
     name = parameter.name
     if parameter.is_constexpr:
         return name
@@ -156,12 +155,12 @@ def _by_triton(
     options: tuple[Any, ...],
     others: dict[str, Any],
 ) -> tuple[Any, ...] | None:
-    """Launch as Triton does. What CompiledKernel.run needs, and the kernel, which is unloaded with its last reference;
-    None if a hook kept it from being compiled."""
+    """Launch through Triton. Returns the arguments of CompiledKernel.run, and the kernel, which would be unloaded
+    without a reference; None if a hook prevented its compilation."""
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     hook = triton.knobs.runtime.jit_cache_hook
     left_out = isinstance(hook, KernelCollector) and hook.leaves_out_launches()
-    if not isinstance(hook, KernelCollector):  # which does so, one thread at a time
+    if not isinstance(hook, KernelCollector):  # a collector digests them itself, one thread at a time
         digest_helpers_first(jit_function)
     kernel = jit_function.run(*arguments, grid=grid, warmup=left_out, **given, **others)
     return None if kernel is None else (kernel.run, kernel.function, kernel.packed_metadata, kernel)

@@ -1,4 +1,4 @@
-"""Processes that compile Triton kernels into Triton's folder."""
+"""Worker processes that compile Triton kernels into Triton's folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 
 
 def main() -> None:
-    """Order: {"modules": [those to import]}. Messages: {"target": [backend, architecture, warp size], "module", "name",
-    "specialization"}, the last being what Triton's cache hook is handed. Answers: {"seconds": s} or {"error": text}.
+    """Run the workers.
+
+    Order: {"modules": [modules to import]}. Messages: {"target": [backend, architecture, warp size], "module", "name",
+    "specialization"}, the last as passed to Triton's cache hook. Answers: {"seconds": s} or {"error": text}.
     """
     run_workers(_prepare)
 
@@ -47,7 +49,7 @@ def _compile_kernels(messages: Messages, answer: Answer) -> None:
 
 
 class _CompileOnly:
-    """A driver for a GPU that this process does not touch: a CUDA context would take memory and a second."""
+    """Driver for a GPU that this process does not use: a CUDA context would cost memory and a second."""
 
     def __init__(self, target: Any):
         self._target = target

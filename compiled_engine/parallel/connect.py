@@ -1,4 +1,4 @@
-"""The place of each rank among the others, and how a process becomes one of them."""
+"""The position of each rank among the others, and how a process joins and connects to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compiled_engine.parallel.gpu_groups import NcclGroup
 
 log = logging.getLogger("compiled_engine")
-# Default number of rows with logits at once: a chunk of a prompt.
+# Default number of rows whose logits are computed at once: a chunk of a prompt.
 _LOGITS_ROWS = 256
 
 
@@ -35,14 +35,11 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks are numbered so that those which share a layer, and talk most, are neighbours.
+    """Numbering of ranks; ranks that share a layer, and communicate most, are neighbours."""
 
-    tensor: ranks that share each layer. pipeline: stages that the layers are divided into. data: replicas.
-    """
-
-    tensor: int
-    pipeline: int = 1
-    data: int = 1
+    tensor: int  # ranks that share each layer
+    pipeline: int = 1  # stages
+    data: int = 1  # replicas
 
     @property
     def size(self) -> int:
@@ -50,11 +47,11 @@ class RankLayout:
 
     @property
     def result_rank(self) -> int:
-        """The rank of a replica, counted from its first, that reports what a step has sampled."""
+        """Rank within a replica that reports a step's sampled tokens."""
         return (self.pipeline - 1) * self.tensor
 
     def place(self, rank: int) -> RankPlace:
-        """Raises IndexError for a rank that there is not."""
+        """Return a rank's coordinates. Raises IndexError for a rank that does not exist."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank is {rank}; allowed: 0 to {self.size - 1}")
         rest, share = divmod(rank, self.tensor)
@@ -62,7 +59,7 @@ class RankLayout:
         return RankPlace(data, stage, share)
 
     def name(self, rank: int) -> str:
-        """A readable description: rank 1 of 4, with stage and replica."""
+        """Return a readable name such as "rank 1 of 4", with stage and replica."""
         place = self.place(rank)
         parts = (("replica", place.data, self.data), ("stage", place.stage, self.pipeline))
         told = [f"{what} {index} of {count}" for what, index, count in parts if count > 1]
@@ -70,13 +67,13 @@ class RankLayout:
 
 
 def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
-    """Join the others as `rank`; waits for them. folder: an empty one, private to them.
+    """Join the other ranks as `rank`, and wait for them. folder: empty and private to the ranks.
 
-    device: the kind; "cuda" where there may be a GPU, which is made ready if there is.
+    device: "cuda" if there may be a GPU; it is then initialised.
     """
     on_gpu = device == "cuda" and torch.cuda.is_available()
     if on_gpu:
-        with suppress(RuntimeError):  # errors are raised at the first computation
+        with suppress(RuntimeError):  # the first computation raises the error again
             torch.zeros(1, device="cuda:0")
     if size > 1:
         join("cpu:gloo,cuda:nccl" if on_gpu and dist.is_nccl_available() else "gloo", rank, size, folder)
@@ -85,8 +82,8 @@ def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
 def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
     """Wait for the joined ranks and connect them.
 
-    Returns the group of ranks with the same layers, and the link to other stages, if any. The collectives are NCCL's on
-    GPUs that cannot reach each other's memory, for float16, and on request.
+    Returns the group of ranks with the same layers, and the link to other stages, if any. Collectives use NCCL on
+    request, for float16, and on GPUs that cannot access each other's memory.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout(parallel.tensor_parallel_size, parallel.num_stages)
@@ -105,7 +102,7 @@ def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
     if layout.tensor == 1:
         return FakeGroup(all_reduce_min=all_reduce_min)
     members = dist.group.WORLD
-    if stage.count > 1:  # all ranks make all groups
+    if stage.count > 1:  # every rank must create every group
         ranks = [list(range(first, first + layout.tensor)) for first in range(0, layout.size, layout.tensor)]
         members = [dist.new_group(numbers) for numbers in ranks][stage.index]
     assert members is not None
@@ -132,13 +129,13 @@ def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
 
 
 def _connected(nccl: NcclGroup) -> NcclGroup:
-    """NCCL connects at its first collective, which a capture could not do."""
+    """Connect now: NCCL connects at its first collective, which must not happen during a capture."""
     nccl.all_reduce(torch.zeros(1, device=nccl.device))
     return nccl
 
 
 def _largest_bytes(config: EngineConfig) -> int:
-    """Return the size of the largest tensor that a collective is given: a step's hidden states, or its logits."""
+    """Return the bytes of the largest tensor in a collective: a step's hidden states, or its logits."""
     scheduler = config.scheduler
     hidden = scheduler.max_num_batched_tokens * config.model.hidden_size
     logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * config.local_model.vocab_size

@@ -1,4 +1,4 @@
-"""Collectives between processes on CPUs, and how processes find each other at all."""
+"""Collectives between processes on CPUs, and the initialisation of process groups."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from compiled_engine.parallel.group import PushBuffer
 
 
 def rows_of(rank: int, size: int, num_rows: int) -> slice:
-    """Equal contiguous ranges for each of `size` ranks; fewer rows, or none, for the last ones."""
+    """Return a rank's contiguous range of rows; all have the same size, except that the last ones may be shorter or
+    empty."""
     share = rows_a_rank(size, num_rows)
     return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 
 
 def rows_a_rank(size: int, num_rows: int) -> int:
-    """The most that a rank has."""
+    """Return the most rows of any rank."""
     return -(-num_rows // size)
 
 
 def padded(x_TD: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Contiguous, with rows of zeros behind its own up to that many: collectives move as much of every rank."""
+    """Return a contiguous copy with zero rows appended up to num_rows, since collectives move equal sizes."""
     if x_TD.shape[0] == num_rows:
         return x_TD.contiguous()
     padded_TD = x_TD.new_zeros((num_rows, *x_TD.shape[1:]))
@@ -31,31 +32,31 @@ def padded(x_TD: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded_TD
 
 
-# A rank that is lost ends its processes long before; a rank may compile for as long as it takes.
+# Long, since a rank may compile for a while; a lost rank ends the other processes much earlier.
 TIMEOUT = timedelta(hours=1)
 
 
 def join(backends: str, rank: int, size: int, folder: Path) -> None:
-    """Make this process one of `size`, and wait for the others. folder: empty, and private to them."""
+    """Make this process one of `size`, and wait for the others. folder: empty and private to them."""
     store = dist.FileStore(str(folder / "ranks"), size)
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 def leave() -> None:
-    """The opposite of `join`."""
+    """Undo `join`."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def all_reduce_min(value: int) -> int:
-    """See Group: numbers of the host go through gloo."""
+    """Return the smallest number of all ranks, see Group. Host numbers go through gloo."""
     number = torch.tensor([value], dtype=torch.int64, device="cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN)
     return int(number)
 
 
 class GlooGroup:
-    """See Group. bfloat16 and float16 are summed in float32 and rounded once."""
+    """Group over gloo. bfloat16 and float16 are summed in float32 and rounded once."""
 
     def __init__(self, members: dist.ProcessGroup):
         self.kind, self.rank, self.size, self._members = "gloo", members.rank(), members.size(), members

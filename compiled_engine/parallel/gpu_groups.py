@@ -1,8 +1,8 @@
-"""Collectives between GPUs: through symmetric memory where they can write each other's memory, through NCCL elsewhere.
+"""Collectives between GPUs: through symmetric memory if they can write each other's memory, otherwise through NCCL.
 
-Symmetric memory is PyTorch's, also inside CUDA graphs. A small sum is one-shot: every rank reads what all have and adds
-it up, in one exchange. A large one is two-shot: each rank adds up a part and the others fetch it, which moves fewer
-bytes. Neither uses NVLink's multicast.
+Symmetric memory is PyTorch's, and also works in CUDA graphs. Small all-reduces are one-shot: every rank reads all
+ranks' tensors and sums them, in one exchange. Large ones are two-shot: each rank sums a part and the others fetch it,
+which moves fewer bytes. Neither uses NVLink's multicast.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch.distributed._symmetric_memory as symm_mem
 from compiled_engine.parallel.gloo import all_reduce_min, leave, padded, rows_a_rank, rows_of
 from compiled_engine.parallel.group import PushBuffer, buffer_bytes, num_slots_for, num_tagged_slots
 
-# Bytes from which on two smaller exchanges are faster than one, by the largest number of ranks.
+# Largest one-shot all-reduce in bytes, by number of ranks; above, two-shot is faster.
 ONE_SHOT_BYTES = {2: 512 << 10, 4: 128 << 10, 8: 64 << 10}
-# Larger tensors go through the workspace in parts.
+# Larger tensors pass through the workspace in parts.
 MOST_WORKSPACE_BYTES = 256 << 20
 # Dtypes that PyTorch's kernels sum.
 SUMMED_DTYPES = (torch.bfloat16, torch.float32)
-_BARRIERS = 0, 1  # channels: before the others' memory is read, and after
+_BARRIERS = 0, 1  # channels of the barriers before and after peers' memory is read
 
 
 class NcclGroup:
-    """See Group."""
+    """Group over NCCL."""
 
     def __init__(self, members: dist.ProcessGroup, device: torch.device):
-        """NCCL itself connects at its first collective."""
+        """Create the group; NCCL itself connects at the first collective."""
         self.kind, self.rank, self.size, self.members = "NCCL", members.rank(), members.size(), members
         self.pushed: PushBuffer | None = None
         self.device = device
@@ -68,14 +68,14 @@ class NcclGroup:
 
 
 class SymmetricMemoryGroup:
-    """See Group. over: connects the ranks, and has the numbers of the host.
+    """Group over symmetric memory.
 
-    workspace_bytes: of the largest tensor that a collective will be given, within MOST_WORKSPACE_BYTES. row_bytes,
-    most_rows: of the batches that fused kernels add up.
+    over: connects the ranks, and handles host numbers. workspace_bytes: size of the largest tensor in a collective,
+    capped at MOST_WORKSPACE_BYTES. row_bytes, most_rows: size of the batches that fused kernels sum.
     """
 
     def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int, most_rows: int):
-        """Waits for the other ranks. Raises RuntimeError where GPUs cannot reach each other's memory."""
+        """Wait for the other ranks. Raises RuntimeError if GPUs cannot access each other's memory."""
         self.kind, self.rank, self.size, self._over = "symmetric memory", over.rank, over.size, over
         device = over.device
         self._name = over.members.group_name
@@ -100,7 +100,7 @@ class SymmetricMemoryGroup:
             row_bytes=row_bytes,
         )
         torch.cuda.synchronize(device)
-        self.all_reduce_min(1)  # no rank raises a flag before all are down
+        self.all_reduce_min(1)  # a barrier: all flags are zeroed before any rank raises one
         self._one_shot_bytes = next((most for ranks, most in ONE_SHOT_BYTES.items() if self.size <= ranks), 0)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

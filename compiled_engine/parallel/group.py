@@ -1,14 +1,14 @@
-"""The ranks that compute each layer together, as one of them sees them, and memory into which their kernels push rows.
+"""The ranks that compute each layer together, as seen by one of them, and memory into which their kernels push rows.
 
-A push buffer has a row for each rank and slot, twice, and flags. A slot is a row of a batch. A kernel writes its rank's
-row into every rank's buffer, then raises its flag there to the slot's epoch; it waits for the flags of all ranks in its
-own buffer, and reads their rows from there. Epochs are counted on the device, so a replayed CUDA graph goes on
-counting. Odd and even ones use different rows: a rank that raises its flag to one epoch has read the rows of the epoch
-before, so its peers may write the epoch after.
+A push buffer has flags, and two copies of a row for each rank and slot. A slot is a row of a batch. A kernel writes its
+rank's row into every rank's buffer, then raises its flag there to the slot's epoch. It waits for the flags of all ranks
+in its own buffer, and reads their rows from there. Epochs are counted on the device, so a replayed CUDA graph continues
+counting. Odd and even epochs use different rows: a rank that raises its flag to one epoch has read the previous epoch's
+rows, so its peers may write the next epoch's.
 
-The first slots have rows of twice the size besides, for words that hold the epoch themselves: see push_kernels.py.
-Those exchanges raise no flags, so they count epochs of their own. A flag thus stays close to the epoch that is waited
-for, and the sign of the difference says whether it was raised although epochs wrap around.
+The first slots also have rows of twice the size, for words that contain the epoch: see push_kernels.py. These exchanges
+raise no flags, so they count their own epochs. A flag thus stays close to the awaited epoch, and the sign of the
+difference shows whether it was raised, even after epochs wrap around.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ FLAG_BYTES = 4
 # Alignment of the data in bytes.
 _ALIGNMENT = 1024
 ROW_ALIGNMENT = 16
-# Rows of a batch that all ranks together write: more are summed faster in two steps. Two ranks send as much either way.
+# Most rows of a batch that all ranks together push; more are summed faster in two steps. Two ranks send the same bytes
+# either way.
 ROWS_OF_ALL_RANKS = 512
 MOST_BYTES = 512 << 20
-# Slots with rows of tagged words: with more rows twice the bytes take longer than a flag.
+# Most slots with tagged rows: for more rows, sending twice the bytes takes longer than a flag.
 TAGGED_SLOTS = 64
-# The ops of a compiled graph find their ranks here: which they are may not be part of the graph.
+# The ops of a compiled graph look up their group here, since the graph must not depend on it.
 _GROUP: ContextVar[Group] = ContextVar("group")
 
 
 @dataclass(frozen=True)
 class PushBuffer:
-    """own: this rank's memory, [bytes]. addresses: of every rank's, int64 on the device. epochs: int32 [num_slots], of
-    exchanges with flags. tagged_epochs: int32 [num_tagged_slots], of those with tagged words."""
+    """Memory of all ranks for exchanging rows."""
 
-    own: torch.Tensor
-    addresses: torch.Tensor
-    epochs: torch.Tensor
-    tagged_epochs: torch.Tensor
+    own: torch.Tensor  # this rank's memory, [bytes]
+    addresses: torch.Tensor  # of every rank's memory, int64 on the device
+    epochs: torch.Tensor  # int32 [num_slots], of exchanges with flags
+    tagged_epochs: torch.Tensor  # int32 [num_tagged_slots], of exchanges with tagged words
     rank: int
     num_ranks: int
     row_bytes: int
@@ -57,7 +57,7 @@ class PushBuffer:
         return data_offset(self.num_slots, self.num_ranks)
 
     def takes(self, x_TD: torch.Tensor) -> bool:
-        """Return whether the rows fit, and are aligned as the kernels need."""
+        """Return whether the rows fit, and have the alignment that the kernels need."""
         is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
         return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
 
@@ -71,11 +71,11 @@ class PushBuffer:
         return tagged_offset(self.num_slots, self.num_ranks, self.row_bytes)
 
     def tags(self, x_TD: torch.Tensor) -> bool:
-        """Return whether the rows are few enough to be tagged, and in bfloat16, of which a word holds two."""
+        """Return whether the rows can be tagged: few enough, and in bfloat16, two of which fit in a word."""
         return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
 
     def alone(self) -> PushBuffer:
-        """Return a buffer like it for a single rank: the same kernels run on it and wait for no peer."""
+        """Return an equal buffer for a single rank: the same kernels run on it without waiting for peers."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
         addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
         epochs, tagged_epochs = torch.zeros_like(self.epochs), torch.zeros_like(self.tagged_epochs)
@@ -83,7 +83,7 @@ class PushBuffer:
 
 
 def num_slots_for(num_ranks: int, row_bytes: int, most_rows: int) -> int:
-    """Rows of a batch that are worth having slots; most_rows: of any batch."""
+    """Return the number of batch rows to give slots. most_rows: rows of the largest batch."""
     worth = most_rows if num_ranks == 2 else ROWS_OF_ALL_RANKS // num_ranks
     return max(1, min(worth, most_rows, MOST_BYTES // (2 * num_ranks * row_bytes)))
 
@@ -107,10 +107,10 @@ def buffer_bytes(num_slots: int, num_ranks: int, row_bytes: int) -> int:
 
 
 class Group(Protocol):
-    """Every rank calls the same methods in the same order, with tensors of the same shapes.
+    """Ranks with collectives. Every rank calls the same methods in the same order, with tensors of the same shapes.
 
-    The collectives on a GPU may be called inside a CUDA graph's capture. kind: what carries them. pushed: for kernels
-    that have a sum over the ranks in them; None where there are none.
+    Collectives on a GPU may be captured in a CUDA graph. kind: their transport. pushed: for kernels that include a sum
+    over the ranks; None if not available.
     """
 
     kind: str
@@ -119,15 +119,15 @@ class Group(Protocol):
     pushed: PushBuffer | None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in a tensor of its own."""
+        """Return the sum over all ranks, as a new tensor."""
         ...
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
-        """The ranks' [T, V] side by side in the order of the ranks: [T, size * V]."""
+        """Concatenate the ranks' [T, V] by columns, in rank order: [T, size * V]."""
         ...
 
     def rows(self, num_rows: int) -> slice:
-        """Return this rank's rows of a batch, where ranks share what is computed of whole rows."""
+        """Return this rank's rows of a batch, for work on whole rows that the ranks divide."""
         ...
 
     def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -135,22 +135,21 @@ class Group(Protocol):
         ...
 
     def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The rows of all ranks, [num_rows, D]; own_SD: this rank's."""
+        """Return the rows of all ranks, [num_rows, D]; own_SD: this rank's."""
         ...
 
     def all_reduce_min(self, value: int) -> int:
-        """The smallest of the numbers of all ranks, those of other stages included, on the host; every rank waits until
-        all have called it."""
+        """Return the smallest number of all ranks, including other stages', on the host. Waits until all have called
+        it."""
         ...
 
     def close(self) -> None: ...
 
 
 class FakeGroup:
-    """Takes the place of a group where only one rank runs: the results have the right shapes, not the values. All rows
-    are its own.
+    """Replaces a group when only one rank runs: results have the right shapes, but not the values. It has all rows.
 
-    all_reduce_min: over all ranks, where those of other stages do run.
+    all_reduce_min: over all ranks, if those of other stages do run.
     """
 
     def __init__(
@@ -186,12 +185,12 @@ class FakeGroup:
 
 
 def fake_group_for(group: Group) -> FakeGroup:
-    """Return the group with which one rank of `group` runs while the others do not."""
+    """Return a group for running one rank of `group` while the others do not run."""
     return FakeGroup(group.size, pushed=group.pushed.alone() if group.pushed else None)
 
 
 def current_group() -> Group:
-    """The group that this thread's collectives go to. Raises RuntimeError where there is none."""
+    """Return the group of this thread's collectives. Raises RuntimeError if there is none."""
     try:
         return _GROUP.get()
     except LookupError:
@@ -200,7 +199,7 @@ def current_group() -> Group:
 
 @contextmanager
 def in_group(group: Group) -> Iterator[None]:
-    """The collectives that this thread calls inside go to `group`."""
+    """Make this thread's collectives in the block go to `group`."""
     token = _GROUP.set(group)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Triton kernels that exchange rows through a PushBuffer: by flags, or tagged with the number of the exchange.
+"""Triton kernels that exchange rows through a PushBuffer, with flags or with tagged words.
 
-A tagged sum is the sum over ranks, residual add and RMSNorm of a few rows in bfloat16. A word of 64 bits holds two
-elements and the slot's epoch, which such exchanges alone count. It arrives as a whole, so a rank that finds the epoch
-has the elements: there is no flag, nor a fence before it, for which a rank would have to wait. It is twice as many
-bytes, so for a few rows only. NCCL's protocol for low latency sends data so.
+A tagged sum is the sum over ranks, residual add and RMSNorm of a few bfloat16 rows. A 64-bit word holds two elements
+and the slot's epoch, counted for tagged exchanges alone. A word arrives as a whole, so a rank that sees the epoch has
+the elements, without waiting for a flag and the fence before it. This doubles the bytes, so it is only for few rows.
+NCCL's low-latency protocol works the same way.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from compiled_engine.parallel.group import PushBuffer
 def exchange_flags(
     addresses_ptr: tl.tensor, slot: tl.tensor, rank: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
 ) -> tl.tensor:
-    """Raise this rank's flag for the slot to `epoch` everywhere, and wait for the flags of all ranks.
+    """Raise this rank's flag for the slot to `epoch` in all buffers, and wait for the flags of all ranks.
 
-    Returns the address of this rank's memory, where the rows of all are then. They are not to be read from the first
-    cache, which does not see what others write.
+    Returns the address of this rank's memory, which then holds all ranks' rows. Read them bypassing the L1 cache, which
+    does not see peers' writes.
     """
     tl.debug_barrier()  # the rows of all threads are written before one raises the flags
     for peer in range(num_ranks):
@@ -46,7 +46,8 @@ def raise_flag(
     num_ranks: tl.tensor,
     epoch: tl.tensor,
 ) -> None:
-    """Raise this rank's flag of the slot in a peer's memory, after a barrier: all threads have written their rows."""
+    """Raise this rank's flag of the slot in a peer's memory. Requires a barrier before, after which all threads' rows
+    are written."""
     flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
 
@@ -55,13 +56,14 @@ def raise_flag(
 def await_flag(
     own_address: tl.tensor, peer: tl.tensor, slot: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
 ) -> None:
-    """A peer's for the slot, in this rank's memory. A barrier comes after, before any thread reads the peer's row."""
+    """Wait for a peer's flag of the slot, in this rank's memory. Requires a barrier after it, before threads read the
+    peer's row."""
     flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
     while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
         pass
 
 
-# The type in which x, residual, weight and results are accessed: two elements.
+# Type for accessing x, residual, weight and results: two elements.
 WORD = torch.int32
 
 
@@ -84,7 +86,7 @@ def tagged_sum_kernel(
     BLOCK_W: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token), which is the slot of a PushBuffer; W words a row."""
+    """Program (token), also the slot of a PushBuffer; W words per row."""
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * W
     column_W = tl.arange(0, BLOCK_W)
@@ -105,7 +107,7 @@ def tagged_sum_kernel(
     own_ptr = (tl.load(addresses_ptr + rank) + data_offset).to(tl.pointer_type(tl.int64)) + first_row * W
     even_W = tl.zeros((BLOCK_W,), tl.float32)
     odd_W = tl.zeros((BLOCK_W,), tl.float32)
-    for peer in range(num_ranks):  # in one order on all ranks
+    for peer in range(num_ranks):  # in the same order on all ranks
         part_W = x_W
         if peer != rank:
             part_W = _awaited(tl.multiple_of(own_ptr + peer * W, 16) + column_W, inside_W, epoch)
@@ -123,7 +125,7 @@ def tagged_sum_kernel(
 
 @triton.jit
 def _awaited(row_ptr_W: tl.tensor, inside_W: tl.tensor, epoch: tl.tensor) -> tl.tensor:
-    """A peer's words, once all of them are of this epoch."""
+    """Return a peer's words once all of them have this epoch."""
     found_W = tl.load(row_ptr_W, inside_W, other=0, volatile=True)
     while tl.max((inside_W & ((found_W >> 32).to(tl.int32) != epoch)).to(tl.int32), 0) != 0:
         found_W = tl.load(row_ptr_W, inside_W, other=0, volatile=True)
@@ -147,7 +149,7 @@ def _rounded(values_W: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
-    """A word of two elements, each rounded to bfloat16."""
+    """Pack two elements into a word, each rounded to bfloat16."""
     even_W = even_W.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return even_W | (odd_W.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -155,7 +157,7 @@ def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
 def tagged_sum(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute all_reduce_residual_rms_norm of rows that `pushed.tags` takes. All ranks launch it together."""
+    """Compute all_reduce_residual_rms_norm for rows that satisfy `pushed.tags`. All ranks launch it together."""
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size // 2)

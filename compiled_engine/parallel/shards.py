@@ -1,7 +1,7 @@
-"""The slice of each parameter that a rank holds, and the sums that make up for it in a model that runs eagerly.
+"""The slice of each parameter that a rank holds, and the all-reduces that complete the results in an eager model.
 
-Slices are found by comparing the whole model's shapes with those of one share. In a compiled model a pass puts the
-collectives in.
+Slices are found by comparing the shapes of the whole model and of one rank's. In a compiled model a pass inserts the
+collectives.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from compiled_engine.parallel.group import current_group
 
 
 class Section(NamedTuple):
-    """`length` rows or columns of a whole parameter that are cut into `parts`."""
+    """`length` rows or columns of a whole parameter, cut into `parts`."""
 
     length: int
     parts: int
 
 
 class Place(NamedTuple):
-    """`length` rows or columns: from `start` on in the whole parameter, from `local` on in a rank's."""
+    """`length` rows or columns, at `start` in the whole parameter and at `local` in a rank's."""
 
     start: int
     length: int
@@ -33,25 +33,23 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of shape `whole` is cut along `dim`; None: every rank has all of it.
-
-    sections: adjacent parts along `dim`, each cut separately; one unless the parameter is packed. With fewer parts than
-    ranks, neighbouring ranks have the same one. first_only: ranks other than the first have zeros, because the sum over
-    ranks must count it once: the bias of a linear with a divided input.
-    """
+    """Division of a parameter of shape `whole` along `dim`; None: every rank has all of it."""
 
     whole: tuple[int, ...]
     dim: int | None = None
+    # Adjacent parts along `dim`, each cut separately: several if the parameter is packed. If a section has fewer parts
+    # than ranks, neighbouring ranks hold the same part.
     sections: tuple[Section, ...] = ()
+    # Other ranks hold zeros, so that the sum over ranks counts it once: the bias of a linear with a divided input.
     first_only: bool = False
 
     @property
     def divides_input(self) -> bool:
-        """Return whether a product with it gives each rank a part of a sum."""
+        """Return whether a product with it gives each rank a partial sum."""
         return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
-        """Along `dim`, which is not None, what rank `rank` has."""
+        """Return a rank's places along `dim`, which must not be None."""
         found, start, local = [], 0, 0
         for length, parts in self.sections:
             size = length // parts
@@ -61,7 +59,7 @@ class Shard:
         return found
 
     def of(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-        """The slice of rank `rank`: a view unless it has several sections; zeros where it is the first rank's alone."""
+        """Return a rank's slice: a view unless there are several sections; zeros if only the first rank holds it."""
         if self.first_only and rank:
             return torch.zeros_like(tensor)
         if self.dim is None:
@@ -71,10 +69,10 @@ class Shard:
 
 
 def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
-    """Shards by parameter name, tied ones under each name.
+    """Return shards by parameter name, with tied parameters under each name.
 
-    A module's attribute `packed`, parameter -> sizes, gives the sections of its parameters. Raises ValueError for
-    a parameter that would be cut in more than one direction.
+    A module's attribute `packed`, parameter -> sizes, gives the sections of its parameters. Raises ValueError for a
+    parameter that would be cut along more than one dimension.
     """
     packed, packed_here = _packed(whole), _packed(local)
     here = dict(local.named_parameters(remove_duplicate=False))
@@ -96,7 +94,8 @@ def shard_of(
     packed: Sequence[int] | None = None,
     packed_here: Sequence[int] | None = None,
 ) -> Shard:
-    """packed, packed_here: the sizes of sections, in the whole and in a rank's share."""
+    """Return a parameter's shard. packed, packed_here: sizes of its sections, in the whole parameter and in a
+    rank's."""
     cut = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=True)) if a != b]
     if len(cut) > 1:
         raise ValueError(f"{name} would be cut along dimensions {cut}; a rank's share is cut along one")
@@ -115,9 +114,8 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 
 
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Sum the ranks' parts after each linear with a divided input, after experts, and after each embedding with a
-    divided vocabulary.
-    """
+    """Sum over ranks after each linear with a divided input, after experts, and after embeddings with a divided
+    vocabulary."""
     for path, module in model.named_modules():
         own = {name: shards.get(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
         if any(shard is not None and shard.divides_input for shard in own.values()):
@@ -133,14 +131,14 @@ def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor)
 
 
 class _DividedEmbedding:
-    """Hooks of an embedding, which may scale its rows: the rows of tokens of other ranks become zeros."""
+    """Hooks of an embedding, which may scale its rows: tokens of other ranks get zeros."""
 
     def __init__(self, num_rows: int):
         self._num_rows = num_rows
         self._elsewhere: torch.Tensor
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[torch.Tensor]:
-        """Rows of this rank."""
+        """Convert token ids to this rank's row indices."""
         rows = arguments[0] - current_group().rank * self._num_rows
         self._elsewhere = (rows < 0) | (rows >= self._num_rows)
         return (rows.masked_fill(self._elsewhere, 0),)

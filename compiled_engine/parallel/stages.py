@@ -1,16 +1,16 @@
-"""The stages of a pipeline: how a model's layers are divided into them, and how they send on what they computed.
+"""Pipeline stages: how a model's layers are divided, and how stages send their results.
 
-A stage ends after the attention of its last layer: there the compiled model is split anyway, so stages consist of the
-same compiled pieces as the whole. The rest of the layer (output projection, MLP) begins the next stage. The embedding
-is in the first stage, the last norm and the logits in the last.
+A stage ends after the attention of its last layer: the compiled model is split there anyway, so stages consist of the
+same compiled pieces as the whole model. The rest of the layer (output projection, MLP) begins the next stage. The
+embedding is in the first stage, the last norm and the logits in the last.
 
-Values go from device to device: by NCCL between GPUs, by gloo elsewhere. What a stage sends goes to the rank of the
-next one that has the same share of the layers. The last stage sends sampled tokens to the first. Both directions have
-connections of their own: on a shared connection, two ranks that send would each wait for the other to receive.
+Values go from device to device: by NCCL between GPUs, otherwise by gloo. A rank sends to the rank of the next stage
+that has the same share of the layers. The last stage sends sampled tokens to the first. Each direction has its own
+connection: on a shared one, two sending ranks would each wait for the other to receive.
 
-On GPUs a transfer is a kernel that waits for its peer. Beside others it would keep a part of the GPU from them, and a
-kernel that is made for all of it would take twice as long. So what comes after a transfer of values, or after the
-receipt of tokens, runs after it. A few tokens are sent without waiting.
+On GPUs a transfer is a kernel that waits for its peer. While it ran beside other kernels, it would occupy a part of the
+GPU, and a kernel sized for the whole GPU would take twice as long. So kernels after a transfer of values, or after the
+receipt of tokens, wait for it. Only the few tokens are sent without waiting.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from compiled_engine.parallel.gloo import TIMEOUT
 
 @dataclass(frozen=True)
 class Stage:
-    """layers: with attention and KV cache in this stage. index: from 0 to count - 1."""
+    """A pipeline stage."""
 
-    layers: range
-    index: int = 0
+    layers: range  # whose attention and KV cache are in this stage
+    index: int = 0  # from 0 to count - 1
     count: int = 1
 
     @property
@@ -50,7 +50,7 @@ class Stage:
 
 
 def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[Stage, ...]:
-    """stage_layers: see ParallelConfig."""
+    """Return the stages. stage_layers: see ParallelConfig."""
     ends = tuple(accumulate(stage_layers or (num_layers,)))
     starts = (0, *ends)
     return tuple(Stage(range(starts[i], end), i, len(ends)) for i, end in enumerate(ends))
@@ -58,14 +58,13 @@ def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[Stage, ..
 
 @dataclass(frozen=True)
 class ParameterPlaces:
-    """The places at which a model uses its parameters, by name. attentions: the number of attentions before the first
-    use; tied parameters appear under each name. of_logits: the parameters of the logits."""
+    """Places at which a model uses its parameters, by name; tied parameters are listed under each name."""
 
-    attentions: Mapping[str, int]
-    of_logits: frozenset[str]
+    attentions: Mapping[str, int]  # number of attention calls before the first use
+    of_logits: frozenset[str]  # parameters used for the logits
 
     def of_stage(self, stage: Stage) -> frozenset[str]:
-        """Return what a stage needs: a tied table may belong to two stages."""
+        """Return the parameters that a stage needs; a tied embedding may be needed by two stages."""
         first, end = stage.layers.start, stage.layers.stop
         least, most = (0 if stage.is_first else first), (end - 1 if not stage.is_last else end)
         own = {name for name, count in self.attentions.items() if least <= count <= most}
@@ -73,9 +72,9 @@ class ParameterPlaces:
 
 
 def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
-    """model: of that configuration, on the meta device, where its code runs once without computing anything."""
+    """Find where a model uses its parameters: move it to the meta device, and run its code there once."""
     names = _names_by_parameter(model)
-    model.to("meta")  # its buffers
+    model.to("meta")  # moves its buffers
     watch = _Watch(names)
     sizes = {"tokens": 4, "requests": 1, "request_borders": 2, "blocks_per_request": 2, "work": 2}
     step = padding_of(STEP_TENSORS, sizes, torch.device("meta"))
@@ -89,16 +88,15 @@ def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
 
 
 def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers: int, count: int) -> tuple[int, ...]:
-    """Layers for each of `count` stages, so that the stage that takes the longest takes as short as can be.
+    """Choose the number of layers of each of `count` stages so that the slowest stage is as fast as possible.
 
-    nbytes: of each parameter, a tied one under one of its names. What a stage takes is reckoned by the weights that it
-    reads. Those of the logits count half: a layer reads its KV cache as well, about as much again in a large batch, and
-    a prompt needs few logits. An embedding does not count, since few of its rows are read.
-    Raises ValueError if there are more stages than layers.
+    nbytes: bytes per parameter, tied ones under one name. A stage's cost is estimated by the weights that it reads.
+    Those of the logits count half: a layer also reads its KV cache, about as much again in a large batch, and a prompt
+    needs few logits. Embeddings do not count, since few rows are read. Raises ValueError for more stages than layers.
     """
     if count > num_layers:
         raise ValueError(f"{count} stages of {num_layers} layers")
-    read = [0] * (num_layers + 1)  # by the number of attentions before
+    read = [0] * (num_layers + 1)  # bytes by number of preceding attentions
     for name, size in nbytes.items():
         if name in places.of_logits:
             read[num_layers] += size // 2
@@ -107,10 +105,11 @@ def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers
     before = [0, *accumulate(read)]
 
     def load(first: int, end: int) -> int:
-        """Return the load of layers `first` up to `end`; the last stage has what follows the last attention."""
+        """Return the cost of layers `first` up to `end`; the last stage includes everything after the last
+        attention."""
         return before[num_layers + 1 if end == num_layers else end] - before[first]
 
-    # best[end]: (bytes of the largest stage, layers of each) of the stages so far, which have the first `end` layers.
+    # best[end]: (cost of the slowest stage, layers of each), for the stages so far, which hold the first `end` layers.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, count + 1):
         ends = [num_layers] if stage == count else range(stage, num_layers - count + stage + 1)
@@ -133,7 +132,7 @@ def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 
 
 class _Watch(TorchDispatchMode):
-    """found: by name, how many attentions were called before the parameter was first an op's argument."""
+    """Records, by name, how many attentions were called before a parameter was first an op's argument."""
 
     def __init__(self, names: Mapping[int, list[str]]):
         super().__init__()
@@ -151,10 +150,11 @@ class _Watch(TorchDispatchMode):
 
 
 class StageLink:
-    """Launch transfers on a GPU without waiting. rank, tensor: this rank's number, and the tensor-parallel size."""
+    """Sends to and receives from other stages; on a GPU without waiting on the host. rank, tensor: this rank's number,
+    and the tensor-parallel size."""
 
     def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):
-        """Every rank makes one at the same time; waits for the neighbours."""
+        """Connect to the neighbours, and wait for them. All ranks do so at the same time."""
         self.stage, self._device = stage, device
         self._before, self._after = rank - tensor, rank + tensor
         self._first, self._last = rank - stage.index * tensor, rank + (stage.count - 1 - stage.index) * tensor
@@ -164,7 +164,8 @@ class StageLink:
         self._connect()
 
     def _connect(self) -> None:
-        """Exchange a byte with each neighbour: NCCL connects two ranks at their first transfer, too late in a step."""
+        """Exchange a byte with each neighbour now: NCCL connects two ranks at their first transfer, too late within a
+        step."""
         nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if not self.stage.is_first:
             self.receive(nothing)
@@ -178,16 +179,16 @@ class StageLink:
             torch.cuda.synchronize(self._device)
 
     def send(self, values: torch.Tensor) -> None:
-        """Send a contiguous tensor to the next stage. On a CPU it must not be written to again."""
+        """Send a contiguous tensor to the next stage. On a CPU it must not be written to afterwards."""
         work = dist.isend(values, self._after, group=self._values)
         assert work is not None
         if self._device.type == "cuda":
             work.wait()
-        else:  # this would wait on the host
+        else:  # `wait` would block the host
             self._keep(work, values)
 
     def receive(self, into: torch.Tensor) -> None:
-        """Receive what the stage before sent as a tensor of the same size."""
+        """Receive the previous stage's values into a tensor of the same size."""
         _received(dist.irecv(into, self._before, group=self._values))
 
     def send_tokens(self, tokens: torch.Tensor) -> None:
@@ -201,13 +202,12 @@ class StageLink:
         _received(dist.irecv(into, self._last, group=self._tokens))
 
     def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        """Keep the tensor until it has arrived."""
         self._sent.append((work, tensor))
-        while len(self._sent) > self.stage.count + 1:  # more steps than that are never in flight
+        while len(self._sent) > self.stage.count + 1:  # most steps in flight
             self._sent.popleft()[0].wait()
 
     def drain(self) -> None:
-        """Wait for the transfers under way."""
+        """Wait for all pending transfers."""
         while self._sent:
             self._sent.popleft()[0].wait()
 

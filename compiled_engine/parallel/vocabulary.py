@@ -1,4 +1,4 @@
-"""The embedding of a vocabulary that is divided among ranks: each has the rows of its own tokens."""
+"""Embedding with a vocabulary divided among ranks: each rank has the rows of its own tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def embedding_part_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token)."""
+    """Program (token): copy its row, or zeros if another rank has it."""
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -37,14 +37,14 @@ def embedding_part_kernel(
 
 
 def reference(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.Tensor:
-    """Rows of the tokens that rank `rank` has, zeros for the others: [T, D]."""
+    """Return the rows of rank `rank`'s own tokens, and zeros for other tokens: [T, D]."""
     row_T = ids_T - rank * weight_VD.shape[0]
     is_here_T = (row_T >= 0) & (row_T < weight_VD.shape[0])
     return weight_VD[torch.where(is_here_T, row_T, 0)].masked_fill_(~is_here_T.unsqueeze(-1), 0.0)
 
 
 def embedding_part(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.Tensor:
-    """See reference."""
+    """Compute `reference`, on a GPU with a kernel."""
     if weight_VD.device.type != "cuda":
         return reference(weight_VD, ids_T, rank)
     num_rows, hidden_size = weight_VD.shape

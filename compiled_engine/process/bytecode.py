@@ -1,7 +1,7 @@
-"""Python's bytecode of PyTorch, kept in the cache where the installation has none and Python would write none.
+"""Keep PyTorch's bytecode in the cache, if the installation has none and Python would not write any.
 
-Packages without bytecode, in a folder that cannot be written to, are compiled by every process that imports them. Many
-container images are built this way. PyTorch and its compiler have some thousand files.
+Packages without bytecode, in a read-only folder, are compiled by every process that imports them. Many container images
+are built this way. PyTorch and its compiler have some thousand files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = "bytecode"
 
 
 class _Starts:
-    """The number of starts in progress in this process, and Python's settings before the first of them."""
+    """Number of engine starts in progress in this process, and Python's settings before the first of them."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -35,7 +35,7 @@ _starts = _Starts()
 
 @contextmanager
 def bytecode_kept() -> Iterator[None]:
-    """Apply `keep_bytecode` to all threads while the block runs, then restore the settings."""
+    """Apply `keep_bytecode` to all threads within a block, then restore the settings."""
     with _starts.lock:
         if _starts.count == 0:
             _starts.before = sys.pycache_prefix, sys.dont_write_bytecode
@@ -51,26 +51,26 @@ def bytecode_kept() -> Iterator[None]:
 
 
 def keep_bytecode() -> None:
-    """Have Python write and read bytecode below `default_root`, unless PyTorch has its own.
+    """Make Python read and write bytecode below `default_root`, unless PyTorch has its own.
 
     For processes of this program. A folder set by the user (PYTHONPYCACHEPREFIX) stays.
     """
     if sys.pycache_prefix is not None or (installed := _lacks_bytecode()) is None:
         return
-    with suppress(OSError, RuntimeError):  # without a place for it all is as before
+    with suppress(OSError, RuntimeError):  # without a folder nothing changes
         folder = private_folder(default_root().absolute(), FOLDER) / _digest(installed)
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 
 def bytecode_environment() -> dict[str, str]:
-    """Variables by which a Python process does as this one does now."""
+    """Return environment variables that give a Python process this one's bytecode settings."""
     if sys.pycache_prefix is None:
         return {}
     return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": "1" * sys.dont_write_bytecode}
 
 
 def _lacks_bytecode() -> Path | None:
-    """The folder that the package is in, if there is no bytecode of it and none would be written next to its files."""
+    """Return the folder that contains the package, if it has no bytecode and none would be written beside its files."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(PACKAGE)
         if spec is not None and spec.origin is not None and spec.has_location:
@@ -82,6 +82,7 @@ def _lacks_bytecode() -> Path | None:
 
 
 def _digest(folder: Path) -> str:
-    """Digest the packages there: Python detects a changed file by its time, which images may set, and its size."""
+    """Digest the names of installed packages: Python detects changed files by time and size, but images may set the
+    times."""
     installed = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))
     return hashlib.sha256("\n".join([str(folder), *installed]).encode()).hexdigest()[:16]

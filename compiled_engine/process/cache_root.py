@@ -1,4 +1,4 @@
-"""The folder of files that the engine keeps from start to start, and its subfolders that no other user can change."""
+"""The engine's cache folder, and subfolders that no other user can change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_root() -> Path:
-    """$COMPILED_ENGINE_CACHE_DIR, else compiled_engine below the XDG cache folder. Raises RuntimeError if the user
+    """Return $COMPILED_ENGINE_CACHE_DIR, or compiled_engine in the XDG cache folder. Raises RuntimeError if the user
     has no home."""
     if override := os.environ.get("COMPILED_ENGINE_CACHE_DIR"):
         return Path(override)
@@ -18,8 +18,8 @@ def default_root() -> Path:
 
 
 def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
-    """Return the folder `name` below a root; both are created if missing. `uid`: the required owner; None for this
-    process's user.
+    """Return the folder `name` below a root, creating both if missing. uid: required owner; None for this process's
+    user.
 
     Raises OSError with the reason if it cannot be created or others could change it.
     """
@@ -37,7 +37,7 @@ def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
     _require_plain(path, status)
     if status.st_uid != uid:
         raise PermissionError(f"{path} belongs to another user")
-    if status.st_mode & OTHERS_WRITE:  # whatever lies there may be theirs
+    if status.st_mode & OTHERS_WRITE:  # its files may be other users'
         raise PermissionError(f"other users can write to {path}; remove it")
     if stat.S_IMODE(status.st_mode) & 0o077:
         path.chmod(0o700)

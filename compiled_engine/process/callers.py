@@ -1,4 +1,4 @@
-"""Warnings that point at the caller's line, however deep in the engine they arise."""
+"""Warnings that point at the user's line, however deep in the engine they arise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def warn_caller(message: str) -> None:
-    """Warn with the nearest line that is not the engine's, nor that of a decorator of contextlib."""
+    """Warn at the nearest calling line outside the engine and contextlib."""
     level, frame = 1, sys._getframe()
     while (outer := frame.f_back) is not None and _is_own(frame):
         level, frame = level + 1, outer

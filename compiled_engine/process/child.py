@@ -1,6 +1,6 @@
-"""Fresh processes of this program, and what they inherit: import path, environment variables, standard streams.
+"""Start fresh processes of this program, and control what they inherit: import path, environment, standard streams.
 
-They are no forks, so they inherit no threads and no CUDA context.
+They are not forks, so they inherit no threads and no CUDA context.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from compiled_engine.process.bytecode import bytecode_environment
 
 
 def open_standard_streams() -> None:
-    """Open standard streams that are closed, on the null device. A daemon may have closed them: their numbers are then
-    given to the descriptors that are opened next, which a process is to inherit."""
+    """Open closed standard streams on the null device.
+
+    A daemon may have closed them; their numbers would then go to the next descriptors opened, which child processes are
+    meant to inherit.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def replace_missing_streams() -> None:
-    """The same, and where Python has None since a stream was closed before it started, one of the null device."""
+    """Open closed standard streams on the null device, also as Python's objects, which are None if closed at its
+    start."""
     open_standard_streams()
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -34,7 +38,7 @@ def replace_missing_streams() -> None:
 
 @contextmanager
 def environment_variables(wanted: Mapping[str, str], others: Sequence[str] = ()) -> Iterator[None]:
-    """Set them, and put back what the caller had when the block ends; also of `others`, which the block may set."""
+    """Set environment variables within a block, then restore them; also restore `others`, which the block may set."""
     before = {name: os.environ.get(name) for name in (*wanted, *others)}
     os.environ.update(wanted)
     try:
@@ -48,13 +52,16 @@ def environment_variables(wanted: Mapping[str, str], others: Sequence[str] = ())
 
 
 def import_path() -> str:
-    """Return this process's import path, as PYTHONPATH of a process that starts in the same folder: prompts and
-    notebooks import from there, which is "" in sys.path, and which PYTHONPATH needs another name for."""
+    """Return this process's import path as a PYTHONPATH for processes in the same folder.
+
+    Prompts and notebooks import from the current folder, which is "" in sys.path but needs another name in PYTHONPATH.
+    """
     return os.pathsep.join(path or os.curdir for path in sys.path)
 
 
 def as_this_one() -> dict[str, str]:
-    """Variables by which a Python process imports what this one does, and as this one does."""
+    """Return environment variables that make a Python process import the same modules, with the same bytecode
+    settings."""
     return {"PYTHONPATH": import_path(), **bytecode_environment()}
 
 
@@ -70,9 +77,9 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process that runs a function of a module, with the caller's import path and these open descriptors.
 
-    It has a session of its own: Ctrl-C is the caller's business. While it imports the module nothing is collected, see
-    `compiled_engine`. has_input: its stdin is a pipe. output: where its stdout and stderr go, else where the caller's
-    do. environment: variables that it has in addition to the caller's, or instead of them.
+    It has its own session, so Ctrl-C only reaches the caller. Garbage collection is off while it imports the module,
+    see `compiled_engine`. has_input: its stdin is a pipe. output: for stdout and stderr; None for the caller's.
+    environment: variables that are added to the caller's or replace them.
     """
     program = f"import gc; gc.disable(); from {module} import {function}; gc.enable(); {function}()"
     return subprocess.Popen(
@@ -87,7 +94,7 @@ def start_process(
 
 
 def how_it_ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
-    """Wait for the end of a process that has closed its connection; say how it came."""
+    """Wait for the end of a process that has closed its connection, and describe it."""
     try:
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:

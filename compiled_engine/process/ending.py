@@ -1,4 +1,4 @@
-"""The end of a process: Python would first take down all that was imported, which takes PyTorch half a second."""
+"""End a process without Python's teardown of imported modules, which takes half a second for PyTorch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NoReturn
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once, after its exit handlers. For a program whose work is done, and all that waits for it.
+    """End this process at once, after its exit handlers and after flushing output. For a program whose work is done.
 
-    What cannot be written by then is an error, which Python reports.
+    If output cannot be written, ends normally, so that Python reports the error.
     """
     atexit._run_exitfuncs()
     try:

@@ -1,4 +1,5 @@
-"""Forks of a process that has an engine: they lack its threads, and its device and processes are not theirs."""
+"""Detect forks of a process that has an engine: they lack its threads, and must not use its device and child
+processes."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from typing import Any
 
 ADVICE = "use multiprocessing's start method 'spawn' or 'forkserver'"
 
-_computing: set[int] = set()  # the process in which an engine has begun to compute with threads or CUDA
+_computing: set[int] = set()  # id of the process in which an engine has computed with threads or CUDA
 
 
 def begin_to_compute(*, leaves_threads: bool) -> None:
-    """Raise RuntimeError if an engine has computed in the process that this one is a fork of, and left threads there.
+    """Raise RuntimeError if this process is a fork of one in which an engine has computed with threads or CUDA.
 
-    On a CPU PyTorch's threads are those of OpenMP, whose library waits in a fork for threads of the parent. CUDA does
-    not work in a fork at all.
+    OpenMP, which PyTorch uses on a CPU, would wait in a fork for threads of the parent. CUDA does not work in a fork at
+    all.
     """
     if _computing - {os.getpid()}:
         raise RuntimeError(f"an engine cannot run in a fork of a process that has run one; {ADVICE}")
@@ -24,7 +25,7 @@ def begin_to_compute(*, leaves_threads: bool) -> None:
 
 
 class Owner:
-    """The process that has made an engine. kind: the engine's class."""
+    """The process that created an engine. kind: the engine's class."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -43,7 +44,7 @@ class Owner:
 
 
 def unless_forked(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that does the same in this process, and nothing in forks of it: for finalizers."""
+    """Wrap a function so that it does nothing in forks of this process; for finalizers."""
     maker = os.getpid()
 
     def call(*arguments: Any) -> None:

@@ -1,8 +1,8 @@
-"""A GPU and its first kernels, made ready by threads while this process imports torch or reads files.
+"""Initialise a GPU in threads while this process imports torch or reads files.
 
-These are CUDA's driver, the GPU's primary context, and Triton's digest of its own files. Torch uses the primary context
-too, and finds it made. Only a process that will run on the GPU may make one: a context takes some hundred megabytes of
-the device, and a child that is forked afterwards cannot use CUDA.
+This covers CUDA's driver, the GPU's primary context, and Triton's digest of its own files. Torch then finds and uses
+the primary context. Only a process that will run on the GPU may create one: a context takes some hundred megabytes of
+device memory, and a child forked afterwards cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from compiled_engine.process.in_background import InBackground
 
 DRIVER = "libcuda.so.1"
-# Options that give the devices to other processes than the core's.
+# Options that move the devices to other processes than the core's.
 _SIZES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 _EXECUTORS = ("distributed_executor", "distributed_executor_backend")
 _ELSEWHERE = ("multiprocess", "mp", "ray")
@@ -23,7 +23,7 @@ _ELSEWHERE = ("multiprocess", "mp", "ray")
 
 @cache
 def cuda_driver() -> InBackground[bool]:
-    """Initialise the driver without a context. The result is whether that succeeded."""
+    """Initialise the driver without a context. The result tells whether that succeeded."""
     return InBackground(lambda: _driver() is not None)
 
 
@@ -32,13 +32,13 @@ def cuda_context(index: int) -> InBackground[bool]:
     """Create the primary context of the GPU `index`, in CUDA's numbering. The first call starts a thread; all calls
     return the same one.
 
-    The result is whether there is a context; if there is none, torch will report the reason.
+    The result tells whether there is a context; if not, torch will report the reason.
     """
     return InBackground(lambda: _make(index))
 
 
 def index_of(device: str | None) -> int | None:
-    """The GPU that the option `device` names, or that "auto" would take if there is one; None for a CPU."""
+    """Return the GPU index for the option `device`, where "auto" is GPU 0; None for a CPU."""
     kind, _, index = (device or "auto").partition(":")
     if kind not in ("auto", "cuda") or (index and not (index.isdecimal() and len(index) < 3)):
         return None
@@ -46,7 +46,7 @@ def index_of(device: str | None) -> int | None:
 
 
 def gpu_name(index: int) -> str | None:
-    """The name of a GPU in CUDA's numbering, as torch has it; None where there is none. No context is created."""
+    """Return a GPU's name as torch has it, by CUDA's numbering; None if it does not exist. Creates no context."""
     driver, device, name = _driver(), ctypes.c_int(), ctypes.create_string_buffer(256)
     if (
         driver is None
@@ -58,7 +58,7 @@ def gpu_name(index: int) -> str | None:
 
 
 def _driver() -> ctypes.CDLL | None:
-    """Calls of it leave Python's lock to others."""
+    """Return the initialised driver, or None. Its calls release the GIL."""
     try:
         driver = ctypes.CDLL(DRIVER)
         return driver if driver.cuInit(0) == 0 else None
@@ -79,13 +79,11 @@ def _make(index: int) -> bool:
 
 @cache
 def triton_digest(index: int) -> InBackground[bool]:
-    """Compute Triton's digest of its own files, hundreds of megabytes, which is part of every binary's name: the first
-    kernel needs it. Python keeps it for the rest of the process.
+    """Compute Triton's digest of its own files, hundreds of megabytes, which names every binary: the first kernel needs
+    it. Triton caches it for the process.
 
     The first call starts a thread; all calls return the same one. For a process that will run on the GPU `index`, see
-    `cuda_context`.
-
-    The result is whether the digest was computed; without that GPU it is not.
+    `cuda_context`. The result tells whether the digest was computed; without that GPU it is not.
     """
     context = cuda_context(index)
     return InBackground(lambda: context.result() and _make_digest())
@@ -97,31 +95,31 @@ def _make_digest() -> bool:
         from triton.runtime.cache import triton_key
 
         triton_key()
-    except Exception:  # another version, or a damaged one: the first kernel will do it, and say what is wrong
+    except Exception:  # an unknown or damaged version; the first kernel computes it again and reports the error
         return False
     return True
 
 
 def init_cuda(device: str, *, runs_here: bool) -> None:
-    """Begin the initialisation that the option `device` needs. runs_here: this process runs on the GPU; otherwise it
-    only enumerates GPUs."""
+    """Start the initialisation for the option `device`. runs_here: this process runs on the GPU; otherwise it only
+    enumerates GPUs."""
     index = index_of(device)
     if index is None:
         return
     if runs_here:
-        triton_digest(index)  # which begins with a context
+        triton_digest(index)  # creates a context first
     else:
         cuda_driver()
 
 
 def given_device(options: Mapping[str, Any]) -> str:
-    """The device that keywords of `LLM` name, which are not checked yet."""
+    """Return the value of `device` in unchecked keywords of `LLM`, by default "auto"."""
     return str(options.get("device", "auto"))
 
 
 def core_has_device(options: Mapping[str, Any]) -> bool:
-    """Return whether the core's process uses the device, by unchecked keywords of `LLM`; False if replicas or workers
-    use it."""
+    """Return whether the core's process uses the device, given unchecked keywords of `LLM`; False if replicas or
+    workers use it."""
     sizes = [options.get(name, 1) for name in _SIZES]
     is_alone = all(type(size) is int and size == 1 for size in sizes)
     return is_alone and not any(str(options.get(name)) in _ELSEWHERE for name in _EXECUTORS)

@@ -1,5 +1,4 @@
-"""Control of this process's memory: Python's garbage collector is held back while it only costs time, and freed memory
-is returned."""
+"""Control this process's memory: suspend Python's garbage collector, and return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -11,10 +10,11 @@ from contextlib import contextmanager, suppress
 
 
 def freeze_heap() -> None:
-    """Exclude all existing objects from later collections: with PyTorch and a tokenizer these are many.
+    """Exclude all existing objects from later collections.
 
-    For a process that serves or generates until it ends, once it has started. A full collection takes a tenth of a
-    second, in which no request gets a token. Existing garbage stays until the process ends.
+    For a process that has started, and serves or generates until it ends. With PyTorch and a tokenizer there are many
+    objects: a full collection takes a tenth of a second, in which no request gets a token. Existing garbage stays until
+    the process ends.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)
@@ -22,7 +22,7 @@ def freeze_heap() -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Disable the cyclic garbage collector while the block runs."""
+    """Disable the cyclic garbage collector within a block."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -34,9 +34,9 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def no_full_gc() -> Iterator[None]:
-    """Prevent full garbage collections while the block runs: a process with PyTorch has very many objects.
+    """Prevent full garbage collections within a block: a process with PyTorch has very many objects.
 
-    New objects are collected as usual. For work that makes many long-lived objects, which would trigger full
+    New objects are collected as usual. For work that creates many long-lived objects, which would trigger full
     collections.
     """
     young, middle, old = gc.get_threshold()
@@ -48,6 +48,6 @@ def no_full_gc() -> Iterator[None]:
 
 
 def return_free_memory() -> None:
-    """Have glibc give back what it keeps of freed memory for later; with another C library nothing happens."""
+    """Return glibc's cached free memory to the system; does nothing with another C library."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

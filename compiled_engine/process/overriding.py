@@ -1,4 +1,4 @@
-"""Collects hooks: the methods that classes override, so that nothing else is called."""
+"""Find the methods that classes override, so that only these are called as hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def overriding(features: Sequence[F], hook: Callable[Concatenate[F, P], R]) -> tuple[Callable[P, R], ...]:
-    """Return the bound methods of those features whose class overrides a hook, in the order of the features.
+    """Return the bound methods of the features whose class overrides a hook, in the order of the features.
 
     hook: a method of their base class, such as `StepFeature.begin`.
     """

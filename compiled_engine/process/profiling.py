@@ -1,4 +1,4 @@
-"""The engine at work, measured: laps of its steps, and traces of every operator and kernel."""
+"""Measure the engine at work: times of the parts of its steps, and traces of every operator and kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepClock:
-    """Sums over steps; `start` begins, `stop` ends a measurement."""
+    """Sums times over steps, from `start` to `stop`."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -29,30 +29,30 @@ class StepClock:
         self._running = False
 
     def lap(self, name: str) -> None:
-        """The host has done this since the lap before."""
+        """Add the host time since the previous lap to this name."""
         if self._running:
             now = time.perf_counter()
             self._laps[name] += now - self._last
             self._last = now
 
     def device_begins(self) -> None:
-        """Mark that a step begins to launch its work on the device."""
+        """Mark the start of a step's launches on the device."""
         if self._running and self._on_gpu:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             self._events.append(events)
 
     def device_ends(self) -> None:
-        """Mark that all of a step's work is launched."""
+        """Mark the end of a step's launches."""
         if self._running and self._on_gpu:
             self._events[-1][1].record()
 
     def host_seconds(self) -> dict[str, float]:
-        """Seconds by lap, over all steps since the start."""
+        """Return seconds by lap, over all steps since the start."""
         return dict(self._laps)
 
     def device_seconds(self) -> float:
-        """Return the time from the first to the last kernel of each step, over all steps; waits for the device."""
+        """Return the time from the first to the last kernel of each step, summed over steps; waits for the device."""
         if self._events:
             self._events[-1][1].synchronize()
         return sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
@@ -61,7 +61,7 @@ class StepClock:
 class Profiler:
     """Writes Chrome traces (gzipped JSON, for ui.perfetto.dev or chrome://tracing) into a folder.
 
-    device: its kernels are in the trace, in addition to the operators that the caller's thread runs.
+    A trace holds the operators that the caller's thread runs, and the kernels of `device`.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -74,10 +74,10 @@ class Profiler:
         return self._running is not None
 
     def start(self, prefix: str | None = None) -> None:
-        """Begin a trace. prefix: how its file's name begins, "trace" if None.
+        """Start a trace. prefix: beginning of its file name, "trace" if None.
 
         Raises RuntimeError if one is running, ValueError for a prefix that is not part of a file name, and OSError if
-        the folder cannot be made.
+        the folder cannot be created.
         """
         if self.running:
             raise RuntimeError("a profile is running; call stop_profile() first")
@@ -94,7 +94,7 @@ class Profiler:
         self._running = trace, path
 
     def stop(self) -> Path:
-        """End the trace, all kernels launched so far included, and write it; its file.
+        """Stop the trace, write it and return its file; all kernels launched so far are included.
 
         Raises RuntimeError if none is running.
         """

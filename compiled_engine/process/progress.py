@@ -17,10 +17,10 @@ Note = Callable[[], str]
 
 
 class Progress(Protocol):
-    """The receiver of reports from long work. `stage` yields a function that adds to the count of finished units.
+    """Receives reports from long work. `stage` yields a function that adds to the number of finished units.
 
-    in_bytes: the units are bytes of a download, which has a speed. note: gives a text to show behind the count.
-    patience_s: a stage whose last unit is finished within so many seconds is not shown; 0: every stage is.
+    in_bytes: the units are bytes of a download, shown with its speed. note: returns a text to show after the count.
+    patience_s: show the stage only if it takes longer; 0 shows every stage.
     """
 
     def stage(
@@ -51,7 +51,7 @@ class SilentProgress:
 
 
 class RichProgress:
-    """A bar a stage on stderr; on a terminal it is live, in a log it is one line when the stage ends."""
+    """Shows one bar per stage on stderr: live on a terminal, one line at the end of the stage in a log."""
 
     @contextmanager
     def stage(
@@ -84,7 +84,7 @@ class RichProgress:
 
 
 class _Stderr:
-    """The standard error of the moment. What cannot be written is lost: a full disk must end no work that is shown."""
+    """The current sys.stderr. Write errors are ignored: a full disk must not end the work."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)

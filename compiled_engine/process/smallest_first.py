@@ -1,4 +1,4 @@
-"""Two threads for work that may take long: the smallest is done first, and small work waits for no large one."""
+"""Two threads for work that may take long: the smallest is done first, and small work does not wait for large work."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Result = TypeVar("Result")
 
 
 Stopped = Callable[[], bool]
-"""Tells work that can be stopped whether it is: it asks again and again."""
+"""Polled by work that can be stopped; returns whether it is."""
 
 
 def never() -> bool:
-    """Stop no work."""
+    """Never stop the work."""
     return False
 
 
 class WorkStopped(RuntimeError):
-    """Raised by work that was stopped, as nobody waits for it any more."""
+    """Raised by work that was stopped because its result is no longer needed."""
 
 
 class TakesLong(Exception):
-    """Raised by work that was taken for small: it is to be submitted again as large work."""
+    """Raised by work that turned out not to be small: submit it again as large work."""
 
 
 @dataclass(order=True)
@@ -48,9 +48,10 @@ class _Waiting(Generic[Result]):
 
 
 class SmallestFirst:
-    """Runs work in two threads: one takes any work, the other only small work. They start with the first work.
+    """Runs work in two threads, started with the first work: one takes any work, the other only small work.
 
-    small: the largest size that is small, in the unit in which sizes are given to `submit`. name: of the threads.
+    small: the largest size that counts as small, in the unit of the sizes passed to `submit`. name: prefix of the
+    threads' names.
     """
 
     def __init__(self, small: int, name: str) -> None:
@@ -62,7 +63,7 @@ class SmallestFirst:
         self._lock = threading.Lock()
 
     def submit(self, size: int, work: Callable[[], Result]) -> Future[Result]:
-        """Queue work; the future gets its result or error. Work that is cancelled before it begins is dropped."""
+        """Queue work; the future gets its result or error. Work cancelled before it starts is dropped."""
         done: Future[Result] = Future()
         waiting = _Waiting(size, next(self._numbers), work, done)
         with self._lock:
@@ -74,7 +75,7 @@ class SmallestFirst:
         return done
 
     def shutdown(self) -> None:
-        """Begin nothing more; work that waits is cancelled."""
+        """Start nothing more; waiting work is cancelled."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for each in waiting:

@@ -1,4 +1,4 @@
-"""The stages of the start-up: when each began and how long it took, from the start of the process on."""
+"""Stages of the start-up: when each began, relative to the start of the process, and how long it took."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import psutil
 
 @dataclass(frozen=True)
 class Span:
-    """A stage. `start_s`: seconds since the process began; `parent`: the stage that it is a part of."""
+    """A stage."""
 
     name: str
-    start_s: float
+    start_s: float  # seconds since the process began
     seconds: float
-    parent: str | None = None
+    parent: str | None = None  # stage that contains it
 
 
 def seconds_since_process_start() -> float:
-    """Age of this process; on Linux to a hundredth of a second, elsewhere to about one."""
+    """Return the age of this process in seconds, on Linux with a resolution of a hundredth, elsewhere of about one."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -37,8 +37,8 @@ def seconds_since_process_start() -> float:
 def _process_origin_s(process: int) -> float:
     """Return when this process began, in seconds of time.perf_counter.
 
-    Read once in a process, so that all timelines are consistent: readings differ by the time for which the process did
-    not run between reading its two clocks. A forked child has another `process` and reads its own.
+    Read once per process, so that all timelines agree: readings differ by the time for which the process was not
+    running between reading its two clocks. A forked child passes another `process` and reads its own.
     """
     return time.perf_counter() - seconds_since_process_start()
 
@@ -46,8 +46,8 @@ def _process_origin_s(process: int) -> float:
 class Timeline:
     """Collects spans; those without a parent follow one another and add up to the start-up.
 
-    origin_s, spans: of the timeline of another process that this one goes on with; `origin_s` is in seconds of
-    time.perf_counter, which the processes of a machine share.
+    origin_s, spans: of another process's timeline that this one continues; `origin_s` is in seconds of
+    time.perf_counter, a clock that all processes of a machine share.
     """
 
     def __init__(self, origin_s: float | None = None, spans: Iterable[Span] = ()) -> None:
@@ -56,12 +56,12 @@ class Timeline:
         self.spans = list(spans)
 
     def now(self) -> float:
-        """Seconds since the process began."""
+        """Return seconds since the process began."""
         return time.perf_counter() - self.origin_s
 
     @contextmanager
     def span(self, name: str, parent: str | None = None) -> Iterator[None]:
-        """Time the body as a part of `parent`, or else of whatever span is open."""
+        """Time a block as a part of `parent`, or else of the innermost open span."""
         start = self.now()
         parent = parent or (self._open[-1] if self._open else None)
         self._open.append(name)
@@ -75,7 +75,7 @@ class Timeline:
         self.spans.append(Span(name, start_s, seconds, parent))
 
     def rename(self, name: str, new: str) -> None:
-        """Give a stage that has ended another name, once it is known what it was."""
+        """Rename a finished stage."""
         self.spans = [
             replace(
                 span,
@@ -93,5 +93,5 @@ class Timeline:
         return found
 
     def as_records(self) -> list[dict[str, str | float | None]]:
-        """The spans in order of their start."""
+        """Return the spans, ordered by start."""
         return [asdict(span) for span in sorted(self.spans, key=lambda span: span.start_s)]

@@ -1,8 +1,8 @@
-"""Worker processes that answer JSON lines, for callers in several threads: one process imports what they all need, then
-forks one for each.
+"""Worker processes that answer JSON lines, for callers in several threads: one process imports the modules that all
+need, then forks the workers.
 
-That one is a fresh process, not a fork of this one, so they inherit no threads, no CUDA context and nothing that the
-caller's own torch.compile has left behind.
+That process is fresh, not a fork of this one, so workers inherit no threads, no CUDA context and no state of the
+caller's torch.compile.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST_LAST_WORDS = 1 << 20
 
 
 class WorkerEnded(RuntimeError):
-    """A worker did not start, or died; the message has its last words."""
+    """A worker did not start, or died; the message has its last line of output."""
 
 
 class Worker:
-    """The caller's end of one worker, which first answers `{"ready": true}`. For one thread at a time."""
+    """The caller's end of one worker, whose first answer is `{"ready": true}`. For one thread at a time."""
 
     def __init__(self, number: int, connection: socket.socket, last_words: Callable[[], str]):
         self.number = number
@@ -40,7 +40,7 @@ class Worker:
         self._ready = False
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer. Raises WorkerEnded."""
+        """Send a message and return the answer. Raises WorkerEnded."""
         try:
             self._ready = self._ready or "ready" in self._receive()
             if self._ready:
@@ -58,18 +58,18 @@ class Worker:
         self._connection.close()
 
     def _receive(self) -> dict[str, Any]:
-        """The next answer; empty when the process has ended."""
+        """Return the next answer; empty if the process has ended."""
         try:
             line = self._answers.readline()
-        except ConnectionResetError:  # it ended before it read everything
+        except ConnectionResetError:  # the worker ended before it read everything
             return {}
         return json.loads(line) if line else {}
 
 
 class WorkerProcesses:
-    """`count` workers, at least one; their program is `main()` of a module, see `worker_program`. They start at once.
+    """At least one worker, started at once. They run `main()` of a module, see `worker_program`.
 
-    Raises OSError if there can be none.
+    Raises OSError if they cannot be started.
     """
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
@@ -83,8 +83,8 @@ class WorkerProcesses:
                 theirs,
                 [their.fileno() for _, their in pairs],
                 has_input=True,
-                output=self._errors,  # what is printed is no answer
-                environment={"OPENBLAS_NUM_THREADS": "1"} | dict(environment or {}),  # else numpy has threads to fork
+                output=self._errors,  # kept apart from the answers
+                environment={"OPENBLAS_NUM_THREADS": "1"} | dict(environment or {}),  # no numpy threads before the fork
             )
         except BaseException:
             self._close_files()
@@ -94,18 +94,18 @@ class WorkerProcesses:
                 their.close()
 
     def begin(self, order: dict[str, Any]) -> None:
-        """Send what the workers are to prepare; call it once, before any request."""
+        """Send the order that the workers prepare for; call it once, before any request."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the answers that do not come say it
+        with suppress(BrokenPipeError):  # missing answers report it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """End them, and with them what they have started, such as a C++ compiler. May be called again."""
+        """End the workers and their child processes, such as a C++ compiler. May be called again."""
         self._process.terminate()
         self._process.wait()
         if self._process.stdin is not None:
-            with suppress(OSError):  # of an order that no worker took
+            with suppress(OSError):  # an order that was never read
                 self._process.stdin.close()
         self._close_files()
 
@@ -115,7 +115,7 @@ class WorkerProcesses:
         self._errors.close()
 
     def _last_words(self) -> str:
-        """The last line of any of them: they share a file for it."""
+        """Return the last line that any worker wrote: they share a file."""
         size = os.fstat(self._errors.fileno()).st_size
         said = os.pread(self._errors.fileno(), _MOST_LAST_WORDS, max(0, size - _MOST_LAST_WORDS))
         lines = said.decode(errors="replace").strip().splitlines()
@@ -123,17 +123,16 @@ class WorkerProcesses:
 
 
 class WorkerPool:
-    """Processes that run `main()` of a module. Processes that cannot start, or end, are not replaced; there may be
-    none.
+    """Processes that run `main()` of a module. Failed or ended processes are not replaced; there may be none.
 
-    They start at once; from `begin` on their imports run in parallel with the caller's work before its first request.
+    They start at once, and import in parallel with the caller's work from `begin` until the first request.
     """
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
         self._processes: WorkerProcesses | None = None
         self._lock = Lock()
         self._idle: deque[Worker] = deque()
-        self._waiting: deque[Future[Worker | None]] = deque()  # the first to ask is the first to get one
+        self._waiting: deque[Future[Worker | None]] = deque()  # callers, in first-come order
         self._left = 0
         self._closed = False
         try:
@@ -146,7 +145,7 @@ class WorkerPool:
         return len(self._processes.workers) if self._processes else 0
 
     def begin(self, order: dict[str, Any]) -> None:
-        """Tell them what holds for every question; to be called once, before `ask`."""
+        """Send the order that applies to all requests; call it once, before `ask`."""
         if self._processes is None:
             return
         self._processes.begin(order)
@@ -155,9 +154,10 @@ class WorkerPool:
             self._idle.extend(self._processes.workers)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the answer of the first idle worker, with its number as "worker"; None if it ended, or if all have.
+        """Send a message to the first idle worker and return its answer, with its number as "worker"; None if that
+        worker ends, or none is left.
 
-        For threads that are not interrupted: an interrupted one would end its worker.
+        For threads that are not interrupted: an interrupt here would end the worker.
         """
         worker = self._take()
         if worker is None:

@@ -1,8 +1,8 @@
-"""The program of worker processes: prepare once, fork the workers, and end with them on request, or when no process can
-reach them any more.
+"""Main program of worker processes: prepare once, fork the workers, and end with them on request or when the caller is
+gone.
 
-The workers, and their children, are a process group of their own, which the process that forked them ends and waits
-for: the first process of a container would not.
+The workers and their children form a process group, which the process that forked them ends and waits for; the init
+process of a container would not.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ Work = Callable[[Messages, Answer], None]
 
 
 def run_workers(prepare: Callable[[dict[str, Any]], Work]) -> None:
-    """`prepare` gets the order from stdin, imports what the work needs, and returns the work: from messages to answers.
+    """Run workers for `prepare`, which gets the order from stdin, imports what the work needs, and returns the work: a
+    function from messages to answers.
 
-    Arguments: a descriptor for each worker, of a socket with JSON lines both ways. Only what a fork may copy may be
-    prepared: no threads, no question to CUDA, nothing of a user's. All end together, in the middle of their work.
+    Program arguments: for each worker the descriptor of a socket with JSON lines both ways. The preparation must be
+    safe to fork: no threads, no calls of CUDA, no user code. All workers end together, even in the middle of their
+    work.
     """
     order = sys.stdin.buffer.readline()
     if not order:
         return
     work = prepare(json.loads(order))
     workers: list[int] = []
-    # Until here it ends at once on request; from here on it first ends the processes that it has forked.
+    # From here on SIGTERM first ends the forked processes.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, _exit)
     try:
@@ -52,7 +54,7 @@ def run_workers(prepare: Callable[[dict[str, Any]], Work]) -> None:
         _end(workers[0])
     for worker in workers:
         os.waitpid(worker, 0)
-    os._exit(0)  # what was imported takes its time to be taken down
+    os._exit(0)  # without the slow teardown of imported modules
 
 
 def _exit(number: int, frame: object) -> None:
@@ -60,12 +62,14 @@ def _exit(number: int, frame: object) -> None:
 
 
 def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
-    """The first of them leads their group: it keeps its number until it is waited for, at the end."""
+    """Fork the workers. The first leads their process group: its id stays valid until it is waited for, at the end."""
     while descriptors:
         descriptor = descriptors.pop(0)
         if worker := os.fork():
             workers.append(worker)
-            with suppress(OSError):  # it has ended; both wait, since either may be first
+            with suppress(
+                OSError
+            ):  # it may have ended. Parent and child both set the group, since either may be first.
                 os.setpgid(worker, workers[0])
             os.close(descriptor)
             continue
@@ -84,7 +88,7 @@ def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
 
 
 def _require_cuda() -> None:
-    """Raise RuntimeError if PyTorch is imported and CUDA cannot be used: the preparation has used CUDA."""
+    """Raise RuntimeError if PyTorch is imported and CUDA cannot be used, because the preparation has used CUDA."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():
         raise RuntimeError("CUDA cannot be used in this worker: an import before the fork has used it")
@@ -96,12 +100,12 @@ def _end(group: int) -> None:
 
 
 def _run(descriptor: int, work: Work) -> None:
-    """Answer messages in a worker, to the end of the process."""
+    """Answer messages in a worker, until the process ends."""
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:
         rest = b""
-        with suppress(OSError):  # the caller has ended without having read everything
+        with suppress(OSError):  # the caller ended before it read everything
             while chunk := os.read(descriptor, 1 << 16):
                 *whole, rest = (rest + chunk).split(b"\n")
                 for line in whole:

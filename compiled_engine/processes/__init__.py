@@ -1,1 +1,1 @@
-"""The engine core behind a socket: its own process or thread, the messages, and the caller's end."""
+"""The engine core behind a socket: its process or thread, the messages, and the caller's end."""

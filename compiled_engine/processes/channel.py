@@ -1,4 +1,4 @@
-"""Messages through a stream socket: each is preceded by its length, four bytes, the most significant first."""
+"""Messages over a stream socket, each preceded by its length in four bytes, big-endian."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 LARGEST_MESSAGE = 128 * 2**20
-"""Bytes. A whole vocabulary's log-probabilities of a prompt can be more, and are then refused."""
+"""Bytes. A prompt's log-probabilities for a whole vocabulary can exceed it, and are then refused."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -19,18 +19,18 @@ class MessageTooLargeError(ValueError):
 
 
 def frame(payload: bytes) -> bytes:
-    """Raises MessageTooLargeError."""
+    """Prefix a payload with its length. Raises MessageTooLargeError."""
     check_size(len(payload))
     return _LENGTH.pack(len(payload)) + payload
 
 
 def send(sock: socket.socket, payload: bytes) -> None:
-    """Send one message through a blocking socket. Raises OSError if the other end is gone, MessageTooLargeError."""
+    """Send one message over a blocking socket. Raises OSError if the other end is gone, and MessageTooLargeError."""
     sock.sendall(frame(payload))
 
 
 def receive(sock: socket.socket) -> bytes:
-    """Wait for one message of a blocking socket. Raises EOFError if the other end is gone."""
+    """Wait for one message on a blocking socket. Raises EOFError if the other end is gone."""
     (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
     return _exactly(sock, size)
 
@@ -54,13 +54,14 @@ def check_size(size: int) -> None:
 
 
 class FrameReader:
-    """Takes bytes as they come and gives payloads as they are complete."""
+    """Splits a byte stream into payloads."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytearray]:
-        """The payloads that `data` completes. Raises MessageTooLargeError as soon as one is announced."""
+        """Return the payloads that `data` completes. Raises MessageTooLargeError as soon as a message that is too large
+        begins."""
         buffer = self._buffer
         buffer += data
         payloads = []
@@ -83,7 +84,7 @@ Incoming = TypeVar("Incoming")
 
 
 class Connection(Generic[Incoming]):
-    """An end of a non-blocking socket. It owns the socket; `decode` turns a payload into a message."""
+    """One end of a non-blocking socket, which it owns; `decode` converts a payload to a message."""
 
     def __init__(self, sock: socket.socket, decode: Callable[[bytearray], Incoming]) -> None:
         sock.setblocking(False)
@@ -100,10 +101,10 @@ class Connection(Generic[Incoming]):
         return bool(self._unsent)
 
     def receive(self) -> list[Incoming]:
-        """The messages that have come.
+        """Return the messages that have arrived.
 
-        Raises EOFError when the other end has closed, OSError for a broken socket, ValueError or msgspec.DecodeError
-        for what is no message.
+        Raises EOFError if the other end has closed, OSError for a broken socket, ValueError or msgspec.DecodeError for
+        data that is no message.
         """
         try:
             data = self._socket.recv(_CHUNK)
@@ -114,12 +115,12 @@ class Connection(Generic[Incoming]):
         return [self._decode(payload) for payload in self._frames.feed(data)]
 
     def send(self, frame: bytes) -> None:
-        """Send as much as the socket takes; `flush` sends the rest. Raises OSError if the other end is gone."""
+        """Send as much as the socket accepts; `flush` sends the rest. Raises OSError if the other end is gone."""
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as much as the socket takes. Raises as `send`."""
+        """Send unsent data, as much as the socket accepts. Raises as `send`."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent)
@@ -128,11 +129,11 @@ class Connection(Generic[Incoming]):
             del self._unsent[:sent]
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is something to receive; False after `timeout_s`."""
+        """Wait until there is data to receive; False after `timeout_s`."""
         return self._poll(select.POLLIN, timeout_s)
 
     def wait_writable(self, timeout_s: float | None = None) -> bool:
-        """Wait until the socket takes more; False after `timeout_s`."""
+        """Wait until the socket accepts data; False after `timeout_s`."""
         return self._poll(select.POLLOUT, timeout_s)
 
     def _poll(self, events: int, timeout_s: float | None) -> bool:
@@ -141,5 +142,5 @@ class Connection(Generic[Incoming]):
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the socket. May be called again."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""The process of an engine core, as the process that has started or joined it sees it.
+"""The process of an engine core, as seen by the process that started or joined it.
 
 This module is imported without PyTorch.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
 
 _PROGRAMS = "compiled_engine.processes.programs"
-_LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
+_LONGEST_ADDRESS = 100  # bytes of the whole path; the system allows a few more
 _BACKLOG = 128
 
 
 class RunningCore(Protocol):
-    """The place of a core: a thread, a process, or a process that another one has started.
+    """A core in a thread, in a process, or in a process that another one has started.
 
     socket: the caller's end of the connection to it.
     """
@@ -37,7 +37,7 @@ class RunningCore(Protocol):
 
     @property
     def address(self) -> str | None:
-        """The address for further callers; None if they cannot connect."""
+        """Address for further callers; None if they cannot connect."""
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
@@ -45,13 +45,13 @@ class RunningCore(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Close the socket, and wait until it has ended. May be called again."""
+        """Close the socket, and wait for the core to end. May be called again."""
         ...
 
 
 class ForeignCore:
-    """See RunningCore: a core that another process has started. Raises OSError if no process listens at `address`, or
-    this user may not connect."""
+    """RunningCore for a core started by another process. Raises OSError if no process listens at `address`, or this
+    user may not connect."""
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         self.address = os.fspath(address)
@@ -70,10 +70,10 @@ class ForeignCore:
 
 
 class CoreChild:
-    """See RunningCore. The process starts its imports at once, and waits for `start`.
+    """RunningCore for a new process, which starts its imports at once, and waits for `start`.
 
     device: the engine's option; on a GPU the process creates its context during the imports. "cpu" if other processes
-    use the device. environment: variables added to the caller's, or overriding them.
+    use the device. environment: variables that are added to the caller's or replace them.
 
     Callers connect to a socket that only this user may open, in a folder that only this user may enter. No process
     inherits a connection, so a caller's death closes its own.
@@ -90,7 +90,7 @@ class CoreChild:
                 listener.bind(self.address)
                 os.chmod(self.address, 0o600)
                 listener.listen(_BACKLOG)
-                self.socket.connect(self.address)  # it waits there until the core takes it
+                self.socket.connect(self.address)  # pending until the core accepts it
                 self._process = start_process(
                     _PROGRAMS,
                     [str(listener.fileno()), str(self._folder), device],
@@ -105,7 +105,7 @@ class CoreChild:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> CoreChild:
-        """The one for these keywords of `LLM`, which are not checked yet."""
+        """Create the process for these unchecked keywords of `LLM`."""
         return cls(given_device(options) if core_has_device(options) else "cpu", _cluster_of_this_process())
 
     @property
@@ -113,14 +113,14 @@ class CoreChild:
         return self._process.pid
 
     def start(self, frame: bytes) -> None:
-        """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch. Whoever
-        reads the answer finds out if the process has ended."""
+        """Send the order to start. frame: a Start message, encoded elsewhere, so that this module is imported without
+        PyTorch. If the process has ended, reading its answer reports that."""
         self._started = True
         with suppress(OSError):
             self.socket.sendall(frame)
 
     def clock_ahead_s(self) -> float:
-        """Zero, as the core is on this machine."""
+        """Return zero, since the core is on this machine."""
         return 0.0
 
     def how_it_ended(self, timeout_s: float) -> str:
@@ -135,7 +135,7 @@ class CoreChild:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)  # it does so itself, unless it was killed
+        shutil.rmtree(self._folder, ignore_errors=True)  # the process removes it itself, unless it was killed
 
 
 def _private_folder() -> Path:
@@ -148,8 +148,7 @@ def _private_folder() -> Path:
 
 
 def _cluster_of_this_process() -> dict[str, str]:
-    """The address of the Ray cluster that this process is in, for a process that it starts; nothing if it is in
-    none."""
+    """Return the address of this process's Ray cluster, as environment of a child process; empty without a cluster."""
     ray = sys.modules.get("ray")
     if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
         return {}
@@ -157,5 +156,6 @@ def _cluster_of_this_process() -> dict[str, str]:
 
 
 def device_of_core(config: EngineConfig) -> str:
-    """The device of a replica's process, as CoreChild takes it; "cpu" where ranks in processes of their own have it."""
+    """Return the device of a replica's process, as CoreChild takes it; "cpu" if separate rank processes use the
+    device."""
     return "cpu" if config.of_replica.parallel.executor == "multiprocess" else config.device.type

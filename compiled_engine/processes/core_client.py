@@ -36,7 +36,8 @@ class EngineDeadError(FatalError):
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
-    """Wait for the core's first message. Raises what the start raised; EngineDeadError if the core just ended."""
+    """Wait for the core's first message. Raises the start's exception; EngineDeadError if the core ended without
+    one."""
     connection: Connection[ToApi] = Connection(core.socket, decode_to_api)
     try:
         while not (messages := connection.receive()):
@@ -53,10 +54,9 @@ def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
 class CoreClient:
     """Sends requests, passes on their outputs, and detects the end of the core.
 
-    on_outputs is called for each step with outputs of this client; on_death once, if the core ends by itself. `dead`:
-    the reason, None while the core lives.
-
-    The socket is read on one event loop at a time, that of the last call of `attach`.
+    on_outputs is called for each step with outputs of this client; on_death once, if the core ends by itself. `dead` is
+    the reason, None while the core runs. The socket is read on one event loop at a time, set by the last call of
+    `attach`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CoreClient:
         return self._loop
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read the socket on this loop from now on; the one before must be closed, or not running."""
+        """Read the socket on this loop from now on; the previous loop must be closed, or not running."""
         self._detach()
         self._loop = loop
         self._calls.clear()
@@ -91,11 +91,11 @@ class CoreClient:
             self._flush()
 
     def add(self, request: EngineRequest) -> None:
-        """Raises MessageTooLargeError, a ValueError."""
+        """Send a request. Raises MessageTooLargeError, a ValueError."""
         self._send(Add(request))
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Once, before the first request with a grammar."""
+        """Send the vocabulary; once, before the first request with a grammar."""
         self._send(SetVocabulary(vocabulary))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
@@ -103,9 +103,9 @@ class CoreClient:
             self._send(Abort(tuple(request_ids), stopped))
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """Have the core apply a control call, after all that was sent before it; return what it returns.
+        """Make the core apply a control call, after all earlier messages, and return its result.
 
-        Raises ControlError if it fails, EngineDeadError if the core has ended, or does before it answers.
+        Raises ControlError if it fails, EngineDeadError if the core has ended, or ends before it answers.
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
@@ -118,7 +118,7 @@ class CoreClient:
             self._calls.pop(number, None)
 
     async def wait_dead(self) -> str:
-        """Wait until the core has ended, or `close` is called; why."""
+        """Wait until the core has ended, or `close` is called; return the reason."""
         if self.dead is not None:
             return self.dead
         end = asyncio.get_running_loop().create_future()
@@ -130,7 +130,8 @@ class CoreClient:
                 self._death_watchers.remove(end)
 
     def close(self, reason: str) -> None:
-        """Leave the core, which ends if this was its last client. `on_death` is not called; control calls fail."""
+        """Disconnect from the core, which ends if this was its last client. `on_death` is not called; control calls
+        fail."""
         self._detach()
         self.dead = self.dead or reason
         self._connection.close()
@@ -140,7 +141,7 @@ class CoreClient:
         if self.dead is not None:
             return
         data = frame(encode(message))
-        with suppress(OSError):  # the core has ended: reading reports it, and it may have left a reason
+        with suppress(OSError):  # the core has ended; reading reports that, perhaps with a reason from the core
             self._connection.send(data)
         self._watch_writing()
 
@@ -192,7 +193,7 @@ class CoreClient:
         self._on_death(self.dead)
 
     def _fail_waiting(self) -> None:
-        """Fail the waiting calls: the core is dead."""
+        """Fail the pending calls, since the core is dead."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed
             for answer in self._calls.values():

@@ -41,13 +41,16 @@ _LAST_WORDS_S = 5.0
 
 
 class ApiProcess:
-    """While the client does not read, steps wait as objects, and are encoded one at a time as the socket takes them.
+    """A client. While it does not read, outputs wait as objects, which are encoded one at a time as the socket accepts
+    them.
 
-    The queue is bounded by the tokens that its requests may still generate: it cannot send new ones without reading.
+    The queue is bounded by the tokens that its requests may still generate: a client cannot send new ones without
+    reading.
     """
 
     def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
-        """give_up: called with the id of a request with an output too large for a message; the request ends."""
+        """Wrap a connection. give_up: called with the id of a request whose output is too large for a message; the
+        request ends."""
         self.number = number
         self.connection = connection
         self._give_up = give_up
@@ -59,12 +62,12 @@ class ApiProcess:
         return self.connection.has_unsent or bool(self._waiting)
 
     def send(self, message: ToApi) -> None:
-        """Raises OSError if it is gone."""
+        """Send a message, or queue it. Raises OSError if the client is gone."""
         self._waiting.append(message)
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the socket takes. Raises OSError if the other end is gone."""
+        """Send as much as the socket accepts. Raises OSError if the other end is gone."""
         self.connection.flush()
         while self._waiting and not self.connection.has_unsent:
             for each in frames_of(self._waiting.popleft(), self._give_up):
@@ -72,7 +75,8 @@ class ApiProcess:
 
 
 def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
-    """The message as frames. A step too large for one is divided; a request's output that is, becomes an error."""
+    """Return a message as frames. A step that is too large for one frame is divided; if a single request's output is
+    too large, it becomes an error."""
     try:
         return [frame(encode(message))]
     except MessageTooLargeError as error:
@@ -99,7 +103,7 @@ class CoreServer:
     """Serves API processes in the caller's thread, until the process that started the core has ended.
 
     starter: the connection to that process. listener: socket for further API processes. token_masks: masks by request
-    id, if an API process is this one; a request removes its own.
+    id, if this process is also an API process; adding a request removes its own.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class CoreServer:
         self._selector = selectors.DefaultSelector()
         self._numbers = count()
         self._api_processes: list[ApiProcess] = []
-        self._owners: dict[str, ApiProcess] = {}  # of the requests under way
+        self._owners: dict[str, ApiProcess] = {}  # by running request
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
@@ -126,7 +130,7 @@ class CoreServer:
         self._starter = self._welcome(starter)
 
     def run(self) -> None:
-        """Return when the starter has ended. Raises what a step raises, after reporting it to all clients."""
+        """Serve until the starter ends. Reports an exception of a step to all clients, then raises it."""
         core = self._core
         try:
             while self._starter in self._api_processes:
@@ -142,7 +146,7 @@ class CoreServer:
             self._selector.close()
 
     def _serve_sockets(self, timeout_s: float | None) -> None:
-        """Send queued messages and process received ones; without a timeout wait for something to do."""
+        """Send queued messages and process received ones. timeout_s: None waits until there is something to do."""
         for key, events in self._selector.select(timeout_s):
             api_process = key.data
             if api_process is None:
@@ -164,7 +168,7 @@ class CoreServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with suppress(OSError):  # it has gone again
+        with suppress(OSError):  # the client has already disconnected
             self._welcome(Connection(self._listener.accept()[0], decode_to_core))
 
     def _welcome(self, connection: Connection[ToCore]) -> ApiProcess:
@@ -226,7 +230,7 @@ class CoreServer:
                 self._release(output.request_id)
 
     def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
-        """The outputs by API process; those of requests without an owner are dropped."""
+        """Divide the outputs by API process; outputs of requests without an owner are dropped."""
         columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
         others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
         for index, request_id in enumerate(outputs.request_ids):
@@ -241,7 +245,7 @@ class CoreServer:
         return [(process, part) for process, part in own if len(part)]
 
     def _give_up(self, request_id: str) -> None:
-        """Abort a request whose API process already has its end."""
+        """Abort a request whose client has already received its end."""
         if request_id in self._owners:
             self._core.abort(request_id)
             self._release(request_id)
@@ -258,13 +262,13 @@ class CoreServer:
             self._watch(api_process)
 
     def _watch(self, api_process: ApiProcess) -> None:
-        """Wake up when it can be written to, if there is something to write."""
+        """Watch the socket for writability while there is unsent data."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if api_process.has_unsent else 0)
         if self._selector.get_key(api_process.connection).events != events:
             self._selector.modify(api_process.connection, events, api_process)
 
     def _forget(self, api_process: ApiProcess) -> None:
-        """End the connection's requests with it."""
+        """Drop a client, and abort its requests."""
         self._selector.unregister(api_process.connection)
         api_process.connection.close()
         self._api_processes.remove(api_process)

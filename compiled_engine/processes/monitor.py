@@ -1,4 +1,4 @@
-"""Watches the workers: receives their messages, and detects at once when one of them ends, fails or hangs."""
+"""Watch the workers: receive their messages, and detect at once when one ends, fails or hangs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from compiled_engine.processes.ranks import Heartbeats, WorkerChild, end_all
 from compiled_engine.processes.wire import Answered, Ready, StepFailed, decode_from_worker
 
 _LOOK_S = 0.5
-# A longer gap between two checks is not counted: this process itself was stopped, and perhaps its workers too.
+# Most seconds counted between two checks: in a longer gap this process was stopped, and perhaps its workers too.
 _STOOD_STILL_S = 1.0
 _STOPPED_S = 6.0
 _LAST_WORDS_S = 1.0
-# For so long a rank that has failed may have been the first to notice that another is gone.
+# After a rank fails, how long to look for another rank whose death may be the cause.
 _NOTICED_S = 0.2
-# How long ranks may be apart in failing at the same step.
+# Longest time between failures of different ranks in the same step.
 _APART_S = 3.0
 
 
@@ -32,9 +32,9 @@ class WorkerError(FatalError):
 
 
 class Monitor:
-    """A thread that watches until `end`, or until a worker fails: then it ends all workers and keeps the reason.
+    """A thread that watches until `end`, or until a worker fails; then it ends all workers and keeps the reason.
 
-    bell: a descriptor that becomes readable then; closed by `end`.
+    bell: an eventfd that becomes readable on failure; `end` closes it.
     """
 
     def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
@@ -46,9 +46,9 @@ class Monitor:
         self._step_failed = threading.Condition(self._lock)
         self._closing = False
         self._looked_s = time.monotonic()
-        self._ran_s = 0.0  # of this process's time, what it did not stand still
-        self._signs: dict[int, tuple[float, float]] = {}  # each rank's last sign of life, and when it came, as _ran_s
-        self._overdue_s = 0.0  # by when a result should be there, as _ran_s; 0: whenever
+        self._ran_s = 0.0  # clock that stops while this process is stopped
+        self._signs: dict[int, tuple[float, float]] = {}  # each rank's last heartbeat, and its arrival in _ran_s
+        self._overdue_s = 0.0  # deadline of the awaited result in _ran_s; 0: none
         self.failure: Exception | None = None
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -64,7 +64,7 @@ class Monitor:
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
-        """The answers of all ranks to the call with this number."""
+        """Return futures for all ranks' answers to the call with this number."""
         futures: list[Future[Answered]] = [Future() for _ in self._workers]
         with self._lock:
             if self.failure is not None:
@@ -74,11 +74,11 @@ class Monitor:
         return futures
 
     def expect_result_within(self, seconds: float | None) -> None:
-        """Expect a result within this time; None: no result is awaited, or there is no limit."""
+        """Set the deadline for a result in seconds; None: no result is awaited, or there is no limit."""
         self._overdue_s = 0.0 if seconds is None else self._ran_s + seconds
 
     def survives(self, step: int) -> bool:
-        """Return whether all ranks have failed in a step, all at the same place and none inside a collective."""
+        """Return whether all ranks have failed in a step, at the same place and outside of collectives."""
         with self._step_failed:
             reports = self._failed_steps.setdefault(step, {})
             self._step_failed.wait_for(lambda: len(reports) == len(self._workers) or self.failure is not None, _APART_S)
@@ -88,7 +88,7 @@ class Monitor:
             return all_failed and at_one_place and all(report.between_runs for report in reports.values())
 
     def check(self) -> None:
-        """Raise the reason if something is wrong."""
+        """Raise the reason of a failure, if there was one."""
         if self.failure is not None:
             raise self.failure
 
@@ -101,7 +101,7 @@ class Monitor:
                 self._answers.clear()
                 try:
                     end_all(self._workers)
-                finally:  # readers of the failure find all workers ended, except one that its device blocks
+                finally:  # set last: whoever sees the failure finds all workers ended, unless a device blocks one
                     self.failure = error
                     os.eventfd_write(self.bell, 1)
                     self._step_failed.notify_all()
@@ -110,16 +110,17 @@ class Monitor:
             return self.failure
 
     def close(self) -> None:
-        """Expect the workers to end: from now on this is not a failure."""
+        """Expect the workers to end: from now on that is not a failure."""
         self._closing = True
 
     def end(self) -> None:
-        """Mark the workers as ended or killed, before the connections to them are closed. Later requests raise."""
+        """Stop watching: the workers are ended or killed, and their connections are about to be closed. Later requests
+        raise."""
         with self._lock:
             if self.failure is None:
                 self.failure = WorkerError("the workers have been told to stop")
                 os.eventfd_write(self.bell, 1)
-        if threading.current_thread() is not self._thread:  # which collects garbage too, perhaps an engine's
+        if threading.current_thread() is not self._thread:  # the thread itself may garbage-collect an engine
             self._thread.join()
         os.close(self.bell)
 
@@ -135,7 +136,7 @@ class Monitor:
         self._selector.close()
 
     def _take(self, rank: int) -> bool:
-        """Process a worker's message; return whether the worker goes on."""
+        """Process a worker's message; return whether to expect more."""
         worker, name = self._workers[rank], self._layout.name(rank)
         try:
             message = decode_from_worker(receive(worker.socket))
@@ -164,7 +165,8 @@ class Monitor:
         return True
 
     def _killed_besides(self, rank: int) -> WorkerError | None:
-        """The error of another worker that was killed, if there is one: a collective of this worker fails then."""
+        """Return the error of another worker that was killed, if any: its death makes this worker's collectives
+        fail."""
         deadline = time.monotonic() + _NOTICED_S
         for other, worker in enumerate(self._workers):
             if other != rank and worker.is_killed(max(0.0, deadline - time.monotonic())):
@@ -172,7 +174,8 @@ class Monitor:
         return None
 
     def _error(self, failed: Failed, rank: int) -> Exception:
-        """A rank's error; if it cannot start, the exception that it raised, since that may be about a user's option."""
+        """Return a rank's error. If it could not start, this is its own exception, which may concern a user's
+        option."""
         name = self._layout.name(rank)
         if self._ready[rank].done():
             error: Exception = WorkerError(f"{name}: {failed.kind}: {failed.text}")
@@ -201,8 +204,8 @@ class Monitor:
             self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))
 
     def _silent_s(self, rank: int) -> float:
-        """Return the seconds since a rank's last sign of life; during its start, when foreign code may run for long,
-        since it was first found stopped."""
+        """Return the seconds since a rank's last heartbeat; during its start, when foreign code may run for long, since
+        it was first found stopped."""
         if self._ready[rank].done():
             sign = self._heartbeats.last_s(rank)
         else:

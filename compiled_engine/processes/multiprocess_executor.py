@@ -1,6 +1,6 @@
-"""The executor with ranks in processes of their own on this host, one for each device.
+"""Executor whose ranks are processes on this host, one per device.
 
-Each step is written once into a ring buffer in shared memory that all workers read; one rank writes each result into a
+Each step is written once to a ring buffer in shared memory that all workers read; one rank writes the results to a
 second ring buffer. A step is sent before its predecessor has ended. No process is both a rank and the engine core, so
 neither waits for the other's Python.
 """
@@ -37,10 +37,10 @@ from compiled_engine.processes.wire import (
     encode,
 )
 
-# Time limit for the result of a step on GPUs, per this many tokens of the largest step. Beyond it a rank hangs.
+# A rank counts as hung if a step's result on GPUs takes longer than STEP_S per STEP_TOKENS tokens of the largest step.
 STEP_S = 8.0
 STEP_TOKENS = 8192
-# Where nothing else hides the way to the workers and back, both sides stay awake for so long.
+# How long both sides poll before they sleep, if no other step hides the latency between core and workers.
 BUSY_S = 0.02
 _STOP_S = 10.0
 
@@ -50,9 +50,10 @@ class StepError(RuntimeError):
 
 
 class MultiprocessExecutor:
-    """See Executor. Raises WorkerError if a worker cannot start; `submit` and `result` raise it if a worker ends later.
+    """Executor over worker processes. Raises WorkerError if a worker cannot start; `submit` and `result` raise it if a
+    worker ends later.
 
-    workers: the workers of the configuration; the executor ends them.
+    workers: the configuration's workers, which the executor ends.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class MultiprocessExecutor:
             spans=tuple(timeline.spans),
         )
         for worker in self._workers.children:
-            with suppress(OSError):  # it has ended: the monitor has the reason
+            with suppress(OSError):  # the worker has ended; the monitor has the reason
                 send(worker.socket, encode(start))
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
-        """Number of blocks. Raises WorkerError unless all ranks say the same."""
+        """Return the number of blocks. Raises WorkerError unless all ranks report the same."""
         for rank, other in enumerate(ready):
             if other != ready[0]:
                 name = self._layout.name(rank)
@@ -116,18 +117,18 @@ class MultiprocessExecutor:
         return ready[0].num_blocks
 
     def submit(self, step: SchedulerOutput) -> _PendingResult:
-        """See Executor. Raises WorkerError if the workers have ended."""
+        """Submit a step, see Executor. Raises WorkerError if the workers have ended."""
         self._monitor.check()
         self._steps.write(encode(Step(step)))
         return _PendingResult(self, step.step)
 
     def sample(self, masks: TokenMasks) -> None:
-        """See Executor. What sampling raises, the step's result raises."""
+        """Sample with masks, see Executor. The step's result raises errors of sampling."""
         self._monitor.check()
         self._steps.write(encode(Masks(masks)))
 
     def _receive(self, step: int) -> RunnerOutput:
-        """The next result, which is that of the step with this number."""
+        """Return the next result, which must be that of the step with this number."""
         self._monitor.expect_result_within(self._step_s)
         result = decode_result(self._results.read(self._wait))
         self._monitor.expect_result_within(None)
@@ -135,7 +136,7 @@ class MultiprocessExecutor:
             return result
         name = self._layout.name(self._layout.result_rank)
         text = f"{name}: {result.kind}: {result.text}"
-        # Otherwise messages between stages for the steps in flight would be left over.
+        # With several stages, transfers of the steps in flight would be left over.
         goes_on = self._layout.pipeline == 1 and (self._layout.size == 1 or self._monitor.survives(step))
         if goes_on:
             self._steps.write(encode(GoOn()))
@@ -144,18 +145,18 @@ class MultiprocessExecutor:
         raise error if goes_on else self._monitor.fail(error)
 
     def _wait(self) -> None:
-        """Wait for the results' doorbell; raises WorkerError if there will be no result."""
+        """Wait for the results' eventfd; raises WorkerError if there will be no result."""
         await_bell(self._poll, self._busy_s)
         self._monitor.check()
 
     def _no_room(self) -> None:
-        """Take in results while steps have no room: their rank may wait for room too. Raises WorkerError if a worker
-        has ended."""
+        """Read results while the steps' buffer is full: the rank that writes them may itself be waiting for room.
+        Raises WorkerError if a worker has ended."""
         self._monitor.check()
         self._results.take_in()
 
     def call(self, call: ControlCall) -> list[Any]:
-        """See Executor. Raises WorkerError if the workers have ended."""
+        """Apply a control call, see Executor. Raises WorkerError if the workers have ended."""
         number = next(self._numbers)
         expected = self._monitor.expect(number)
         self._steps.write(encode(Control(number, call)))
@@ -170,7 +171,7 @@ class MultiprocessExecutor:
         return metrics
 
     def close(self) -> None:
-        """Wait for the steps in flight, and for all workers to end; kill workers that do not."""
+        """Wait for the steps in flight and for all workers to end; kill workers that do not."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +184,7 @@ class MultiprocessExecutor:
                     for worker in self._workers.children:
                         worker.wait(max(0.0, deadline - time.monotonic()))
             for worker in self._workers.children:
-                worker.kill()  # the monitor may wait for the rest of its messages
+                worker.kill()  # so that the monitor does not wait for more messages
             self._monitor.end()
         finally:
             self._workers.close()
@@ -198,5 +199,5 @@ class _PendingResult:
         self._executor, self._step = executor, step
 
     def result(self) -> RunnerOutput:
-        """Raises StepError if the step failed, WorkerError if there will be no result."""
+        """Wait for the result. Raises StepError if the step failed, WorkerError if there will be no result."""
         return self._executor._receive(self._step)

@@ -1,4 +1,4 @@
-"""The programs of an engine core's process and of a worker's: what they do before they import PyTorch."""
+"""Main programs of an engine core's and a worker's process: their work before they import PyTorch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from compiled_engine.process.memory import collection_paused
 
 
 def core_main() -> None:
-    """Run an engine core. Arguments: the descriptor of the listening socket, the folder that it is in, and the option
+    """Run an engine core. Arguments: descriptor of the listening socket, the folder that contains it, and the option
     `device`.
 
-    SIGINT and SIGTERM are for the process that started this one, which may have requests to finish: this one ends when
-    that one has closed its connection.
+    SIGINT and SIGTERM are ignored, since the starter handles them and may have requests to finish: this process ends
+    when the starter closes its connection.
     """
     _begin()
     descriptor, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -40,10 +40,10 @@ def core_main() -> None:
 
 
 def worker_main() -> None:
-    """Run a rank. Arguments: the kind of device, the rank, the folder that ranks share, and the descriptors that
-    WorkerChild passes.
+    """Run a rank. Arguments: kind of device, rank, the ranks' shared folder, and the descriptors from WorkerChild.
 
-    Ctrl-C and the like are for the process that started this one; this one ends when that one has closed its socket.
+    Ctrl-C and the like are ignored, since the starter handles them; this process ends when the starter closes its
+    socket.
     """
     _begin()
     kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -63,7 +63,7 @@ def _begin() -> None:
         signal.signal(number, signal.SIG_IGN)
     open_standard_streams()
     keep_bytecode()
-    os.dup2(2, 1)  # what is printed here is not the output of the caller's program
+    os.dup2(2, 1)  # prints go to stderr, apart from the output of the caller's program
 
 
 def _exit_without_executor(connection: socket.socket, folder: Path) -> None:

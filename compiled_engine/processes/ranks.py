@@ -1,4 +1,4 @@
-"""The processes of an engine's ranks and what they share, as the process that launches them sees them."""
+"""The processes of an engine's ranks and their shared resources, as seen by the process that launches them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compiled_engine")
 
-_EVERY_S = 0.5  # between two signs of life
+_EVERY_S = 0.5  # between heartbeats
 _WORD = 8
 _PROGRAMS = "compiled_engine.processes.programs"
-# How long a process that was killed may take to end.
+# How long a killed process may take to end.
 _END_S = 3.0
-# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a killed process may leave the
-# switches unusable for others. Symmetric memory is configured for ranks whose device is always number 0, and for one
+# All ranks of a host communicate over its loopback interface. NVLink's multicast stays off: a killed process may leave
+# the switches unusable for others. Symmetric memory is configured for ranks that all use device number 0, and for one
 # allocation per tensor, which begins where the tensor does.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -46,11 +46,10 @@ _ENVIRONMENT = {
 
 
 class Heartbeats:
-    """The time at which the worker of each rank last gave a sign of life, in seconds of time.monotonic; 0 before the
-    first."""
+    """Time of each rank's last heartbeat, in shared memory: seconds of time.monotonic, 0 before the first."""
 
     def __init__(self, num_ranks: int, descriptor: int | None = None):
-        """descriptor: of the memory that another process has made."""
+        """Create the memory, or map another process's. descriptor: of that memory."""
         self.descriptor = descriptor
         if self.descriptor is None:
             self.descriptor = os.memfd_create("compiled-engine-heartbeats", os.MFD_CLOEXEC)
@@ -59,11 +58,11 @@ class Heartbeats:
         self._times = memoryview(self._map).cast("d")
 
     def last_s(self, rank: int) -> float:
-        """Return when the rank last gave a sign of life; 0 before its first."""
+        """Return the time of the rank's last heartbeat; 0 before its first."""
         return self._times[rank]
 
     def beat(self, rank: int) -> None:
-        """Give signs of life from now on, as long as this process runs Python."""
+        """Start heartbeats, which continue as long as this process runs Python."""
         threading.Thread(target=self._beat, args=(rank,), name="heartbeat", daemon=True).start()
 
     def _beat(self, rank: int) -> None:
@@ -82,10 +81,9 @@ class WorkerChild:
     """A worker process: it starts its imports at once, joins the other ranks, and waits for a StartWorker on its
     socket.
 
-    gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank sees its own GPU first, so that
-    all run the same code, and the others too, to read and write their memory. folder: where the ranks find each other.
-    steps: the ring buffer of steps; results: that of results, written by the last stage. heartbeats: descriptor of
-    their memory.
+    gpus: all ranks' GPUs by their names in CUDA_VISIBLE_DEVICES; empty on a CPU. Each rank sees its own GPU first, so
+    that all run the same code, and the others too, to access their memory. folder: where the ranks find each other.
+    steps, results: ring buffers; the last stage writes the results. heartbeats: descriptor of their memory.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class WorkerChild:
         return self._process.pid
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for its end; say how it came."""
+        """Wait for the process to end; return how it ended."""
         return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
@@ -121,7 +119,7 @@ class WorkerChild:
         return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 
     def is_dying(self) -> bool:
-        """Return whether the process runs no more, even if its device's work keeps the connection open."""
+        """Return whether the process no longer runs, even if work on its device keeps the connection open."""
         return self._status() == psutil.STATUS_ZOMBIE
 
     def _status(self) -> str:
@@ -132,7 +130,7 @@ class WorkerChild:
         return status
 
     def is_killed(self, within_s: float) -> bool:
-        """Return whether a signal has ended the process, or does within the timeout."""
+        """Return whether a signal has ended the process, or does so within the timeout."""
         return self.wait(within_s) and self._process.returncode < 0
 
     def kill(self) -> None:
@@ -147,14 +145,15 @@ class WorkerChild:
         return True
 
     def close(self, within_s: float) -> None:
-        """Wait after `kill`. The process should end within the timeout, unless its device's work blocks it."""
+        """Wait after `kill`. The process should end within the timeout, unless work on its device blocks it."""
         if not self.wait(within_s):
             log.warning("process %d was killed and has not ended: its device is still busy", self.pid)
         self.socket.close()
 
 
 def end_all(workers: Sequence[WorkerChild]) -> None:
-    """Kill all at once, in a few seconds: a rank that waits for another on the device may only end after it."""
+    """Kill all workers at once, within a few seconds: a rank that waits for another on the device may only end after
+    it."""
     for worker in workers:
         worker.kill()
     deadline = time.monotonic() + _END_S
@@ -163,11 +162,12 @@ def end_all(workers: Sequence[WorkerChild]) -> None:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The first GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them; fewer where it names fewer."""
+    """Return the first GPUs visible to this process, by their names in CUDA_VISIBLE_DEVICES; fewer if there are
+    fewer."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return [str(index) for index in range(count)]
-    # CUDA stops at the first that is none.
+    # CUDA ignores everything from the first invalid name on.
     return list(takewhile(lambda name: name and not name.startswith("-"), map(str.strip, given.split(","))))[:count]
 
 
@@ -177,14 +177,14 @@ def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 class LaunchedWorkers:
-    """The processes of all ranks, which import what they need and wait to be started.
+    """Processes of all ranks, which import their modules and wait to be started.
 
     children: by rank. steps, results: see WorkerChild. folder: where the ranks will find each other; only this user may
     enter it.
     """
 
     def __init__(self, count: int, device: str) -> None:
-        """device: its kind. Unless it is "cpu", ranks see the GPUs that there are."""
+        """Launch the workers. device: kind of device; unless it is "cpu", ranks see the available GPUs."""
         open_standard_streams()
         self._gpus = [] if device == "cpu" else visible_gpus(count)
         self.heartbeats = Heartbeats(count)
@@ -208,7 +208,7 @@ class LaunchedWorkers:
         return cls(config.parallel.devices_per_replica, config.device.type)
 
     def close(self) -> None:
-        """End them at once; nothing of them is left. May be called again."""
+        """End the workers at once, and free their resources. May be called again."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,7 @@
-"""Replicas on the nodes of a Ray cluster. Ray places them and reports their end; each is a core as on one host.
+"""Replicas on the nodes of a Ray cluster. Ray places them and reports their end; each is a core as on a single host.
 
 A replica's devices, and the ranks on them, are on one node: Ray never divides a bundle of a placement group. Only
-messages of router and core cross between hosts, one a step; messages between ranks stay on the node.
+messages between router and core cross hosts, one per step; messages between ranks stay on the node.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = ("compiled-engine", "torch", "triton", "ray", "msgspec")
 
 
 def own_environment(device_type: str) -> dict[str, str]:
-    """Versions, and which GPU there is: of this process, which gets no context on it."""
+    """Return this process's package versions and its GPU, without creating a context on the GPU."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
@@ -53,7 +53,7 @@ def own_environment(device_type: str) -> dict[str, str]:
 
 
 def differences(driver: Mapping[str, str], node: Mapping[str, str]) -> list[str]:
-    """Describe what differs, in words."""
+    """Describe the differences in words."""
     names = dict.fromkeys((*driver, *node))
     return [
         f"{name} is {node.get(name, 'not there')}, the driver's is {driver.get(name, 'not there')}"
@@ -67,10 +67,11 @@ _EXIT_S = 10.0
 
 
 class ReplicaActor:
-    """RayCore calls its methods, some of them at the same time. What crosses are bytes of messages, and plain values.
+    """Ray actor that runs a core. RayCore calls its methods, some of them concurrently, with encoded messages and plain
+    values.
 
-    device: see CoreChild. paths: where the driver finds modules, such as logits processors; they come
-    after the node's own.
+    device: see CoreChild. paths: the driver's import path, for modules such as logits processors; appended to the
+    node's own.
     """
 
     def __init__(self, device: str, paths: Sequence[str]) -> None:
@@ -79,7 +80,7 @@ class ReplicaActor:
         self._has_started = False
 
     def node(self) -> tuple[str, str]:
-        """The node's id in the cluster, and its address."""
+        """Return the node's id in the cluster, and its address."""
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def clock(self) -> float:
@@ -87,10 +88,10 @@ class ReplicaActor:
         return time.perf_counter()
 
     def start(self, message: bytes, elapsed_s: float, environment: dict[str, str]) -> list[str]:
-        """Have the core start, unless this node cannot run what the driver has resolved: then why.
+        """Start the core; if this node cannot run the driver's configuration, return the reasons instead.
 
-        message: a Start. elapsed_s: since its timeline began, as each machine has a clock of its own. environment: the
-        driver's.
+        message: a Start. elapsed_s: seconds since its timeline began, since each machine has its own clock.
+        environment: the driver's.
         """
         start = decode_to_core(message)
         assert isinstance(start, Start)
@@ -109,14 +110,14 @@ class ReplicaActor:
             self._child.socket.sendall(data)
 
     def receive(self) -> bytes:
-        """Wait for bytes from the core; none once it has ended."""
+        """Wait for bytes from the core; empty once it has ended."""
         try:
             return self._child.socket.recv(_CHUNK)
         except OSError:
             return b""
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """See RunningCore."""
+        """Return how the core ended, see RunningCore."""
         return self._child.how_it_ended(timeout_s)
 
     def close(self) -> None:
@@ -126,14 +127,14 @@ class ReplicaActor:
 
 
 def _own_gpus() -> dict[str, str]:
-    """The GPUs that Ray has given to this process. Ray does not name them in its environment where the user sets
+    """Return this process's GPUs, as assigned by Ray. Ray does not put them in its environment if the user sets
     RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU") if ray.is_initialized() else None
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def _first_gpu() -> int:
-    """The index, for this process, of the first GPU that Ray has given to it: 0 where it sees no others."""
+    """Return this process's index of the first GPU that Ray assigned to it: 0 if it sees no others."""
     assigned = _own_gpus().get("CUDA_VISIBLE_DEVICES", "")
     first = assigned.partition(",")[0]
     return int(first) if first.isdecimal() and os.environ.get("CUDA_VISIBLE_DEVICES") is None else 0
@@ -143,9 +144,9 @@ _KILLED_S = 1.0
 
 
 class RayCore:
-    """See RunningCore. Two threads pass bytes between `socket` and a ReplicaActor, one each way.
+    """RunningCore on another node. Two threads pass bytes between `socket` and a ReplicaActor, one in each direction.
 
-    name: for people. node: where it is.
+    name: for messages to users. node: where it runs.
     """
 
     def __init__(self, actor: Any, name: str) -> None:
@@ -156,7 +157,8 @@ class RayCore:
         self._lost: str | None = None
 
     def start(self, frame: bytes) -> None:
-        """frame: a Start message. Raises ValueError if the node is not fit for it, RuntimeError if it is lost."""
+        """Send a Start message as a frame. Raises ValueError if the node cannot run it, RuntimeError if the node is
+        lost."""
         (message,) = FrameReader().feed(frame)
         start = decode_to_core(message)
         assert isinstance(start, Start)
@@ -173,8 +175,7 @@ class RayCore:
             threading.Thread(target=pump, name=f"{self._name} on Ray", daemon=True).start()
 
     def clock_ahead_s(self) -> float:
-        """Return how far this machine's time.perf_counter is ahead of the node's, accurate to half the time of a
-        call."""
+        """Return how far this machine's time.perf_counter is ahead of the node's, accurate to half a call's time."""
         if self.node.startswith(ray.util.get_node_ip_address()):
             return 0.0
         before = time.perf_counter()
@@ -218,8 +219,8 @@ class RayCore:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error in one line. Ray's text of an error in an actor begins with the place and ends with
-    the exception."""
+    """Return the reason of an error in one line. Ray's text for an error in an actor begins with the place and ends
+    with the exception."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         return " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -233,11 +234,11 @@ _CALLS = 3
 
 
 class RayCluster:
-    """The cluster that this process is in or that RAY_ADDRESS names, else a new one here, in a folder of its own. A
-    cluster that merely runs here may be another user's.
+    """The cluster that this process is in or that RAY_ADDRESS names; otherwise a new one on this host, in its own
+    folder, since another cluster on this host may be another user's.
 
-    cores: one for each replica, on as many nodes as there are. Raises ValueError if the cluster is too small or none
-    answers, RuntimeError if what it has is in use.
+    cores: one per replica, spread over the nodes. Raises ValueError if the cluster is too small or does not answer,
+    RuntimeError if its resources are in use.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -286,7 +287,7 @@ class RayCluster:
         return [RayCore(actor, f"replica {number} of {count}") for number, actor in enumerate(actors)]
 
     def close(self) -> None:
-        """Give back what was reserved, and leave the cluster if it was entered here."""
+        """Release the reserved resources, and leave the cluster if it was joined here."""
         with suppress(Exception):  # Ray may be gone
             if self._group is not None:
                 remove_placement_group(self._group)

@@ -1,4 +1,4 @@
-"""A replica, as the process that routes requests sees it, and the metrics of all replicas together."""
+"""A replica as seen by the routing process, and the combined metrics of all replicas."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ _EXIT_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A running request, with all that is needed to run it again.
-
-    order: (priority, arrival number). route: its replica; None while it is queued. token_ids: generated so far. lost:
-    replicas that died while running it.
-    """
+    """A running request, with everything needed to run it again."""
 
     request: EngineRequest
-    order: tuple[int, int]
-    route: Route | None = None
-    token_ids: list[int] = field(default_factory=list)
+    order: tuple[int, int]  # (priority, arrival number)
+    route: Route | None = None  # None while it is queued
+    token_ids: list[int] = field(default_factory=list)  # generated so far
     next_prompt_logprob: int = 1
-    lost: int = 0
+    lost: int = 0  # replicas that died while running it
 
     def add(self, output: EngineOutput) -> None:
         """Add the outputs of a step."""
@@ -41,7 +37,7 @@ class RoutedRequest:
             self.next_prompt_logprob = first + len(rows)
 
     def rest(self) -> EngineRequest:
-        """The request, or what is left to do of it."""
+        """Return the request, continued from its generated tokens."""
         if not self.token_ids and self.next_prompt_logprob == 1:
             return self.request
         token_ids = tuple(self.token_ids)
@@ -53,39 +49,38 @@ class RoutedRequest:
 
 @dataclass(eq=False)
 class Replica:
-    """`connection` is that to `core`. name: for people. num_slots: see EngineCore. clock_ahead_s: how far our clock
-    is ahead of its own. metrics: what it has answered last. has_answered: any call so far."""
+    """A replica and its running requests."""
 
     number: int
-    name: str
+    name: str  # for messages to users
     core: RunningCore
-    connection: Connection[ToApi]
-    num_slots: int
-    clock_ahead_s: float = 0.0
+    connection: Connection[ToApi]  # to `core`
+    num_slots: int  # see EngineCore
+    clock_ahead_s: float = 0.0  # how far this machine's clock is ahead of the replica's
     requests: dict[str, RoutedRequest] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    has_answered: bool = False
-    dead: str | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)  # last answer
+    has_answered: bool = False  # it has answered some call
+    dead: str | None = None  # why it ended; None while it runs
 
     def by_our_clock(self, output: EngineOutput) -> EngineOutput:
-        """The output, with its time as this machine has it."""
+        """Return the output with its time on this machine's clock."""
         there = output.scheduled_time
         return output if there is None else structs.replace(output, scheduled_time=there + self.clock_ahead_s)
 
     def send(self, message: ToCore) -> None:
-        """Raises OSError if it is gone."""
+        """Send a message. Raises OSError if the replica is gone."""
         self.connection.send(frame(encode(message)))
 
     def how_it_ended(self) -> str:
         return self.core.how_it_ended(_EXIT_S)
 
     def close(self, timeout_s: float) -> None:
-        """End it, if it has not ended. May be called again."""
+        """End the replica, if it has not ended. May be called again."""
         self.connection.close()
         self.core.close(timeout_s)
 
 
-# Metrics that add up. Counts of ended replicas stay, gauges do not.
+# Metrics that are summed: counters, which include ended replicas, and gauges, which do not.
 COUNTED = (
     *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
     *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
@@ -108,7 +103,7 @@ OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "g
 
 
 def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
-    """Combine the replicas' newest answers; at least one lives."""
+    """Combine the replicas' newest metrics; at least one replica must have answered."""
     answers = [replica.metrics for replica in replicas if replica.metrics]
     living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
     found = dict((living or answers)[0])
@@ -119,7 +114,7 @@ def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
         if all(name in each for each in answers):
             totals = Counter[str]()
             for each in those:
-                totals.update(each[name])  # unlike a sum of counters, with those that are 0
+                totals.update(each[name])  # keeps zeros, unlike a sum of Counters
             found[name] = dict(totals)
     found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
     found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)

@@ -1,9 +1,9 @@
-"""Data parallelism: several engine cores, each in its own process on its own devices, behind the methods of one.
+"""Data parallelism: several engine cores, each in its own process on its own devices, behind the interface of one.
 
-Replicas exchange nothing. The router chooses a replica for each request; a request that could only wait there waits
-here, so that no replica is idle while another has a queue. Generated tokens are kept here, so requests continue
-elsewhere when a replica dies, from their prompt and their tokens so far: noise depends on a request's seed and on
-positions alone, and every request gets a seed here.
+Replicas exchange nothing. The router chooses a replica for each request. Requests wait here instead of in a replica's
+queue, so that no replica is idle while another has a queue. Generated tokens are kept here, so when a replica dies its
+requests continue on another, from their prompt and their tokens so far: noise depends only on a request's seed and on
+positions, and every request gets a seed here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from compiled_engine.sampling.token_mask import TokenMask
 
 log = logging.getLogger("compiled_engine")
 
-# Requests that a replica has at a time, for each that it may run: some must wait there for a place.
+# Requests sent to a replica per request that it may run at once, so that some wait there for a place.
 AHEAD = 2
-# Replicas that may die with a request before it is taken for the cause.
+# A request counts as the cause once this many replicas have died with it.
 MOST_LOST = 2
 _ANSWER_S = 10.0
 _EXIT_S = 30.0
@@ -46,10 +46,10 @@ _LOOK_S = 1.0
 
 
 class Replicas:
-    """Has the methods of EngineCore. Each raises EngineDeadError once no replica is left.
+    """Several replicas with the methods of EngineCore, which raise EngineDeadError once no replica is left.
 
-    bell: a descriptor that is readable when a replica has sent something. start_s: seconds that the start took.
-    when_ended: called once all replicas have ended.
+    bell: a descriptor that is readable when a replica has sent something. start_s: duration of the start. when_ended:
+    called once all replicas have ended.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Replicas:
         self._waiting: list[RoutedRequest] = []  # a heap; some may have ended
         self._outputs: deque[StepOutputs] = deque()
         self._call_number = 0
-        self._answers: dict[int, Answered] = {}  # to that call, by replica
+        self._answers: dict[int, Answered] = {}  # to the call with that number, by replica
         self._arrivals = count()
         self._seeds = random.Random(config.model.seed)
         self._start_s, self._num_rerun = start_s, 0
@@ -111,7 +111,8 @@ class Replicas:
         self._send_queued()
 
     def step(self) -> StepOutputs:
-        """The outputs of one step of one replica; may be empty. Waits, unless `can_step`, but not for ever."""
+        """Return the outputs of one step of one replica, possibly empty. Unless `can_step`, waits for a limited
+        time."""
         if not self._outputs:
             self._require_living()
             self._look(_LOOK_S)
@@ -125,15 +126,15 @@ class Replicas:
         return bool(self._outputs) or bool(self._selector.select(0))
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests) or bool(self._outputs)  # messages that were read may not have been processed
+        return bool(self._requests) or bool(self._outputs)  # outputs of ended requests may still be queued
 
     def call(self, call: ControlCall) -> Any:
-        """Have all replicas apply a call, and wait; return the first one's result. Raises ControlError if one of them
-        does, or does not answer in time.
+        """Apply a control call on all replicas, wait, and return the first one's result.
 
-        has_read_adapter: whether all have. load_adapter: the adapters that any has dropped. metrics: totals, and under
-        "replicas" some figures of each. Figures that do not add up, such as stages of the start, are the first
-        replica's. A replica that does not answer in time contributes its last figures.
+        has_read_adapter: whether all have. load_adapter: adapters that any replica has dropped. metrics: totals, and
+        some figures of each under "replicas"; figures that do not add up, such as stages of the start, are the first
+        replica's; a replica that does not answer in time contributes its last figures. Raises ControlError if a replica
+        does so, or does not answer in time.
         """
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
@@ -162,14 +163,14 @@ class Replicas:
         return found | {"start_s": self._start_s, "requests_queued": queued, "requests_rerun": self._num_rerun}
 
     def close(self) -> None:
-        """End all. May be called again."""
+        """End all replicas. May be called again."""
         self._living.clear()
         self._requests.clear()
         self._free()
         self._selector.close()
 
     def _send_queued(self) -> None:
-        """Send queued requests in order, while replicas take them."""
+        """Send queued requests in order, while replicas accept them."""
         while self._waiting and self._living:
             routed = self._waiting[0]
             request = routed.rest()
@@ -190,7 +191,6 @@ class Replicas:
             self._router.end(routed.route, routed.request, routed.token_ids, finished=finished)
 
     def _look(self, timeout_s: float) -> None:
-        """Wait for messages of replicas and process them."""
         for key, events in self._selector.select(timeout_s):
             replica: Replica = key.data
             try:
@@ -216,7 +216,7 @@ class Replicas:
                 self._lose(replica, f"a step failed: {kind}: {text}")
 
     def _take_step(self, replica: Replica, outputs: StepOutputs) -> None:
-        """Process a step's outputs. Outputs of requests that were aborted in the meantime are dropped."""
+        """Process a step's outputs. Outputs of requests aborted in the meantime are dropped."""
         requests, known = replica.requests, True
         for request_id, tokens in outputs.rows():
             routed = requests.get(request_id)
@@ -244,8 +244,8 @@ class Replicas:
             self._send_queued()
 
     def _lose(self, replica: Replica, why: str) -> None:
-        """Handle the end of a replica. Its requests continue elsewhere, before later ones, unless they may be the
-        cause; if no replica is left, all waiting requests get the reason."""
+        """Handle the end of a replica. Its requests continue on others, before later ones, unless they may be the
+        cause. If no replica is left, all waiting requests get the reason."""
         if replica.dead is not None:
             return
         replica.dead = f"{replica.name} has ended: {why}"
@@ -281,13 +281,13 @@ class Replicas:
             self._watch(replica)
 
     def _watch(self, replica: Replica) -> None:
-        """Wake up when it can be written to, if there is something to write."""
+        """Watch the socket for writability while there is unsent data."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if replica.connection.has_unsent else 0)
         if self._selector.get_key(replica.connection).events != events:
             self._selector.modify(replica.connection, events, replica)
 
     def _call_all(self, call: ControlCall) -> Mapping[int, Answered]:
-        """Return the answers by replica. A replica that has answered before is not waited for longer than _ANSWER_S."""
+        """Return the answers by replica. Waits at most _ANSWER_S for replicas that have answered before."""
         self._require_living()
         self._call_number += 1
         self._answers = {}
@@ -307,7 +307,7 @@ class Replicas:
 
 
 def _end(replicas: Sequence[Replica], when_ended: Callable[[], None]) -> None:
-    """All at once, then wait."""
+    """End all replicas at once, then wait."""
     for replica in replicas:
         replica.connection.close()
     for replica in replicas:

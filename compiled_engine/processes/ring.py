@@ -1,8 +1,8 @@
-"""A stream of messages through a ring buffer in shared memory, from one process to one or more readers of all messages.
+"""Stream of messages over a ring buffer in shared memory, from one process to one or more readers of all messages.
 
-The memory is anonymous: the processes inherit its descriptor, and it is freed when the last of them ends, however it
-ends. The same holds for each reader's doorbell, an eventfd, which also orders the memory accesses of the two sides: the
-writer signals after writing, and a reader reads after the signal.
+The memory is anonymous: processes inherit its descriptor, and it is freed when the last of them ends, however it ends.
+So is each reader's doorbell, an eventfd, which also orders memory accesses: the writer signals after writing, and a
+reader reads after the signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEXT_LOOK_S = 50e-6
 
 
 class RingDescriptors(NamedTuple):
-    """The descriptors that processes inherit: the memory, and a doorbell for each reader."""
+    """Descriptors for processes to inherit: the memory, and a doorbell per reader."""
 
     memory: int
     bells: tuple[int, ...]
@@ -40,8 +40,8 @@ class RingDescriptors(NamedTuple):
 
 
 def await_bell(bells: select.poll, busy_s: float) -> None:
-    """Return once one of them is readable. For the first busy_s seconds the thread does not sleep: a processor that
-    sleeps takes a part of a step to wake."""
+    """Wait until one of them is readable. Polls for the first busy_s seconds, since waking a sleeping processor takes a
+    part of a step."""
     give_up = time.monotonic() + busy_s
     while time.monotonic() < give_up:
         if bells.poll(0):
@@ -50,7 +50,8 @@ def await_bell(bells: select.poll, busy_s: float) -> None:
 
 
 class _Memory:
-    """Counts of bytes written and, by each reader, read; then the bytes, each at its count modulo their number."""
+    """Layout: number of bytes written; number of bytes read, per reader; then the data, where a byte's place is its
+    number modulo the capacity."""
 
     def __init__(self, ring: RingDescriptors):
         self._map = mmap.mmap(ring.memory, 0)
@@ -65,8 +66,8 @@ class _Memory:
 
 
 class RingWriter:
-    """Only one thread of one process may write. no_room: called while the buffer is full; raises once the readers are
-    gone."""
+    """The writer; only one thread of one process may write. no_room: called while the buffer is full; raises once the
+    readers are gone."""
 
     def __init__(self, ring: RingDescriptors, no_room: Callable[[], None]):
         self._bells = ring.bells
@@ -74,7 +75,7 @@ class RingWriter:
         self._no_room = no_room
 
     def write(self, message: bytes) -> None:
-        """Write a message. A message longer than the buffer goes through in parts. Raises what `no_room` raises."""
+        """Write a message. A message longer than the buffer passes through in parts. Raises as `no_room`."""
         counts, content = self._memory.counts, self._memory.content
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
@@ -109,13 +110,14 @@ class RingReader:
         self._busy_s = busy_s
 
     def read(self, wait: Callable[[], None] | None = None) -> bytes:
-        """The next message. wait: returns once the doorbell is readable, or raises; None waits as long as it takes."""
+        """Return the next message. wait: returns once the doorbell is readable, or raises; None waits indefinitely."""
         wait = wait or self._wait
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, wait))
         return self._take(length, wait)
 
     def take_in(self) -> bool:
-        """Return whether there was a message. Its room is free for the writer again, and `read` returns it later."""
+        """Move available bytes out of the buffer, for `read` to return later, which frees their room. Return whether
+        there were any."""
         counts, content, own = self._memory.counts, self._memory.content, self._own
         read = counts[own]
         place = read % len(content)

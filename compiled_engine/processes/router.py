@@ -1,9 +1,9 @@
-"""The choice of a replica for each request.
+"""Choose a replica for each request.
 
-The chosen replica would finish the request first, by estimate: its work ahead is what its requests still need, in
-prompt tokens not known to be cached, and generated tokens, each of which counts as several prompt tokens; the uncached
-part of the request's own prompt is added. So a prompt goes where its beginning was computed, until that replica has so
-much more work than another that computing the beginning again there takes less; then both have it.
+The chosen replica is the one estimated to finish the request first. A replica's pending work is the sum over its
+requests of prompt tokens not known to be cached, and of expected output tokens, each weighted as several prompt tokens;
+the uncached part of the new prompt is added. So a prompt goes where its prefix was computed, until that replica has so
+much more work than another that recomputing the prefix there is cheaper; then both have it.
 
 Weighing cached blocks against load, from the router's own history, follows the routers of SGLang (Zheng et al., 2024,
 arXiv:2312.07104) and NVIDIA Dynamo, and Preble (Srivatsa et al., 2024, arXiv:2407.00023).
@@ -20,9 +20,9 @@ from compiled_engine.messages import EngineRequest
 
 
 class PrefixHistory:
-    """The hashes of the `capacity` blocks that were sent last; a prefix cache evicts in nearly the same order.
+    """Hashes of the last `capacity` blocks sent to a replica, whose prefix cache evicts in nearly the same order.
 
-    Looking blocks up makes them the newest, the first of a sequence last: without the first the others are not found.
+    Adding a sequence makes its blocks the newest, its first block last: without the first, the others cannot be found.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -33,12 +33,12 @@ class PrefixHistory:
         return len(self._hashes)
 
     def num_known(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of a sequence's first blocks are known."""
+        """Return how many leading blocks of a sequence are known."""
         known = self._hashes
         return next((index for index, block_hash in enumerate(hashes) if block_hash not in known), len(hashes))
 
     def add(self, hashes: Sequence[bytes]) -> None:
-        """The blocks of a sequence were sent there."""
+        """Record the blocks of a sequence sent to the replica."""
         known = self._hashes
         for block_hash in reversed(hashes):
             known[block_hash] = None
@@ -50,43 +50,38 @@ class PrefixHistory:
         self._hashes.clear()
 
 
-# The cost of generating a token in a large batch, in prompt tokens.
+# Cost of generating a token in a large batch, in prompt tokens.
 GENERATED = 4
-# How long an answer is taken to be before there was one, and how much each changes that.
+# Expected output length: the first estimate, and the weight of each finished request in its moving average.
 FIRST_GUESS, CHANGE = 256.0, 1 / 32
 MOST_HASHES = 1 << 18
 
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The replica of a request. work: what it adds there, in prompt tokens. hashes: of its prompt's full blocks."""
+    """A request's replica."""
 
     replica: int
-    work: float
-    hashes: list[bytes]
+    work: float  # added to the replica, in prompt tokens
+    hashes: list[bytes]  # of the prompt's full blocks
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """last: the number of the choice that fell on it last."""
-
     prefixes: PrefixHistory
     num_requests: int = 0
     work: float = 0.0
-    last: int = 0
+    last: int = 0  # number of the last choice that fell on it
 
 
 @dataclass(eq=False)
 class Router:
-    """Chooses replicas from the requests sent to each, without other knowledge of them.
-
-    most_requests: the most that a replica gets at a time. num_blocks: of its KV cache; 0 if no prefixes are shared.
-    """
+    """Chooses replicas based only on the requests sent to each."""
 
     num_replicas: int
-    most_requests: int
+    most_requests: int  # most requests of a replica at a time
     block_size: int
-    num_blocks: int
+    num_blocks: int  # of a replica's KV cache; 0: no prefix caching
     _loads: dict[int, _Load] = field(init=False)
     _answer: float = FIRST_GUESS
     _choices: int = 0
@@ -96,13 +91,13 @@ class Router:
         self._loads = {number: _Load(PrefixHistory(capacity)) for number in range(self.num_replicas)}
 
     def route(self, request: EngineRequest) -> Route | None:
-        """Choose a replica, and count the request there; None while all have as many as they may."""
+        """Choose a replica, and count the request there; None if all have their most requests."""
         loads = {number: load for number, load in self._loads.items() if load.num_requests < self.most_requests}
         if not loads:
             return None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         hashes: list[bytes] = []
-        if self.num_blocks and request.sampling_params.prompt_logprobs is None:  # those compute all of the prompt
+        if self.num_blocks and request.sampling_params.prompt_logprobs is None:  # these compute the whole prompt
             hash_blocks(hashes, request.prefix_root, token_ids, self.block_size)
         missing = {
             number: len(token_ids) - self.block_size * load.prefixes.num_known(hashes) for number, load in loads.items()
@@ -122,13 +117,13 @@ class Router:
         return Route(chosen, work, hashes)
 
     def end(self, route: Route, request: EngineRequest, output_token_ids: Sequence[int], *, finished: bool) -> None:
-        """Remove a request. finished: by itself, so that its length informs the estimate of output lengths."""
+        """Remove a request. finished: it ended by itself, so its length updates the estimate of output lengths."""
         load = self._loads[route.replica]
         load.num_requests -= 1
         load.work = load.work - route.work if load.num_requests else 0.0
         if finished:
             self._answer += (len(output_token_ids) - self._answer) * CHANGE
-        if route.hashes:  # the next prompt of a conversation has the answer in it
+        if route.hashes:  # the next prompt of a conversation contains this output
             token_ids = (*request.prompt_token_ids, *output_token_ids)
             hash_blocks(route.hashes, request.prefix_root, token_ids, self.block_size)
             load.prefixes.add(route.hashes)
@@ -142,7 +137,7 @@ class Router:
             load.prefixes.clear()
 
     def _expected(self, request: EngineRequest) -> float:
-        """Tokens that are still to be generated."""
+        """Return the estimated number of tokens still to be generated."""
         params = request.sampling_params
         longest = params.max_tokens or 0
         expected = longest if params.ignore_eos else min(longest, self._answer)

@@ -1,4 +1,4 @@
-"""An engine core from the order to start until the caller is gone, in a process or a thread of its own."""
+"""Run an engine core, from the order to start until the caller is gone, in its own process or thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_core(
 ) -> None:
     """Start a core and serve until the other end of `connection` closes. See CoreServer.
 
-    If the start fails, this is reported to the caller, and nothing is raised. An error of a step is reported to all
+    If the start fails, this is reported to the caller, and nothing is raised. A step's error is reported to all
     clients, then raised.
     """
     timeline = Timeline(start.origin_s, start.spans)
@@ -99,7 +99,7 @@ def _receive_start(connection: Connection[ToCore]) -> Start | None:
 
 
 def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
-    """End the process if the caller goes while the core starts: until it has started, the socket is not read."""
+    """End the process if the caller disappears while the core starts, when the socket is not read."""
     poll = select.poll()
     poll.register(descriptor, 0)  # reports a hang-up only
     while not started.is_set():
@@ -109,7 +109,7 @@ def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path
 
 
 class CoreThread:
-    """See RunningCore: the core in a thread of the caller's process, behind the same socket as in one of its own."""
+    """RunningCore in a thread of the caller's process, behind the same socket as a core in its own process."""
 
     def __init__(self) -> None:
         self.address: str | None = None
@@ -117,7 +117,7 @@ class CoreThread:
         self._thread: threading.Thread | None = None
 
     def start(self, start: Start, processors: GivenProcessors, token_masks: MutableMapping[str, TokenMask]) -> None:
-        """token_masks: those of requests, by engine request id, each before its request."""
+        """Start the thread. token_masks: by engine request id; a mask must be added before its request."""
         arguments = (start, self._other, processors, token_masks)
         self._thread = threading.Thread(target=_run_thread, args=arguments, name="engine core", daemon=True)
         self._thread.start()

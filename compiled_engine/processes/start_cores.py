@@ -1,5 +1,4 @@
-"""Start one engine core in this process, or several replicas in processes of their own, depending on the
-configuration."""
+"""Start one engine core in this process, or several replicas in their own processes, depending on the configuration."""
 
 from __future__ import annotations
 
@@ -34,10 +33,10 @@ def start_core(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore:
-    """A core, ready to serve. Raises what `Runner` raises; of workers in processes of their own WorkerError.
+    """Return a core that is ready to serve. Raises as `Runner`; WorkerError for worker processes.
 
-    logits_processors: objects or "package.module:Name"; for workers the names alone. timeline: holds the stages of the
-    start so far, and gets those of the core.
+    logits_processors: objects or "package.module:Name"; workers get the names only. timeline: contains the stages of
+    the start so far; the core's are added.
     """
     timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
@@ -65,8 +64,8 @@ def start_cores(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore | Replicas:
-    """See start_core. Replicas start side by side; the lock of the compile cache has one of them build the entry, and
-    the others load it. Raises what the first of them raises that cannot start."""
+    """Start one core, see start_core, or replicas. Replicas start in parallel: the compile cache's lock makes one of
+    them build the entry, and the others load it. Raises the error of the first that cannot start."""
     timeline = timeline or Timeline()
     if not config.parallel.has_replicas:
         return start_core(config, progress, logits_processors, timeline)
@@ -78,7 +77,7 @@ class LaunchedCore(RunningCore, Protocol):
     """A core that waits for its order."""
 
     def start(self, frame: bytes) -> None:
-        """frame: a Start message."""
+        """Send a Start message as a frame."""
         ...
 
     def clock_ahead_s(self) -> float:
@@ -117,9 +116,9 @@ def _start_replicas(
 
 
 def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], None]:
-    """Add a core for each replica; what is to be done when all have ended."""
+    """Add a core for each replica; return a function to call when all have ended."""
     if config.parallel.executor == "ray":
-        from compiled_engine.processes.ray_replicas import RayCluster  # which needs a package that is not for all
+        from compiled_engine.processes.ray_replicas import RayCluster  # needs an optional package
 
         cluster = RayCluster(config)
         cores += cluster.cores
@@ -130,7 +129,7 @@ def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], Non
 
 
 def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
-    """Wait for cores in the order in which they are ready, so that a start that fails is reported at once."""
+    """Wait for cores in the order in which they become ready, so that a failed start is reported at once."""
     poll = select.poll()
     waiting = {core.socket.fileno(): number for number, core in enumerate(cores)}
     for descriptor in waiting:
@@ -152,7 +151,7 @@ def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
 
 
 def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:
-    """The GPUs of a replica, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    """Return a replica's GPUs by their names in CUDA_VISIBLE_DEVICES; none on a CPU."""
     if config.device.type != "cuda":
         return []
     share = config.parallel.devices_per_replica
@@ -160,6 +159,6 @@ def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:
 
 
 def _environment(config: EngineConfig, number: int) -> dict[str, str]:
-    """Return the GPUs of a replica, which it sees first."""
+    """Return environment variables that show a replica only its own GPUs."""
     gpus = gpus_of_replica(config, number)
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

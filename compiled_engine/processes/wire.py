@@ -1,4 +1,4 @@
-"""The messages between API processes, engine cores and the ranks of a core: typed, as msgpack, without pickle."""
+"""Messages between API processes, engine cores and the ranks of a core: typed, in msgpack, without pickle."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from compiled_engine.process.timeline import Span
 
 
 class FrontendOptions(msgspec.Struct, frozen=True):
-    """The engine's options for API processes, which the configuration does not have.
+    """Engine options for API processes that the configuration does not contain.
 
-    The core only keeps them, for API processes that come later.
+    The core only keeps them, for API processes that connect later.
     """
 
     skip_tokenizer_init: bool
@@ -32,18 +32,14 @@ class FrontendOptions(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message that a core gets: what to start.
-
-    logits_processors: as "package.module:Name". num_threads: for PyTorch's work on the CPU. progress: show what takes
-    long on stderr. origin_s, spans: the timeline of the start so far.
-    """
+    """First message to a core: what to start."""
 
     config: EngineConfig
     frontend: FrontendOptions
-    logits_processors: tuple[str, ...]
-    num_threads: int
-    progress: bool
-    origin_s: float
+    logits_processors: tuple[str, ...]  # as "package.module:Name"
+    num_threads: int  # for PyTorch on the CPU
+    progress: bool  # show progress on stderr
+    origin_s: float  # of the timeline of the start so far
     spans: tuple[Span, ...]
 
 
@@ -54,39 +50,36 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
 
 class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """See EngineCore.set_vocabulary."""
+    """Set the vocabulary, see EngineCore.set_vocabulary."""
 
     vocabulary: GrammarVocabulary
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End requests. stopped: their output is complete, by a stop string."""
+    """End requests."""
 
     request_ids: tuple[str, ...]
-    stopped: bool = False
+    stopped: bool = False  # their output is complete, by a stop string
 
 
 class Control(msgspec.Struct, tag=True, frozen=True):
-    """A call, which gets an `Answered` with its number; of a core's ranks each applies it, and answers."""
+    """A control call, answered by an `Answered` with its number; each rank of a core applies and answers it."""
 
     number: int
     call: ControlCall
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a core to each API process.
+    """First message of a core to each API process."""
 
-    client: its number; the ids of its requests begin with it and a colon.
-    """
-
-    client: int
+    client: int  # number of the API process; its request ids begin with the number and a colon
     config: EngineConfig
     frontend: FrontendOptions
     limits: RequestLimits
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):
-    """The outputs of one step for the requests of this API process."""
+    """Outputs of one step for the requests of this API process."""
 
     outputs: StepOutputs
 
@@ -100,56 +93,51 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartWorker(msgspec.Struct, tag=True, frozen=True):
-    """The first message that a worker gets, on its socket.
-
-    logits_processors: as "package.module:Name". num_threads: for PyTorch's work on the CPU. busy_s: how long it awaits
-    a step without sleeping. progress: show what takes long on stderr. origin_s, spans: the timeline so far.
-    """
+    """First message to a worker, on its socket."""
 
     config: EngineConfig
-    logits_processors: tuple[str, ...]
-    num_threads: int
-    busy_s: float
-    progress: bool
-    origin_s: float
+    logits_processors: tuple[str, ...]  # as "package.module:Name"
+    num_threads: int  # for PyTorch on the CPU
+    busy_s: float  # how long to poll for a step before sleeping
+    progress: bool  # show progress on stderr
+    origin_s: float  # of the timeline of the start so far
     spans: tuple[Span, ...]
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker is ready. Its fields must be the same for all: blocks of the KV cache, and the compiled model's key."""
+    """A worker is ready. All workers must report the same values."""
 
-    num_blocks: int
-    cache_key: str | None
+    num_blocks: int  # of the KV cache
+    cache_key: str | None  # key of the compiled model
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Execute a step; sent to all workers through the ring buffer."""
+    """Execute a step; sent to all workers over the ring buffer."""
 
     step: SchedulerOutput
 
 
 class Masks(msgspec.Struct, tag=True, frozen=True):
-    """Masks for the newest step, which awaits them; sent to all workers through the ring buffer."""
+    """Masks for the newest step, which waits for them; sent to all workers over the ring buffer."""
 
     masks: TokenMasks
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Continue after a step that failed on all workers; until then they execute none. Sent through the ring buffer."""
+    """Continue after a step that failed on all workers; until then they execute nothing. Sent over the ring buffer."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Free the device and end; sent to all workers through the ring buffer."""
+    """Free the device and end; sent to all workers over the ring buffer."""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
-    """A step failed, by its number. between_runs: no collective was under way; num_runs: of the model, and
-    exchanges between ranks while sampling, so far."""
+    """A step failed, by its number."""
 
     step: int
     failed: Failed
-    between_runs: bool
-    num_runs: int
+    between_runs: bool  # no collective was in progress
+    num_runs: int  # runs of the model, plus exchanges between ranks while sampling, so far
 
 
 ToCore = Start | Add | SetVocabulary | Abort | Control
@@ -173,12 +161,12 @@ def encode(message: ToCore | ToApi | StartWorker | ToWorker | FromWorker) -> byt
 
 
 def decode_to_core(data: bytes | bytearray) -> ToCore:
-    """Raises msgspec.DecodeError for anything but a message."""
+    """Decode a message to a core. Raises msgspec.DecodeError for anything else."""
     return _core_decoder.decode(data)
 
 
 def decode_to_api(data: bytes | bytearray) -> ToApi:
-    """Raises msgspec.DecodeError for anything but a message."""
+    """Decode a message to an API process. Raises msgspec.DecodeError for anything else."""
     return _api_decoder.decode(data)
 
 
@@ -196,7 +184,7 @@ def decode_from_worker(data: bytes) -> FromWorker:
 
 
 def encode_result(result: Result) -> bytes:
-    """Encode the result of a step, written by the rank with the results into its ring buffer."""
+    """Encode a step's result for the ring buffer."""
     return (b"F" if isinstance(result, Failed) else b"O") + _encoder.encode(result)
 
 

@@ -1,4 +1,4 @@
-"""A worker after importing PyTorch: it creates its rank's runner, then executes the messages of the ring buffer."""
+"""A worker after importing PyTorch: create its rank's runner, then execute the ring buffer's messages."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """device: its type. folder: where the ranks find each other. descriptors: those passed by WorkerChild, after the
-    socket's."""
+    """Run a rank until it is stopped. device: kind of device. folder: where the ranks find each other. descriptors:
+    those from WorkerChild, after the socket's."""
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     try:
         # Work that needs no configuration is done first.
@@ -74,7 +74,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
             _send(connection, Failed.of(error))
         except OSError:  # the executor is gone
             shutil.rmtree(folder, ignore_errors=True)
-        # Work on the device, or waiting for other ranks, would delay an orderly exit.
+        # An orderly exit would wait for work on the device, and for other ranks.
         os._exit(1)
 
 
@@ -100,7 +100,7 @@ class Worker:
         self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
-        # Where a step is launched before the one before it has ended; on a CPU launching it is executing it.
+        # Results are written by a thread if steps overlap; on a CPU a step is complete when its launch returns.
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.steps_in_flight > 1 and config.device.type == "cuda":
             self._pending = queue.SimpleQueue()
@@ -134,7 +134,7 @@ class Worker:
             self._send_result(pending)
 
     def _sample(self, masks: TokenMasks) -> None:
-        """The step that awaits them; there is none if it has failed."""
+        """Sample the step that waits for the masks; there is none if it has failed."""
         if self._unsampled is None:
             return
         (number, pending), self._unsampled = self._unsampled, None
@@ -146,16 +146,16 @@ class Worker:
         self._send_result(self._guarded(number, sampled))
 
     def _report_missing_masks(self) -> None:
-        """Return a result that reports a step's missing masks."""
+        """Send the result of a step that is still waiting for masks; it reports that they are missing."""
         if self._unsampled is not None:
             (_, pending), self._unsampled = self._unsampled, None
             self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """Return the result of `launch`, for step `number`. A failure is reported to the executor, and no step is
+        """Return the result of `launch`, for step `number`. A failure is reported to the executor, and nothing is
         executed until the executor continues."""
         try:
-            if self._failure is not None:  # of a step before
+            if self._failure is not None:  # of an earlier step
                 raise self._failure
             return launch()
         except Exception as error:
@@ -188,7 +188,7 @@ class Worker:
 
 
 class _Raised:
-    """The pending output of a step that could not be launched."""
+    """Pending output of a step that could not be launched."""
 
     def __init__(self, error: Exception):
         self._error = error

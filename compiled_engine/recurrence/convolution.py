@@ -1,4 +1,4 @@
-"""A causal convolution of each channel over packed sequences, which continues from the state of each request's row."""
+"""Causal convolution of each channel over packed sequences, continued from the state in each request's row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def convolve_reference(
     y_TD = x * weight[:, num_before]
     for distance in range(1, num_before + 1):
         inside_T1 = (place_T >= distance).unsqueeze(1)
-        # Of the state where the token before is none of the step.
+        # The state's slot, for tokens that precede this step's.
         slot_T = (num_before + place_T - distance).clamp(max=num_before - 1)
         earlier_TD = torch.where(inside_T1, x.roll(distance, 0), before_RDL[request_T, :, slot_T])
         y_TD += earlier_TD * weight[:, num_before - distance]
@@ -44,7 +44,7 @@ def convolve_reference(
 
 
 def _newest(x_TD: torch.Tensor, state_SDL: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """The last inputs of each request, [R, D, L]: those of the step behind those of the state."""
+    """Return each request's last inputs, [R, D, L]: the state's followed by the step's."""
     length = state_SDL.shape[2]
     before_RDL = sequences.states(state_SDL)
     starts_R1, lens_R1 = sequences.starts.unsqueeze(1), sequences.lens.unsqueeze(1)

@@ -1,6 +1,6 @@
-"""Triton kernels of convolutions with a state: outputs by tiles of tokens, and each request's state.
+"""Triton kernels for convolutions with a state: outputs by tiles of tokens, and each request's new state.
 
-Grids depend on the numbers of tokens and rows alone, and rows are read on the device, so CUDA graphs can capture both.
+Grids depend only on the numbers of tokens and rows, and rows are read on the device, so CUDA graphs can capture both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.recurrence.sequences import Sequences
 
 TILE_T, TILE_D = 16, 64
-# Channels of a program that has one token.
+# Channels per program of the kernel that handles one request.
 FEW_D = 256
 
 
@@ -23,7 +23,7 @@ FEW_D = 256
 def _inputs(
     x_ptr: tl.tensor, factor_ptr: tl.tensor, x_offsets: tl.tensor, factor_offsets: tl.tensor, mask: tl.tensor
 ) -> tl.tensor:
-    """Inputs of the convolution, as the state keeps them; zeros where the mask is not set."""
+    """Return inputs of the convolution, as stored in the state; zeros where the mask is not set."""
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + factor_offsets, mask=mask, other=0.0)
@@ -40,7 +40,7 @@ def _finished(
     ACTIVATION: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """activation(y) * gate, rounded where the model rounds."""
+    """Return activation(y) * gate, rounded where the model rounds."""
     y = y.to(dtype)
     if ACTIVATION == "silu":
         wide = y.to(tl.float32)
@@ -77,7 +77,7 @@ def convolve_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, tile of channels). States stay as they are."""
+    """Program (tile of tokens, tile of channels): compute outputs. States are not changed."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -146,8 +146,8 @@ def shift_state_kernel(
     COMPUTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (request, tile of channels): put the newest inputs into the state; before that, if it COMPUTES, the
-    outputs of its tokens, one after another."""
+    """Program (request, tile of channels): write the newest inputs to the state. With COMPUTES, first compute the
+    outputs of the request's tokens, one after another."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -157,7 +157,7 @@ def shift_state_kernel(
     row = tl.load(rows_ptr + request).to(tl.int64)
     start = tl.load(query_start_loc_ptr + request)
     length = tl.load(query_start_loc_ptr + request + 1) - start
-    # The interpreter makes no mask of a block and a single value.
+    # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_D = tl.zeros([TILE_D], tl.int64)
     real_D = inside_D & (zero_D + row >= 0)
     continues_D = real_D & (zero_D + tl.load(seq_lens_ptr + request) > length)
@@ -182,7 +182,7 @@ def shift_state_kernel(
             out_D = _finished(y_D, gate_ptr, gate_offsets_D, real_D, ACTIVATION, out_ptr.dtype.element_ty)
             tl.store(out_ptr + (start + place).to(tl.int64) * D + channel_D, out_D, mask=inside_D)
     if (row >= 0) & (length > 0):
-        # Slots are filled from the oldest on, each from one that is not filled yet.
+        # Oldest slot first: each is filled from a slot that has not been overwritten yet.
         for slot in tl.static_range(W - 1):
             source_D = zero_D + length - (W - 1) + slot
             x_offsets_D = (first_D + source_D) * x_stride + channel_D
@@ -204,7 +204,7 @@ def convolve_triton(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Launch the kernels of `convolve` of op.py; states and result are contiguous."""
+    """Compute `convolve` of op.py with the kernels; states and result are contiguous."""
     x_TD = _with_dense_rows(x_TD)
     factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]
@@ -212,7 +212,7 @@ def convolve_triton(
     tensors = (x_TD, weight_DW.contiguous(), bias_D, factor_TD, gate_TD, state_SDL, out_TD, *sequences)
     strides = [0 if each is None else each.stride(0) for each in (x_TD, factor_TD, gate_TD)]
     constants = {"D": num_channels, "W": width, "ACTIVATION": activation, **dependent_launch(x_TD.device)}
-    # Decodes have a token each: then one launch does both.
+    # In a step of decodes each request has one token: a single launch does both.
     computes = num_tokens == num_rows
     if not computes:
         tile_r = min(256, next_power_of_2(num_rows))
@@ -225,5 +225,5 @@ def convolve_triton(
 
 
 def _with_dense_rows(given_TD: torch.Tensor) -> torch.Tensor:
-    """The same values with rows of consecutive elements."""
+    """Return the tensor, copied unless its rows are contiguous."""
     return given_TD if given_TD.stride(1) == 1 else given_TD.contiguous()

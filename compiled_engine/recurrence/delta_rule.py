@@ -1,7 +1,7 @@
-"""The gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences with a state for each row.
+"""Gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences, with a state per row.
 
-A state of a head, [k, v], maps keys to values. A token decays it by exp(g), replaces what it has for the token's key
-by a mix of that and the token's value (beta: how much of the latter), and reads it with the token's query.
+A head's state, [k, v], maps keys to values. A token decays it by exp(g), then replaces the value stored for the token's
+key by a mix of that and the token's value (beta: share of the latter), and reads it with the token's query.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from compiled_engine.recurrence.sequences import Sequences
 
 CHUNK = 64
-EPS = 1e-6  # of the norms of queries and keys
+EPS = 1e-6  # for normalising queries and keys
 
 
 def apply_rule_reference(
@@ -51,7 +51,7 @@ def apply_rule_reference(
 
 
 def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Tensor:
-    """Queries or keys in fp32, one for each head of values."""
+    """Return queries or keys in fp32, one per value head."""
     x = x_TGk.float()
     if normalises:
         x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
@@ -66,7 +66,7 @@ def _one_token(
     g_RH: torch.Tensor,
     beta_RH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(results, states after it) of one token for each request."""
+    """Process one token of each request; return (results, new states)."""
     state_RHkv = state_RHkv * g_RH.exp()[..., None, None]
     known_RHv = torch.einsum("rhkv,rhk->rhv", state_RHkv, k_RHk)
     state_RHkv = state_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, (v_RHv - known_RHv) * beta_RH.unsqueeze(-1))
@@ -81,7 +81,8 @@ def _chunk(
     g_HC: torch.Tensor,
     beta_HC: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(results [C, H, v], state after it) of some tokens of one request: a triangular system says what each writes."""
+    """Process a chunk of one request's tokens; return (results [C, H, v], new state). Solves a triangular system for
+    the values that the tokens write."""
     g_HC = g_HC.cumsum(-1)
     decay_HCC = (g_HC.unsqueeze(-1) - g_HC.unsqueeze(-2)).tril().exp().tril()
     grown_HC1, beta_HC1 = g_HC.exp().unsqueeze(-1), beta_HC.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""A Triton kernel of the gated delta rule: the tokens of each request, in chunks or one by one, with its state.
+"""Triton kernel of the gated delta rule: each request's tokens, in chunks or one by one, with its state.
 
-The grid depends on the number of rows alone, and rows are read on the device, so CUDA graphs can capture it.
+The grid depends only on the number of rows, and rows are read on the device, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.recurrence.delta_rule import EPS
 from compiled_engine.recurrence.sequences import Sequences
 
-# Tokens of a chunk: its triangular system is solved by products of matrices of this size.
+# Tokens per chunk, whose triangular system is solved by products of matrices of this size.
 CHUNK = 16
 TILE_V = 32
 
@@ -23,7 +23,7 @@ TILE_V = 32
 def _loaded(
     ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
 ) -> tl.tensor:
-    """Rows of queries or keys in fp32, times `scale`."""
+    """Return rows of queries or keys in fp32, times `scale`."""
     x_Ck = tl.load(ptrs_Ck, mask=mask_Ck, other=0.0).to(tl.float32)
     if NORMALISES:
         x_Ck *= tl.rsqrt(tl.sum(x_Ck * x_Ck, 1) + EPS)[:, None]
@@ -60,7 +60,7 @@ def delta_rule_kernel(
     TILE_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Program (tile of values, head, request); CHUNK 1: tokens one by one."""
+    """Program (tile of values, head, request). CHUNK 1 processes tokens one by one."""
     head, request = tl.program_id(1), tl.program_id(2)
     k_k = tl.arange(0, TILE_K)
     v_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
@@ -68,7 +68,7 @@ def delta_rule_kernel(
     row = tl.load(rows_ptr + request).to(tl.int64)
     start = tl.load(query_start_loc_ptr + request)
     length = tl.load(query_start_loc_ptr + request + 1) - start
-    # The interpreter makes no mask of a block and a single value.
+    # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_v = tl.zeros([TILE_V], tl.int64)
     continues_v = in_v & (zero_v + row >= 0) & (zero_v + tl.load(seq_lens_ptr + request) > length)
     state_ptrs_kv = state_ptr + ((row * H + head) * K + k_k[:, None]) * V + v_v[None, :]
@@ -126,7 +126,7 @@ def delta_rule_kernel(
 
 
 def _with_dense_tokens(x_T: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if what a token has is not contiguous."""
+    """Return the tensor, copied unless each token's elements are contiguous."""
     return x_T if x_T[0].is_contiguous() else x_T.contiguous()
 
 
@@ -141,7 +141,7 @@ def apply_rule_triton(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Launch the kernel of `apply_rule` of op.py; states and result are contiguous."""
+    """Compute `apply_rule` of op.py with the kernel; states and result are contiguous."""
     q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]
@@ -166,7 +166,7 @@ def apply_rule_triton(
         SCALE=key_dim**-0.5,
         EPS=EPS,
         NORMALISES=normalises,
-        CHUNK=1 if num_tokens == num_rows else CHUNK,  # decodes have a token each
+        CHUNK=1 if num_tokens == num_rows else CHUNK,  # decodes have one token per request
         TILE_K=max(16, next_power_of_2(key_dim)),
         TILE_V=TILE_V,
         PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",

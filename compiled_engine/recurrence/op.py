@@ -1,7 +1,7 @@
-"""The custom ops of recurrences: they continue from, and write to, the state that each running request has in its row.
+"""Custom ops of recurrences, which read and update the state in each running request's row.
 
-Both mutate what they are given, so the graph is split around them. As for attention (compiled_engine/attention/op.py)
-a trace of foreign code holds values that pretend to write nothing, and the pass `recurrences` puts the ops back.
+The ops mutate their arguments, so the graph is split around them. As for attention (compiled_engine/attention/op.py), a
+trace of transformers' code uses functional stand-ins, which the pass `recurrences` replaces by the mutating ops.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def convolve(
     out_TD: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Convolve each channel of x * factor, apply the activation and multiply with the gate, into `out_TD`, zeros for
-    padding. Each step is rounded; without a factor or a gate nothing is multiplied.
+    """Write activation(convolution of each channel of x * factor) * gate to `out_TD`, zeros for padding. Each operation
+    is rounded; factor and gate are optional.
 
-    The last weight is that of the token itself. state_SDL: for each row the last W - 1 inputs of the convolution, the
+    The last weight applies to the token itself. state_SDL: per row, the last W - 1 inputs of the convolution, the
     newest last. activation: silu, or empty for none. sequences: the fields of Sequences.
     """
     if x_TD.device.type == "cpu":
         run = convolve_reference
     else:
-        from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is not everywhere
+        from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is optional
     run(x_TD, weight_DW, bias_D, activation, factor_TD, gate_TD, state_SDL, out_TD, Sequences(*sequences))
 
 
@@ -54,16 +54,15 @@ def apply_rule(
     out_THv: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Apply the gated delta rule, see delta_rule.py, into `out_THv`, zeros for padding.
+    """Apply the gated delta rule, see delta_rule.py, and write the result to `out_THv`, zeros for padding.
 
-    Consecutive heads of values share a head of queries and keys, H a multiple of G; queries are scaled by k ** -0.5.
-    normalises: queries and keys are divided by their lengths first. state_SHkv: fp32. sequences: the fields of
-    Sequences.
+    Consecutive value heads share a query and key head, H being a multiple of G; queries are scaled by k ** -0.5.
+    normalises: first divide queries and keys by their lengths. state_SHkv: fp32. sequences: the fields of Sequences.
     """
     if v_THv.device.type == "cpu":
         run = apply_rule_reference
     else:
-        from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton as run  # Triton is not everywhere
+        from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton as run  # Triton is optional
     run(q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv, out_THv, Sequences(*sequences))
 
 
@@ -83,7 +82,8 @@ def _like(index: int) -> Callable[..., torch.Tensor]:
 
 
 def _define(name: str, function: Callable[..., None], arguments: str, state: str, out: str, like: int) -> Any:
-    """Define an op with a state and a result like argument `like`, and its value; return the op."""
+    """Define an op with a state and a result shaped like argument `like`, and its functional stand-in; return the
+    op."""
     state_arguments = f"Tensor(a!) {state}, Tensor(b!) {out}, {_SEQUENCES}"
     schema = f"({arguments}, {state_arguments}) -> ()"
     op = torch.library.custom_op(f"compiled_engine::{name}", function, mutates_args=(state, out), schema=schema)
@@ -115,13 +115,13 @@ CONV_STATE = torch.ops.compiled_engine.conv_state.default
 CONV_STATE_VALUE = torch.ops.compiled_engine.conv_state_value.default
 DELTA_RULE = torch.ops.compiled_engine.delta_rule.default
 DELTA_RULE_VALUE = torch.ops.compiled_engine.delta_rule_value.default
-# The ops by name, and what the compiled forward calls in their place, without torch's dispatcher.
+# Functions by op name, which the compiled forward calls directly, without torch's dispatcher.
 RECURRENCE_OPS: dict[str, Callable[..., None]] = {
     "compiled_engine::conv_state": convolve,
     "compiled_engine::delta_rule": apply_rule,
 }
 call_directly(RECURRENCE_OPS)
-# For each value the op that it stands for, the name of the op's result, and that of the argument that it is like.
+# For each functional stand-in: the op, the name of the op's result, and of the argument with the same shape.
 VALUES = {
     CONV_STATE_VALUE: (CONV_STATE, "out_TD", "x_TD"),
     DELTA_RULE_VALUE: (DELTA_RULE, "out_THv", "v_THv"),
@@ -136,8 +136,7 @@ def conv_state_or_value(
     state_SDL: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Return the result of `convolve` without a factor or a gate, [T, D], or while tracing the value that stands for
-    it."""
+    """Return the result of `convolve` without factor and gate, [T, D]; while tracing, call the functional stand-in."""
     operands = x_TD, weight_DW, bias_D, activation, None, None, state_SDL
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.conv_state_value(*operands, *sequences)
@@ -156,7 +155,7 @@ def delta_rule_or_value(
     state_SHkv: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Return the result of `apply_rule`, [T, H, v], or while tracing the value that stands for it."""
+    """Return the result of `apply_rule`, [T, H, v]; while tracing, call the functional stand-in."""
     operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.delta_rule_value(*operands, *sequences)

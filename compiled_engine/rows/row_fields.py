@@ -1,8 +1,8 @@
-"""The state of running requests on the device: declared fields, each with a row for every request that may run.
+"""State of running requests on the device: declared fields, each with a row for every request that may run.
 
-The host never writes a field itself: it stages changes (staged_writes.py), and one kernel applies them on the device in
-the order of the steps. So a step in flight reads the values of its launch. Kernels look fields up by row, and may
-advance them; a field keeps its address unless it grows.
+The host never writes a field directly: it stages changes (staged_writes.py), which one kernel applies on the device in
+step order. So a step in flight reads the values as of its launch. Kernels look fields up by row, and may advance them.
+A field keeps its address unless it grows.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import torch
 
 from compiled_engine.rows.staged_writes import StagedField, StagedWrites
 
-FIRST_CAPACITY = 128  # of a list
+FIRST_CAPACITY = 128  # entries of a list
 
 
 @dataclass(frozen=True)
 class RowField:
-    """Declares what a row has: one value, or an array of `shape`.
-
-    initial: each value where nothing was written yet. A field of single values has it again when a request takes a
-    row, see RowFields.start; an array does not: it is written before it is read.
-    """
+    """Declares a field: each row has a single value, or an array of `shape`."""
 
     name: str
     dtype: torch.dtype = torch.int32
     shape: tuple[int, ...] = ()
+    # Value before the first write. Single values are reset to it when a request takes a row, see RowFields.start;
+    # arrays are not, since they are written before they are read.
     initial: float = 0
 
     def num_bytes(self, num_rows: int) -> int:
@@ -35,10 +33,10 @@ class RowField:
 
 
 class RowFields:
-    """Fields by name. A row belongs to one request from `start` to `free`; the owner of the rows calls both."""
+    """Fields by name. A row belongs to one request from `start` to `free`, both called by the owner of the rows."""
 
     def __init__(self, num_rows: int, device: torch.device | str, triton: bool | None = None):
-        """triton: whether to launch kernels, by default on CUDA."""
+        """Create an empty set of fields. triton: whether to launch kernels, by default on CUDA."""
         self.num_rows, self.device = num_rows, torch.device(device)
         self.triton = self.device.type == "cuda" if triton is None else triton
         self.writes = StagedWrites(self.device, self.triton)
@@ -47,7 +45,7 @@ class RowFields:
         self._lists: dict[str, _RowList] = {}
 
     def declare(self, *fields: RowField) -> None:
-        """Allocate fields. Raises ValueError if there is one of the same name."""
+        """Allocate fields. Raises ValueError if a name is already taken."""
         for field in fields:
             if field.name in self:
                 raise ValueError(f"a row field must have a name of its own, got {field.name!r} again")
@@ -59,7 +57,8 @@ class RowFields:
                 self.writes.reset_at_start(staged)
 
     def declare_list(self, name: str, width: int) -> None:
-        """Have a list of any length for each row, int32 [n, width]: rows from `name`_start on, `name`_count many."""
+        """Declare a list of any length for each row, int32 [n, width]: a row's entries begin at `name`_start, and are
+        `name`_count."""
         self.declare(RowField(f"{name}_start"), RowField(f"{name}_count"))
         starts, counts = self._fields[f"{name}_start"], self._fields[f"{name}_count"]
         self._lists[name] = _RowList(self.writes.field(1, FIRST_CAPACITY * width), starts, counts, width)
@@ -68,11 +67,11 @@ class RowFields:
         return name in self._fields or name in self._lists
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A field's tensor, [num_rows, *shape], or the entries of all rows of a list, [n, width]."""
+        """Return a field's tensor, [num_rows, *shape], or the entries of all rows of a list, [n, width]."""
         return self._lists[name].entries if name in self._lists else self._fields[name].tensor
 
     def if_declared(self, name: str) -> torch.Tensor | None:
-        """The same, or None for a field that is not declared."""
+        """Return a field's tensor or a list's entries; None if it is not declared."""
         if name not in self:
             return None
         return self[name]
@@ -90,23 +89,23 @@ class RowFields:
         self._lists[name].write(row, entries)
 
     def lengthen(self, name: str, length: int) -> None:
-        """Have arrays of at least `length` values, see StagedField.lengthen."""
+        """Lengthen arrays to at least `length` values, see StagedField.lengthen."""
         self._fields[name].lengthen(length)
 
     def start(self, row: int, **values: float) -> None:
-        """Give a row to a request: its single values are these, and else initial ones until others are set."""
+        """Assign a row to a request; its single values are these, or their initial values until set."""
         self.writes.start(row)
         self.writes.set_each(self._fields, row, values)
 
     def free(self, row: int) -> None:
-        """Forget what the row has on the host."""
+        """Drop the row's staged writes and lists on the host."""
         self.writes.forget_row(row, self._arrays)
         for each in self._lists.values():
             each.free(row)
 
 
 class _RowList:
-    """The lists of all rows, one behind the other in memory that grows."""
+    """The lists of all rows, one after another in memory that grows."""
 
     def __init__(self, field: StagedField, starts: StagedField, counts: StagedField, width: int):
         self._field, self._starts, self._counts, self._width = field, starts, counts, width
@@ -140,7 +139,7 @@ class _RowList:
         self._end += len(entries)
 
     def _place_all(self) -> None:
-        """Leave out the lists of rows that were freed; half of the memory is empty afterwards."""
+        """Place all lists again, without those of freed rows; half of the memory is free afterwards."""
         self._capacity = max(self._capacity, 2 * sum(map(len, self._lists.values())))
         self._field.lengthen(self._capacity * self._width)
         self._field.forget(0)

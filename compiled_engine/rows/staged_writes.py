@@ -1,8 +1,8 @@
-"""Copies between host and device that the host does not wait for, and writes to fields on the device.
+"""Non-blocking copies between host and device, and batched writes to fields on the device.
 
-Writes are collected on the host and made together: by one kernel, or copies if they are long. On CUDA the kernel reads
-them where they were written, in pinned host memory (unified addressing), so nothing is copied and nothing waits. The
-method is that of vLLM's model runner V2 (its staged write tensors).
+Writes are collected on the host and applied together: by one kernel, or by copies if they are long. On CUDA the kernel
+reads them directly from pinned host memory (unified addressing), so nothing is copied and the host does not wait.
+Method: staged write tensors of vLLM's model runner V2.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-# The host may be one step ahead of the device: with this many buffers none is written while it is read.
+# The host may be one step ahead of the device: with this many buffers, none is written while the device reads it.
 NUM_BUFFERS = 4
-# Most writes of one launch, and most 4-byte words of these together.
+# Most writes per launch, and their most 4-byte words in total.
 MAX_WRITES = 1 << 14
 MAX_WORDS = 1 << 16
-# A longer write is a copy: there are few buffers, and a launch that needs a buffer in use waits for the device.
+# Longer writes are copies: there are few buffers, and a launch whose buffer is in use waits for the device.
 LONG_WORDS = 1 << 13
 WORD = 4
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy values to the device in the current stream's order; `values` may be changed at once.
+    """Copy values to the device in stream order; `values` may be changed immediately afterwards.
 
-    The pinned memory in between is fresh: PyTorch's allocator does not reuse it before the copy is done.
+    The copy goes through fresh pinned memory, which PyTorch's allocator does not reuse before the copy is done.
     """
     if device.type != "cuda":
         return torch.from_numpy(np.array(values, order="C"))
     pinned = torch.empty(values.shape, dtype=torch.from_numpy(np.empty(0, values.dtype)).dtype, pin_memory=True)
-    pinned.numpy()[...] = values  # PyTorch would wake all its threads for it
+    pinned.numpy()[...] = values  # in numpy, since PyTorch would wake all its threads
     return pinned.to(device, non_blocking=True)
 
 
 def download(values: torch.Tensor) -> torch.Tensor:
-    """Copy values to pinned host memory, valid once the current stream has come this far; on a CPU return `values`."""
+    """Copy values to pinned host memory, valid once the current stream has reached this point; on a CPU return
+    `values`."""
     if values.device.type != "cuda":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -45,7 +46,7 @@ def download(values: torch.Tensor) -> torch.Tensor:
 
 
 class StagedWrites:
-    """Owns the writes that are staged; `apply` makes them. triton: whether by the kernel, by default on CUDA."""
+    """Collects staged writes; `apply` makes them. triton: whether to use the kernel, by default on CUDA."""
 
     def __init__(self, device: torch.device, triton: bool | None = None):
         self._device = device
@@ -59,26 +60,26 @@ class StagedWrites:
         self._next = 0
 
     def field(self, *shape: int, dtype: torch.dtype = torch.int32, initial: float = 0) -> StagedField:
-        """Allocate a field on the device; each value is `initial`."""
+        """Allocate a field on the device, filled with `initial`."""
         return StagedField(self, torch.full(shape, initial, dtype=dtype, device=self._device), initial)
 
     def lengthen(self, field: StagedField, length: int) -> None:
-        """Have rows of at least `length` values from the next `apply` on."""
+        """Lengthen rows to at least `length` values at the next `apply`."""
         self._lengths[field] = max(length, self._lengths.get(field, 0))
 
     def reset_at_start(self, field: StagedField) -> None:
-        """Have `start` give a row of this field, of single values, its initial value."""
+        """Make `start` reset this field of single values to its initial value."""
         self._reset.append(field)
 
     def start(self, row: int) -> None:
-        """Stage the initial values of a row; what is set afterwards replaces them."""
+        """Stage the initial values of a row; values set afterwards replace them."""
         self._started[row] = None
 
     def set(self, field: StagedField, row: int, value: float) -> None:
         self._numbers[field][row] = value
 
     def set_each(self, fields: Mapping[str, StagedField], row: int, values: Mapping[str, float]) -> None:
-        """Stage values of a row by the names of fields."""
+        """Stage values of a row by field name."""
         for name, value in values.items():
             self._numbers[fields[name]][row] = value
 
@@ -87,12 +88,12 @@ class StagedWrites:
             self._arrays[field, row, offset] = values
 
     def forget(self, field: StagedField, row: int) -> None:
-        """Forget the arrays that are staged for a row."""
+        """Drop the arrays staged for a row."""
         for key in [key for key in self._arrays if key[:2] == (field, row)]:
             del self._arrays[key]
 
     def forget_row(self, row: int, arrays: Sequence[StagedField]) -> None:
-        """Forget the single values that are staged for a row, and what is staged for it in arrays."""
+        """Drop everything staged for a row: single values, and writes to these arrays."""
         self._started.pop(row, None)
         for values in self._numbers.values():
             values.pop(row, None)
@@ -100,16 +101,16 @@ class StagedWrites:
             self.forget(field, row)
 
     def discard(self) -> None:
-        """Forget what is staged: the step that it was for has failed. Fields that are to be longer will be."""
+        """Drop the staged writes of a failed step. Pending lengthening still takes place."""
         self._started.clear()
         self._numbers.clear()
         self._arrays.clear()
 
     def apply(self) -> None:
-        """Make the staged writes, on the current stream.
+        """Make the staged writes on the current stream.
 
-        Of two to the same place the later one counts. Other writes must not overlap, since the kernel makes all at
-        once: a row is written from a fixed place on, or is appended to.
+        The later of two writes to the same place wins. Other writes must not overlap, since the kernel makes them all
+        at once: a row is either written from a fixed place on, or appended to.
         """
         for field, length in self._lengths.items():
             field.lengthen_now(length)
@@ -137,7 +138,7 @@ class StagedWrites:
             field.part(row, offset, len(array)).numpy()[:] = array
 
     def _launch(self, writes: _Writes) -> None:
-        """Launch the kernel once for as many writes as fit into a buffer."""
+        """Launch the kernel, several times if the writes do not fit into one buffer."""
         from compiled_engine.rows.staged_writes_kernel import launch  # Triton is not installed everywhere
 
         addresses, counts, words = writes.arrays()
@@ -164,12 +165,12 @@ class StagedWrites:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % NUM_BUFFERS
         if buffer.event is not None:
-            buffer.event.synchronize()  # of a launch NUM_BUFFERS ago: done long since
+            buffer.event.synchronize()  # the launch was NUM_BUFFERS launches ago, so this rarely waits
         return buffer
 
 
 class _Writes:
-    """Collects what the kernel writes: addresses on the device, how many words each takes, and the words."""
+    """The kernel's input: device addresses, number of words for each, and the words."""
 
     def __init__(self) -> None:
         self._numbers: dict[np.dtype, tuple[list[int], list[float]]] = {}
@@ -178,7 +179,7 @@ class _Writes:
         self._words: list[np.ndarray] = []
 
     def add_numbers(self, field: StagedField, values: dict[int, float]) -> None:
-        """Add single values by row. Raises ValueError if they are not of whole words."""
+        """Add single values by row. Raises ValueError if the dtype does not consist of whole words."""
         dtype = field.numpy_dtype
         if dtype.itemsize % WORD:
             raise ValueError(f"dtype of a field of single values must have 4 or 8 bytes, got {dtype}")
@@ -187,7 +188,7 @@ class _Writes:
         numbers += values.values()
 
     def add_array(self, field: StagedField, start: int, array: np.ndarray) -> bool:
-        """Add values from an element of the field on; False for what is too long, or is not of whole words."""
+        """Add values starting at an element of the field; False if they are too long, or not whole words."""
         num_bytes = array.nbytes
         address = field.address + start * array.itemsize
         if num_bytes > LONG_WORDS * WORD or (address | num_bytes) % WORD:
@@ -198,7 +199,7 @@ class _Writes:
         return True
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Addresses, numbers of words, and the words of one write after the other."""
+        """Return addresses, numbers of words, and all words one write after another."""
         for dtype, (addresses, numbers) in self._numbers.items():
             self._addresses += addresses
             self._counts += [dtype.itemsize // WORD] * len(addresses)
@@ -211,7 +212,7 @@ class StagedField:
     """Device memory whose first dimension is rows; kernels read `tensor`."""
 
     def __init__(self, writes: StagedWrites, tensor: torch.Tensor, initial: float):
-        # Staged writes refer to fields: a reference back would keep all of it until the next garbage collection.
+        # Weak, since staged writes refer to fields: a cycle would keep the memory until the next garbage collection.
         self._writes, self.initial = weakref.proxy(writes), initial
         self.numpy_dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
         self._put(tensor)
@@ -224,7 +225,8 @@ class StagedField:
         self._writes.set(self, row, value)
 
     def stage(self, row: int, values: np.ndarray, offset: int = 0) -> None:
-        """Stage `values` of the field's dtype from element `offset` of a row on, which from its end is negative.
+        """Stage `values` of the field's dtype, starting at element `offset` of a row; negative offsets count from its
+        end.
 
         The array must not change until the writes are made. Raises ValueError if it has another dtype.
         """
@@ -233,17 +235,16 @@ class StagedField:
         self._writes.write(self, row, values, offset)
 
     def lengthen(self, length: int) -> None:
-        """Make rows hold at least `length` values from the next `apply` on; a row's present values become its last
-        ones.
-        """
+        """Lengthen rows to at least `length` values at the next `apply`; the present values become a row's last
+        ones."""
         self._writes.lengthen(self, length)
 
     def forget(self, row: int) -> None:
-        """Forget the arrays that are staged for a row."""
+        """Drop the arrays staged for a row."""
         self._writes.forget(self, row)
 
     def start(self, row: int, offset: int) -> int:
-        """Return the index of a row's element among all elements."""
+        """Return the flat index of a row's element."""
         return row * self._row_size + (offset if offset >= 0 else self._row_size + offset)
 
     def part(self, row: int, offset: int, count: int) -> torch.Tensor:
@@ -260,9 +261,9 @@ class StagedField:
 
 
 class _Buffer:
-    """headers: int64 [MAX_WRITES, 3]; words: int32; event: after the launch that reads them.
+    """Pinned memory for one launch: headers, int64 [MAX_WRITES, 3]; words, int32; event, recorded after the launch.
 
-    PyTorch gives pinned memory to others at once when it is freed, so that waits for the launch.
+    PyTorch reuses freed pinned memory at once, so freeing a buffer waits for its launch.
     """
 
     def __init__(self, on_gpu: bool):

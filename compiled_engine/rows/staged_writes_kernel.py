@@ -1,4 +1,4 @@
-"""Triton kernel: make staged writes."""
+"""Triton kernel that makes staged writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TILE = 256
 @quick_launches
 @triton.jit
 def apply_kernel(headers_ptr: tl.tensor, words_ptr: tl.tensor, TILE: tl.constexpr) -> None:
-    """One program for a write: its header has the address, where its words are, and how many."""
+    """Program (write): copy its words. A header holds the address, the first word's index, and the number of words."""
     header_ptr = headers_ptr + tl.program_id(0) * 3
     target_ptr = tl.load(header_ptr).to(tl.pointer_type(tl.int32))
     position = tl.load(header_ptr + 1).to(tl.int32)
@@ -26,5 +26,5 @@ def apply_kernel(headers_ptr: tl.tensor, words_ptr: tl.tensor, TILE: tl.constexp
 
 
 def launch(headers: torch.Tensor, words: torch.Tensor, num_writes: int) -> None:
-    """headers: int64 [writes, 3]; words: int32; both pinned on the host or on the device."""
+    """Launch the kernel. headers: int64 [writes, 3]; words: int32; both on the device or in pinned host memory."""
     apply_kernel[(num_writes,)](headers, words, TILE=TILE, num_warps=2)

@@ -1,16 +1,17 @@
-"""Edits of logits before sampling: their row state, and the edits on the CPU.
+"""Edit logits before sampling: the edits' row state, and their CPU implementation. The Triton kernels are in
+edits_triton.py.
 
-edits_triton.py has the kernels. The edits in order:
+In order of application:
 
-Additions: logit_bias, bad_words and min_tokens, each a list of (token, value, condition). A bias always applies;
-min_tokens adds minus infinity to the ending tokens before some position; a bad word adds it to its last token if its
-other tokens have just been generated. So a step needs nothing from the host: the device evaluates the conditions.
+Additions: logit_bias, bad_words and min_tokens become lists of (token, value, condition). A bias always applies.
+min_tokens adds minus infinity to ending tokens before some position. A bad word adds it to its last token if its other
+tokens have just been generated. The device evaluates the conditions, so a step needs nothing from the host.
 
 Masks: allowed_token_ids, a mask that stays on the device, and token masks, which are sent with a step.
 
-Penalties, from counts of the row's tokens. Repetition penalty: Keskar et al., "CTRL" (2019), as in transformers: the
-logit of a token in the prompt or the output is divided if positive, multiplied if negative. Frequency and presence
-penalties: those of OpenAI's API, for tokens in the output.
+Penalties, from counts of the row's tokens. The repetition penalty (Keskar et al., "CTRL", 2019, as in transformers)
+divides positive logits of tokens in prompt or output, and multiplies negative ones. Frequency and presence penalties
+are those of OpenAI's API, for tokens in the output.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.token_mask import BITS, num_words
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-# allowed_mask: which of the rows' masks the row has, -1 for none.
+# allowed_mask: index of the row's mask in allowed_words, -1 for none.
 FIELDS = (
     RowField("repetition_penalty", torch.float32, initial=1),
     RowField("frequency_penalty", torch.float32),
@@ -37,38 +38,39 @@ FIELDS = (
     RowField("allowed_mask", initial=-1),
 )
 ALWAYS = 2**31 - 1
-# Columns of an addition: token id; bits of the float32 to add; the position before which it holds; where the tokens
-# that have to precede it start among its row's prefixes, and how many they are.
+# Columns of an addition: token id; bits of the float32 to add; the position before which it applies; start of the
+# tokens that must precede it, within its row's prefixes; their number.
 NUM_COLUMNS = 5
-# A count and, in the sign bit, whether the prompt has the token: int16. Counts stay at the largest once there.
+# An int16 holds a token's count, which saturates, and in the sign bit whether the prompt contains the token.
 IN_PROMPT = -(2**15)
 MAX_COUNT = 2**15 - 1
 
 
 def counts_field(vocab_size: int) -> RowField:
-    """Counts of each token, by column of the logits."""
+    """Return the row field with the counts of each token, by column of the logits."""
     return RowField("counts", torch.int16, (vocab_size,))
 
 
 def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
-    """Device memory that the first request with penalties takes, to be set aside before the KV cache is sized."""
+    """Return the device memory that the first request with penalties allocates, reserved before the KV cache is
+    sized."""
     return counts_field(vocab_size).num_bytes(max_num_rows)
 
 
 class RowEdits(NamedTuple):
-    """The edits of a row. remembered: whether its tokens are recorded."""
+    """Kinds of edits that a row needs."""
 
     added_to: bool
     limited: bool
     penalised: bool
-    remembered: bool
+    remembered: bool  # its generated tokens are recorded
 
 
 class EditedRows:
-    """Puts what requests ask for into the fields of their rows.
+    """Writes the requests' edits into the fields of their rows.
 
-    What takes much memory is declared when the first request needs it: `counts`; `tail`, the last generated tokens, -1
-    where there are fewer; `allowed_words`, masks of an eighth of a byte for each row and token.
+    Large fields are declared when the first request needs them: `counts`; `tail`, the last generated tokens, padded
+    with -1; `allowed_words`, masks with one bit per row and token.
     """
 
     def __init__(self, rows: RowFields, vocabulary: VocabularySlice):
@@ -86,7 +88,7 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Fill what differs from a row just started. Arguments: see Sampler.add_row."""
+        """Write the fields in which a newly started row differs from the defaults. Arguments: see Sampler.add_row."""
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
         penalised = params.has_penalties
@@ -106,7 +108,6 @@ class EditedRows:
         return RowEdits(len(additions.additions_NC) > 0, limited, penalised, penalised or additions.longest_prefix > 0)
 
     def _start_counts(self, row: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Count a request's tokens so far."""
         if "counts" not in self._rows:
             self._rows.declare(counts_field(self._vocabulary.size))
         counts_V = np.zeros(self._vocabulary.size, dtype=np.int16)
@@ -116,7 +117,7 @@ class EditedRows:
         self._rows.write("counts", row, counts_V)
 
     def _start_tail(self, row: int, output_ids: Sequence[int], length: int) -> None:
-        """Remember at least `length` last generated tokens of a row; longer tails make all longer."""
+        """Keep at least the last `length` generated tokens of a row; a longer tail lengthens those of all rows."""
         if "tail" not in self._rows:
             self._rows.declare(RowField("tail", shape=(length,), initial=-1))
         self._tail_length = have = max(self._tail_length, length)
@@ -133,7 +134,7 @@ class EditedRows:
         self._rows.write("allowed_words", row, mask_of(self._vocabulary.own(token_ids), size))
 
     def allowed(self, row_index_R: torch.Tensor) -> StepMasks:
-        """The masks of these rows (int32 [R], on the device, none of them padding), at least one of which has one."""
+        """Return the masks of these rows (int32 [R], on the device, no padding), at least one of which has a mask."""
         return StepMasks(self._rows["allowed_words"], self._rows["allowed_mask"].index_select(0, row_index_R))
 
 
@@ -145,7 +146,8 @@ class RowAdditions(NamedTuple):
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions to a rank's columns, tokens counted from its first; prefixes stay as they are."""
+        """Return the additions within a rank's columns, with token ids relative to its first; prefixes are
+        unchanged."""
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first
@@ -161,7 +163,7 @@ NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1
 def row_additions(
     params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> RowAdditions:
-    """The additions of a request, if any."""
+    """Return a request's additions."""
     entries, prefixes = [], list[int]()
     forbidden = _bits(-np.inf)
     for token_id, bias in (params.logit_bias or {}).items():
@@ -184,10 +186,10 @@ def _bits(value: float) -> int:
 
 
 def add_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor, rows: RowFields) -> None:
-    """Make each row's additions in place.
+    """Apply each row's additions in place.
 
-    logits_RV: float32 [R, V]. row_index_R: int32 [R], none of them padding. positions_R: int64 [R], of the tokens to be
-    chosen.
+    logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding. positions_R: int64 [R], positions of the tokens to be
+    sampled.
     """
     logits, positions, tail_NL = logits_RV.numpy(), positions_R.numpy(), rows.if_declared("tail")
     all_entries, all_prefixes = rows["additions"].numpy(), rows["prefixes"].numpy()[:, 0]
@@ -210,7 +212,7 @@ def _ends_with(tail: np.ndarray, prefix: np.ndarray) -> bool:
 
 
 def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """The mask (see TokenMask) that allows these tokens: int32 [num_words]."""
+    """Return the mask (see TokenMask) that allows these tokens: int32 [num_words]."""
     bits = np.zeros(num_words(vocab_size) * BITS, np.uint8)
     bits[np.asarray(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
@@ -218,17 +220,14 @@ def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Masks for S rows of logits, M of which have one (see token_mask.py); both int32.
+    """Masks of a step with S rows of logits (see token_mask.py)."""
 
-    masks_MW: the masks, W words each. mask_index_S: which of them is a row's; -1 for none.
-    """
-
-    masks_MW: torch.Tensor
-    mask_index_S: torch.Tensor
+    masks_MW: torch.Tensor  # int32: M masks of W words
+    mask_index_S: torch.Tensor  # int32: index of each row's mask; -1 for none
 
     @classmethod
     def of(cls, words_MW: np.ndarray, mask_index_S: np.ndarray, device: torch.device) -> StepMasks:
-        """Upload masks from the host, which does not wait; M is at least 1."""
+        """Upload at least one mask from the host, without waiting."""
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
@@ -237,7 +236,7 @@ class StepMasks:
 
 
 def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
-    """Set the logits of tokens that a row's mask does not allow to minus infinity, in place.
+    """Set the logits of tokens that a row's mask forbids to minus infinity, in place.
 
     logits_RV: float32 [R, V], for the R rows of the masks.
     """
@@ -250,15 +249,15 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 
 
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's penalties in place; only the logits of tokens that occurred are touched.
+    """Apply each row's penalties in place; only the logits of tokens that occurred change.
 
-    logits_RV: float32 [R, V]. row_index_R: int32 [R], none of them padding.
+    logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding.
     """
     values_NP = np.stack([rows[name].numpy() for name in PENALTIES], axis=1)
     for logits_V, row in zip(logits_RV.numpy(), row_index_R.tolist(), strict=True):
         repetition, frequency, presence = values_NP[row]
         if repetition == 1 and frequency == 0 and presence == 0:
-            continue  # of another request before, the row may still have counts
+            continue  # the row may still hold counts of an earlier request
         words_V = rows["counts"][row].numpy()
         token_ids = np.flatnonzero(words_V)
         counts = (words_V[token_ids] & MAX_COUNT).astype(np.float32)
@@ -269,11 +268,10 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 
 
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
-    """Take each row's sampled token (int64 [S]) into its counts and its tail, as far as these are declared.
+    """Add each row's sampled token (int64 [S]) to its counts and its tail, if declared.
 
-    row_index_S: int32 [S]; -1 is padding, and no row that has counts or a tail may come twice. Error codes in place of
-    a token are left out.
-    first_token: the id of the counts' first column.
+    row_index_S: int32 [S]; -1 is padding, and a row with counts or a tail must not repeat. Error codes in place of a
+    token are skipped. first_token: the id of the counts' first column.
     """
     counts_NV, tail_NL = rows.if_declared("counts"), rows.if_declared("tail")
     taken_S = (row_index_S >= 0) & (token_ids_S >= 0)

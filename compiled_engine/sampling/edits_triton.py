@@ -1,4 +1,4 @@
-"""The edits of edits.py as Triton kernels: additions, masks, penalties, records. Arguments are those of edits.py."""
+"""Triton kernels for the edits of edits.py: additions, masks, penalties, records. Arguments are as in edits.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_kernel(
     tail_length: tl.tensor,
     BLOCK_A: tl.constexpr,
 ) -> None:
-    """Program (logits row): all of its additions that hold."""
+    """Program (logits row): apply all of its additions whose condition holds."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(row_index_ptr + sample)
     if row >= 0:
@@ -59,7 +59,7 @@ def add_kernel(
                     compared = present & (back <= prefix_length)
                     wanted = tl.load(prefixes + prefix_start + prefix_length - back, mask=compared, other=0)
                     holds = holds & ((wanted == tl.load(tail_end - back)) | ~compared)
-            # Atomically: a token may have a bias and be forbidden, perhaps twice.
+            # Atomic, since a token may occur several times: with a bias, and forbidden.
             tl.atomic_add(logits_ptr + sample * logits_stride + token_ids, values, mask=holds)
 
 
@@ -73,7 +73,7 @@ def forbid_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (logits row, block of the vocabulary)."""
+    """Program (logits row, block of the vocabulary): apply the row's mask."""
     sample = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_index_ptr + sample).to(tl.int64)
     if mask >= 0:
@@ -98,7 +98,7 @@ def penalise_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (logits row, block of the vocabulary)."""
+    """Program (logits row, block of the vocabulary): apply the row's penalties."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(row_index_ptr + sample).to(tl.int64)
     repetition = 1.0
@@ -136,7 +136,7 @@ def record_kernel(
     VOCAB_SIZE: tl.constexpr,
     TILE_L: tl.constexpr,
 ) -> None:
-    """Program (row): one token more."""
+    """Program (row): add one token to its counts and its tail."""
     sample = tl.program_id(0)
     row = tl.load(row_index_ptr + sample).to(tl.int64)
     token_id = tl.load(token_ids_ptr + sample)
@@ -152,7 +152,7 @@ def record_kernel(
             slots = tl.arange(0, TILE_L)
             tail = tail_ptr + row * tail_length
             later = tl.load(tail + slots + 1, mask=slots + 1 < tail_length, other=0)
-            # All threads must have read before any overwrites.
+            # All threads must have read before any thread writes.
             tl.debug_barrier()
             shifted = tl.where(slots + 1 < tail_length, later, token_id.to(tl.int32))
             tl.store(tail + slots, shifted, mask=slots < tail_length)
@@ -214,5 +214,5 @@ def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowField
         tail_length,
         first_token,
         VOCAB_SIZE=0 if counts_NV is None else counts_NV.shape[1],
-        TILE_L=next_power_of_2(max(tail_length, 16)),  # hardly ever compiled again
+        TILE_L=next_power_of_2(max(tail_length, 16)),  # rounded up, so that the kernel is rarely compiled again
     )

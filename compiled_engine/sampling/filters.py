@@ -1,9 +1,9 @@
-"""top-k, top-p and min-p as one threshold a row: a token may be sampled if its logit is not below it.
+"""top-k, top-p and min-p as one threshold per row: tokens below it are not sampled. The Triton kernel is in
+filters_triton.py.
 
-Each of the three keeps the most likely tokens down to some logit, so together they keep those down to the
-highest of the three. A threshold treats equal logits equally, so the kept set does not depend on a sort's order, and
-noise is only needed for kept tokens. The order is that of vLLM: temperature, min-p, top-k, and top-p of the
-probabilities that remain. This file serves the CPU; filters_triton.py has the kernel.
+Each filter keeps the most likely tokens down to some logit, so together they keep those down to the highest of the
+three. A threshold treats equal logits equally: the kept set does not depend on the order of a sort, and only kept
+tokens need noise. Filters apply in vLLM's order: temperature, min-p, top-k, and top-p over the remaining probabilities.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROW_FIELDS = (
 
 
 def filter_fields(params: SamplingParams) -> dict[str, float]:
-    """A row's values: greedy rows have inverse temperature 0 and are not filtered."""
+    """Return a row's field values; greedy rows have inverse temperature 0 and are not filtered."""
     if params.greedy:
         return dict(zip(FIELDS, (0, 0, 1, 0), strict=True))
     top_k = min(max(params.top_k, 0), 2**31 - 1)
@@ -41,9 +41,9 @@ def has_filters(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class Filters:
-    """Temperature and filters of rows, on the host; by row, float32 but top_k, which is int64.
+    """Temperature and filters by row, on the host: float32, except top_k, which is int64.
 
-    inverse_temperature is 0 for greedy rows, which are not filtered. top_k 0, top_p 1 and min_p 0 keep all.
+    inverse_temperature is 0 for greedy rows, which are not filtered. top_k 0, top_p 1 and min_p 0 keep all tokens.
     """
 
     inverse_temperature: np.ndarray
@@ -62,9 +62,9 @@ class Filters:
 
 
 def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """The smallest logit of each row that is kept, minus infinity to keep all: float32 [R].
+    """Return the smallest kept logit of each row, minus infinity to keep all: float32 [R].
 
-    logits_RV: float32, before division by the temperature. filters: of these R rows.
+    logits_RV: float32, before division by the temperature. filters: for these R rows.
     """
     limited = (filters.top_k > 0) & (filters.top_k < logits_RV.shape[1])
     summed = ~limited & (filters.top_p < 1)
@@ -82,13 +82,13 @@ def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """min-p alone needs no sort: p >= min_p * p_max where logit >= max + log(min_p) * temperature."""
+    """Apply min-p alone, without a sort: p >= min_p * p_max where logit >= max + log(min_p) * temperature."""
     margin_R1 = _column(np.log(filters.min_p) / filters.inverse_temperature)
     return logits_RV.amax(dim=1) + margin_R1[:, 0]
 
 
 def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Apply all three to the row's largest logits in ascending order: as many as top-k needs, or all for top-p.
+    """Apply all three filters to a row's largest logits in ascending order: as many as top-k needs, or all for top-p.
 
     Each filter gives the index from which it keeps tokens; the largest index applies.
     """
@@ -115,7 +115,7 @@ def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _largest(logits_RV: torch.Tensor, k: int) -> torch.Tensor:
-    """Each row's k largest elements in ascending order: [R, k]; by numpy, whose sort is much faster than torch's."""
+    """Return each row's k largest elements in ascending order: [R, k]. numpy's sort is much faster than torch's."""
     values, vocab_size = logits_RV.numpy(), logits_RV.shape[-1]
     if k < vocab_size:
         values = np.partition(values, vocab_size - k, axis=-1)[:, vocab_size - k :]

@@ -1,9 +1,10 @@
-"""The thresholds of filters.py without a sort: bisection, by counts for top-k and by probability mass for top-p.
+"""Compute the thresholds of filters.py by bisection instead of a sort: over counts for top-k, over probability for
+top-p.
 
-The sets {logit >= threshold} shrink as the threshold rises, so the threshold is the largest one whose set still holds k
-tokens, or top-p's probability mass. Each pass over a row halves the interval of the threshold; once at most CANDIDATES
-logits are in the interval, the rest is done in registers. One program handles a row: sums have a fixed order, whatever
-else is in the batch, and rows without filters end at once.
+The sets {logit >= threshold} shrink as the threshold rises. The result is the largest threshold whose set still holds k
+tokens, or a probability of top-p. Each pass over a row narrows the threshold's interval; once at most CANDIDATES logits
+are inside, the search continues in registers. One program handles a row, so sums have a fixed order whatever else is in
+the batch, and rows without filters end at once.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ from compiled_engine.kernels.launcher import quick_launches
 
 BLOCK_V = 8192
 CANDIDATES = 2048
-# One program reads a whole row, usually alone on its multiprocessor: many warps hide the memory's latency.
+# One program reads a whole row, usually alone on its multiprocessor: many warps hide memory latency.
 NUM_WARPS = 16
 
 
 @triton.jit
 def _ordered(value: tl.tensor) -> tl.tensor:
-    """An integer for a float32, in the same order: int64, since differences do not fit 32 bits."""
+    """Map a float32 to an integer with the same order: int64, since differences do not fit into 32 bits."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
 
 
 @triton.jit
 def _value(ordered: tl.tensor) -> tl.tensor:
-    """Convert such an integer back to float32."""
+    """Map such an integer back to float32."""
     bits = ordered.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """Strictly between two integers that differ by more than 1.
+    """Return a value strictly between two integers that differ by more than 1.
 
-    By turns the middle of the floats, near which logits lie, and that of the integers, which bounds the steps by 64.
+    Alternates between the floats' mean, near which logits lie, and the integers' mean, which limits the search to 64
+    steps.
     """
     by_value = _ordered(_value(low) * 0.5 + _value(high) * 0.5)
     middle = tl.where(step % 2 == 0, by_value, (low + high) >> 1)
@@ -47,7 +49,7 @@ def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _weights(logits: tl.tensor, top: tl.tensor, inverse_temperature: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
-    """A token's weight in the searched sum: its probability relative to the most likely one, or 1."""
+    """Return a token's weight in the searched sum: its probability relative to the most likely token's, or 1."""
     if BY_MASS:
         return tl.exp((logits - top) * inverse_temperature)
     return tl.full(logits.shape, 1.0, tl.float32)
@@ -63,7 +65,8 @@ def _at_least(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The number of logits not below the pivot (above minus infinity), int32, and the sum of their weights, float32."""
+    """Return the number of logits at or above the pivot, int32, and the sum of their weights, float32. Logits of minus
+    infinity do not count."""
     counts = tl.zeros([BLOCK_V], dtype=tl.int32)
     sums = tl.zeros([BLOCK_V], dtype=tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK_V):
@@ -90,10 +93,10 @@ def _largest_holding(
     BLOCK_V: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The largest threshold in [low, high), as an ordered integer, whose tokens' weights reach the target.
+    """Return the largest threshold in [low, high), as an ordered integer, whose tokens' weights reach the target.
 
-    count_low: how many logits are not below `low`, which reaches the target; none is at or above `high`.
-    Also returns the sum of the weights of the logits above that threshold.
+    count_low: number of logits at or above `low`, which reaches the target; none is at or above `high`. Also returns
+    the sum of weights above that threshold.
     """
     count_high = tl.zeros((), dtype=tl.int32)
     sum_high = tl.zeros((), dtype=tl.float32)
@@ -110,7 +113,7 @@ def _largest_holding(
             sum_high = total
         step += 1
     if high - low > 1:
-        # Put the logits in [low, high) aside, in the order of the vocabulary.
+        # Collect the logits in [low, high), in the order of the vocabulary.
         lowest, end = _value(low), _value(high)
         found = tl.zeros((), dtype=tl.int32)
         for start in range(0, VOCAB_SIZE, BLOCK_V):
@@ -188,7 +191,7 @@ def threshold_kernel(
             if min_p > 0:
                 threshold = top + tl.log(min_p) / inverse_temperature
             high = _ordered(top) + 1
-            remaining = -1.0  # the weight of what min-p and top-k leave; negative: not known
+            remaining = -1.0  # weight of the tokens that min-p and top-k keep; negative: not known yet
             if limited & (top_k <= num_possible):
                 kth, above = _largest_holding(
                     row_ptr, own_candidates_ptr, _ordered(bottom), num_possible, high, top_k.to(tl.float32),
@@ -197,7 +200,7 @@ def threshold_kernel(
                 if _value(kth) >= threshold:
                     threshold = _value(kth)
                     if top_p < 1:
-                        # Logits equal to the k-th count only as often as top-k needs, although all are kept.
+                        # All logits equal to the k-th are kept, but only as many as make up k count here.
                         _, remaining = _at_least(
                             row_ptr, _value(kth + 1), top, inverse_temperature, True, VOCAB_SIZE, BLOCK_V
                         )
@@ -224,10 +227,11 @@ def thresholds(
     top_p_N: torch.Tensor,
     min_p_N: torch.Tensor,
 ) -> torch.Tensor:
-    """The smallest kept logit of each row, or a value that keeps the same tokens: float32 [S].
+    """Return the smallest kept logit of each row, or a value that keeps the same tokens: float32 [S]; minus infinity
+    keeps all.
 
-    logits_SV: any floating dtype, consecutive within a row. row_index_S: int32 [S], index of a row's parameters in the
-    tensors [N] (top_k int32, the others float32); -1 is padding. Minus infinity keeps all.
+    logits_SV: any floating dtype, contiguous within a row. row_index_S: int32 [S], index of a row's parameters in the
+    tensors [N] (top_k int32, the others float32); -1 is padding.
     """
     num_samples, vocab_size = logits_SV.shape
     threshold_S = torch.empty(num_samples, dtype=torch.float32, device=logits_SV.device)

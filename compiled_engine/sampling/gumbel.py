@@ -1,16 +1,16 @@
-"""Gumbel-max sampling on the CPU, with numpy and as one C++ loop; gumbel_triton.py must agree with it.
+"""Gumbel-max sampling on the CPU, in numpy and as a C++ loop; gumbel_triton.py must agree with it.
 
 Noise is a pure function of seed, position and token id. So a request's noise does not depend on its row, its batch,
 padding, or preemptions.
 
-The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its i-th
-output is a function of its seed and i alone. It is used twice: the request's seed gives a 64-bit key for each position,
-and the key gives 64 bits for each token id.
+The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose
+i-th output is a function of its seed and i alone. It is used twice: the request's seed gives a 64-bit key for each
+position, and the key gives 64 bits for each token id.
 
-Gumbel noise is -log(e), e = -log(1 - u), with u uniform in (0, 1): the largest of logits plus such noise is a draw from
-their softmax (the Gumbel-max trick). The largest over a vocabulary has a small e, hence a small u. So u keeps 24
-significant bits however small it is, down to 2**-63: the upper tail comes in no visible steps. Near 1, where noise is
-least, u ends at 1 - 2**-24. All noise lies in [-2.82, 43.67].
+Gumbel noise is -log(e), e = -log(1 - u), with u uniform in (0, 1): the largest of logits plus noise is a draw from
+their softmax (the Gumbel-max trick). The largest noise of a vocabulary comes from a small u. So u keeps 24 significant
+bits down to 2**-63, which makes the upper tail smooth. Near 1, where noise is least, u ends at 1 - 2**-24. All noise
+lies in [-2.82, 43.67].
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 SMALLEST_UNIFORM = 2.0**-63
 LARGEST_UNIFORM = 1.0 - 2.0**-24
-# Noise is computed for this many logits at a time: 0.25 MB of hashes, which fit into a core's cache.
+# Noise is computed for this many logits at a time: 0.25 MB of hashes fit into a core's cache.
 MAX_NOISE_ELEMENTS = 1 << 15
 SOURCE = Path(__file__).with_name("gumbel_cpp.cpp")
 
 
 def splitmix64(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Output `index` (from 0) of SplitMix64 seeded with `seed`: uint64, as both are; they are broadcast."""
+    """Return output `index` (from 0) of SplitMix64 seeded with `seed`; both and the result are uint64, and are
+    broadcast."""
     bits = (index + np.uint64(1)) * np.uint64(GOLDEN_GAMMA) + seed
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(MULTIPLIER_1)
@@ -50,12 +51,12 @@ def splitmix64(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def gumbel(bits: np.ndarray) -> np.ndarray:
-    """Gumbel noise, float32, from the upper 63 of 64 random bits (uint64)."""
+    """Return Gumbel noise, float32, from the upper 63 of 64 random bits (uint64)."""
     u = (bits >> np.uint64(1)).view(np.int64).astype(np.float32)
     u *= np.float32(SMALLEST_UNIFORM)
     np.maximum(u, np.float32(SMALLEST_UNIFORM), out=u)
     np.minimum(u, np.float32(LARGEST_UNIFORM), out=u)
-    # -log(1 - u), exact where u is small: what 1 - u loses by rounding is added back.
+    # -log(1 - u), exact for small u: the rounding error of 1 - u is added back.
     rest = np.float32(1) - u
     u -= np.float32(1) - rest
     u -= np.log(rest)
@@ -72,14 +73,15 @@ def sample(
     token_ids_S: torch.Tensor,
     best: Best | None = None,
 ) -> None:
-    """Draw a token for each row of logits from softmax(logits / temperature), over those not below its threshold.
+    """Draw a token for each row from softmax(logits / temperature), over the tokens at or above the row's threshold.
 
-    logits_SV: float32 [S, V]. row_index_S: int32 [S], where the row's parameters stand in the tensors [N]; for
-    -1 (padding) nothing else is read, and the token is 0. positions_S: int64 [S], which the tokens will have.
-    inverse_temperature_N: float32 [N], 0 to take the most likely token instead. seeds_N: int64 [N].
-    threshold_S: float32 [S] in units of the logits; minus infinity keeps every token, as do NaN and None.
-    token_ids_S: int64 [S], written. The lowest token id wins a tie. Where a logit that may be drawn is NaN, or all are
-    minus infinity, it is the error code of sampled_tokens.py. best: of a rank that has some columns alone.
+    logits_SV: float32 [S, V]. row_index_S: int32 [S], index of the row's parameters in the tensors [N]; -1 is padding,
+    which gets token 0. positions_S: int64 [S], the positions of the new tokens. inverse_temperature_N: float32 [N], 0
+    for greedy. seeds_N: int64 [N]. threshold_S: float32 [S] in units of the logits; minus infinity, NaN and None keep
+    every token. token_ids_S: int64 [S], output. best: set on a rank that has only some columns.
+
+    The lowest token id wins a tie. If a logit that may be drawn is NaN, or all are minus infinity, the result is an
+    error code of sampled_tokens.py.
     """
     row_index = row_index_S.numpy()
     present = np.flatnonzero(row_index >= 0)
@@ -109,7 +111,7 @@ def _choose(
     threshold: np.ndarray | None,
     first_token: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [R] for logits [R, V], and their scores; keys: uint64 [R], the noise's at each position."""
+    """Return token ids [R] for logits [R, V], and their scores. keys: uint64 [R], the keys of the noise."""
     token_ids = logits.argmax(axis=-1)  # NaN counts as the largest
     best_scores = np.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
     random = inverse_temperature > 0
@@ -141,7 +143,7 @@ def _choose(
 
 
 def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int) -> np.ndarray:
-    """Return the index in `scores` [N] of the largest of each segment; `segments` [N] ascends, none is missing."""
+    """Return the index in `scores` [N] of each segment's largest score; `segments` [N] ascends without gaps."""
     lengths = np.bincount(segments, minlength=num_segments)
     starts = np.cumsum(lengths) - lengths
     padded = np.full((num_segments, lengths.max()), -np.inf, dtype=np.float32)
@@ -150,7 +152,7 @@ def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int)
 
 
 def fastest_sample() -> Callable[..., None]:
-    """`sample`, or the one with numpy where there is no C++ compiler."""
+    """Return the C++ implementation of `sample`, or numpy's if there is no C++ compiler."""
     try:
         _kernel()
     except CannotCompile:
@@ -168,7 +170,7 @@ def sample_in_cpp(
     token_ids_S: torch.Tensor,
     best: Best | None = None,
 ) -> None:
-    """See sample. The tokens are the same, unless scores differ only by the rounding of a logarithm."""
+    """Draw tokens as `sample`. They are the same, unless scores differ only by the rounding of a logarithm."""
     num_samples, vocab_size = logits_SV.shape
     _kernel()(
         logits_SV.data_ptr(),

@@ -1,13 +1,13 @@
 // Gumbel-max sampling on a CPU: noise, scores and the best token of each row in one pass over its logits.
 //
-// The noise is that of gumbel.py: hash, conversion and logarithms are the same functions of the same bits.
+// Noise agrees with gumbel.py: hash, conversion and logarithms are the same functions of the same bits.
 #include <cstdint>
 #include <cstring>
 
 namespace {
 
 constexpr int LANES = 16;
-constexpr int64_t NOT_A_NUMBER = -2, NOTHING_ALLOWED = -3;  // those of sampled_tokens.py
+constexpr int64_t NOT_A_NUMBER = -2, NOTHING_ALLOWED = -3;  // as in sampled_tokens.py
 constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15, MULTIPLIER_1 = 0xBF58476D1CE4E5B9,
                    MULTIPLIER_2 = 0x94D049BB133111EB;
 constexpr float SMALLEST_UNIFORM = 1.0f / 9223372036854775808.0f;  // 2**-63
@@ -54,7 +54,7 @@ inline Floats gumbel(Longs bits) {
     Floats u = __builtin_convertvector((SignedLongs)(bits >> 1), Floats) * SMALLEST_UNIFORM;
     u = u < SMALLEST_UNIFORM ? Floats{} + SMALLEST_UNIFORM : u;
     u = u > LARGEST_UNIFORM ? Floats{} + LARGEST_UNIFORM : u;
-    // -log(1 - u), exact where u is small: what 1 - u loses by rounding is added back.
+    // -log(1 - u), exact for small u: the rounding error of 1 - u is added back.
     Floats rest = 1.0f - u;
     u = u - (1.0f - rest) - log(rest);
     return -log(u);
@@ -65,7 +65,7 @@ struct Best {
     int64_t token;
 };
 
-// The first of the largest scores, and whether some score was NaN.
+// Index of the first largest score, and whether any score was NaN.
 struct Search {
     Floats best = Floats{} - __builtin_inff();
     Ints token = Ints{};

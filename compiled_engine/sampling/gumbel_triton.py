@@ -1,10 +1,10 @@
-"""Gumbel-max sampling as Triton kernels: the best token of each block of the vocabulary, of the row, of all ranks.
+"""Gumbel-max sampling as Triton kernels: the best token of each vocabulary block, then of the row, then of all ranks.
 
-Greedy rows go the same way without noise: one launch serves a batch of both. The tokens are those of gumbel.py: the
-hash is the same to the bit, the noise but for the last bits of the logarithm.
+Greedy rows take the same path without noise, so one launch serves mixed batches. Tokens agree with gumbel.py: the hash
+is bit-identical, the noise except for the last bits of the logarithm.
 
-Where the vocabulary is divided, best_of_ranks_kernel takes the place of row_best_kernel: it pushes a key into the other
-ranks' memory and waits. Where the group has no memory for that, or not enough, the keys are gathered instead.
+With a divided vocabulary best_of_ranks_kernel replaces row_best_kernel: it pushes a key into the other ranks' memory
+and waits for theirs. If the group has no push buffer, or too few slots in it, the keys are gathered instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def best_of_ranks_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (logits row), which is the slot of a PushBuffer. The key orders as ranks.keys_of has it."""
+    """Program (logits row), also the slot of a PushBuffer: choose the best token of all ranks. Keys are ordered as in
+    ranks.keys_of."""
     slot = tl.program_id(0)
     is_row = tl.load(row_index_ptr + slot) >= 0
     blocks = tl.arange(0, TILE_B)
@@ -92,7 +93,7 @@ def best_of_ranks(
     token_ids_S: torch.Tensor,
     group: Group,
 ) -> None:
-    """Write the best tokens over all ranks, from block_best_kernel's results for this rank's columns."""
+    """Write the best tokens over all ranks, given block_best_kernel's results for this rank's columns."""
     if group.pushed is not None and len(row_index_S) <= group.pushed.num_slots:
         push_best(best_score_SB, best_token_SB, row_index_S, token_ids_S, group.pushed)
         return
@@ -107,7 +108,8 @@ def push_best(
     token_ids_S: torch.Tensor,
     pushed: PushBuffer,
 ) -> None:
-    """All ranks launch it together, each with as many rows."""
+    """Exchange keys through the push buffer and write the best tokens. All ranks launch it together, with the same
+    number of rows."""
     num_samples, num_blocks = best_score_SB.shape
     best_of_ranks_kernel[(num_samples,)](
         best_score_SB,
@@ -139,7 +141,7 @@ BLOCK_V = 2048
 
 @triton.jit
 def splitmix64(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Output `index` of SplitMix64 seeded with `seed`, both uint64."""
+    """Return output `index` of SplitMix64 seeded with `seed`, both uint64."""
     bits = seed + (index + 1) * _GOLDEN_GAMMA
     bits = (bits ^ (bits >> 30)) * _MULTIPLIER_1
     bits = (bits ^ (bits >> 27)) * _MULTIPLIER_2
@@ -148,7 +150,7 @@ def splitmix64(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gumbel(bits: tl.tensor) -> tl.tensor:
-    """Gumbel noise from the upper 63 of 64 random bits (uint64)."""
+    """Return Gumbel noise from the upper 63 of 64 random bits (uint64)."""
     u = (bits >> 1).to(tl.int64).to(tl.float32) * _SMALLEST_UNIFORM
     u = tl.minimum(tl.maximum(u, _SMALLEST_UNIFORM), _LARGEST_UNIFORM)
     rest = 1.0 - u
@@ -180,9 +182,9 @@ def block_best_kernel(
 ) -> None:
     """Program (logits row, block): the best of BLOCK_V consecutive tokens, and its score.
 
-    best_score_ptr: float32 [S, blocks], infinity where a score is NaN; best_token_ptr: int32 [S, blocks].
-    first_token: the id of the first column's. known_ids_ptr: of all columns, None where they follow one another. Other
-    arguments: see sample.
+    best_score_ptr: float32 [S, blocks], infinity where a score is NaN; best_token_ptr: int32 [S, blocks]. first_token:
+    token id of the first column. known_ids_ptr: token ids of all columns, None if consecutive. Other arguments: see
+    sample.
     """
     sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -212,7 +214,7 @@ def block_best_kernel(
             scores = logits * inverse_temperature + noise
             if threshold_ptr is not None:
                 scores = tl.where(logits < tl.load(threshold_ptr + sample), -float("inf"), scores)
-        # NaN compares with nothing: it becomes infinity, and nothing else is.
+        # NaN becomes infinity, which no other score is: comparisons with NaN would fail.
         is_nan = scores != scores  # noqa: PLR0124
         scores = tl.where(is_nan, float("inf"), tl.minimum(scores, _LARGEST_FLOAT))
         best_score, best = tl.max(scores, axis=0, return_indices=True)
@@ -220,7 +222,7 @@ def block_best_kernel(
         tl.store(best_score_ptr + slot, best_score)
         best_token = first_token + block * BLOCK_V + best
         if known_ids_ptr is not None:
-            # Beyond the last column nothing is best unless nothing is allowed.
+            # A column beyond the last is only best if no token is allowed.
             best_token = tl.load(known_ids_ptr + tl.minimum(best_token, VOCAB_SIZE - 1)).to(tl.int32)
         tl.store(best_token_ptr + slot, best_token)
 
@@ -235,7 +237,7 @@ def row_best_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (logits row): the best of its blocks' best tokens, or why there is none. token_ids_ptr: int64 [S]."""
+    """Program (logits row): the best of its blocks' best tokens, or an error code. token_ids_ptr: int64 [S]."""
     sample = tl.program_id(0).to(tl.int64)
     token_id = tl.zeros((), dtype=tl.int64)
     if tl.load(row_index_ptr + sample) >= 0:
@@ -262,11 +264,11 @@ def sample(
     known_ids_V: torch.Tensor | None = None,
     sharpness_1: torch.Tensor | None = None,
 ) -> None:
-    """Like gumbel.sample, but logits_SV may have any floating dtype and a row stride. masks: forbidden tokens are
-    neither drawn nor read. vocabulary: the columns of this rank; None for all. The ranks choose together. known_ids_V:
-    int64, the token of each column, if these are not all tokens. sharpness_1: float32, a factor on all logits.
+    """Draw tokens as gumbel.sample, from logits of any floating dtype and row stride.
 
-    Nothing depends on values on the host, so this may be captured in a CUDA graph.
+    masks: forbidden tokens are neither drawn nor read. vocabulary: this rank's columns, and the ranks that choose
+    together; None for all columns. known_ids_V: int64, token id of each column, if these are not all tokens.
+    sharpness_1: float32, a factor on all logits. Nothing depends on values on the host, so a CUDA graph may capture it.
     """
     num_samples, vocab_size = logits_SV.shape
     if num_samples == 0:

@@ -1,4 +1,4 @@
-"""Logits processors: what a user's object has to look like, how it is found and made, and which rows it applies to."""
+"""Logits processors: the interface of users' objects, their construction, and the rows that each applies to."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ ALLOWED = f"objects with {', '.join(METHODS)}, classes or functions that make on
 
 
 class LogitsProcessor(Protocol):
-    """A protocol of objects that edit logits on the device, for the requests that they apply to.
+    """Protocol of objects that edit logits on the device, for the requests that they apply to.
 
-    Every running request has a row, a number from 0 to max_num_rows - 1 that it keeps until it is finished, aborted or
-    preempted; a preempted request later gets a row again. Steps are launched before the host has the previous step's
-    tokens, so `apply` gets none: `add_row` gives the request, and `positions_R` on the device gives the position of its
+    Every running request has a row, a number from 0 to max_num_rows - 1, until it is finished, aborted or preempted; a
+    preempted request later gets a new row. Steps are launched before the host has the previous step's tokens, so
+    `apply` receives no tokens: `add_row` gives the request, and `positions_R` on the device gives the position of its
     next token.
 
-    An exception in any of the methods fails the step: it is raised to the caller, and running requests are aborted. The
-    engine stays usable.
+    An exception in any method fails the step: it is raised to the caller, and running requests are aborted. The engine
+    stays usable.
     """
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Handle a request that takes a row; return whether the processor applies to it.
 
-        params: the request's parameters; `params.extra_args` is meant for processors. token_ids: the prompt, then
-        what was generated before a preemption. Write to the device on the current stream, which orders writes after
-        launched steps.
+        params: the request's parameters; `params.extra_args` is meant for processors. token_ids: the prompt, followed
+        by the tokens generated before a preemption. Write to the device on the current stream, which orders writes
+        after steps already launched.
         """
         ...
 
     def remove_row(self, row: int) -> None:
-        """The request of a row for which `add_row` returned True has ended, or was preempted."""
+        """Handle the end or preemption of a row's request. Called only for rows whose `add_row` returned True."""
         ...
 
     def apply(self, logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor) -> None:
-        """Edit logits in place, and return nothing; all rows are of requests for which `add_row` returned True.
+        """Edit logits in place, and return None. All rows belong to requests for which `add_row` returned True.
 
-        logits_RV: float32 [R, vocabulary]. row_index_R: int32 [R], each request's row, to look up what the processor
-        keeps by row. positions_R: int64 [R], the position that the token to be chosen will have, from 0 at the start
-        of the prompt. All are on the device. Large batches come in several calls a step, each row in one of them.
+        logits_RV: float32 [R, vocabulary]. row_index_R: int32 [R], each request's row, for lookups in the processor's
+        own per-row state. positions_R: int64 [R], the position of the token to be sampled, counted from 0 at the start
+        of the prompt. All are on the device. A step may call it several times for a large batch, each time with other
+        rows.
 
         Must not wait for the device (no .item(), .cpu(), .tolist(), boolean indexing, or copies from pageable memory):
-        the engine runs ahead of it.
+        the engine runs ahead of the device.
         """
         ...
 
 
 class LogitsProcessorFactory(Protocol):
-    """Makes a processor when the engine starts; a class whose __init__ takes these arguments is one.
+    """Makes a processor when the engine starts; a class whose __init__ takes these arguments is a factory.
 
-    max_num_rows: how many rows there are. device: where the logits are, and what is kept by row belongs.
+    max_num_rows: number of rows. device: holds the logits, and should hold the processor's per-row state.
     """
 
     def __call__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> LogitsProcessor: ...
@@ -70,7 +71,7 @@ def is_processor(value: Any) -> bool:
 
 
 def has_methods(value: Any) -> bool:
-    """Return whether the object, or an instance if it is a class, has the methods of a LogitsProcessor."""
+    """Return whether the object, or an instance of it if it is a class, has the methods of a LogitsProcessor."""
     return all(callable(getattr(value, name, None)) for name in METHODS)
 
 
@@ -83,9 +84,9 @@ def processor_name(value: Any) -> str:
 def build_processors(
     given: Sequence[LogitsProcessor | LogitsProcessorFactory], max_num_rows: int, vocab_size: int, device: torch.device
 ) -> list[LogitsProcessor]:
-    """The processors, made by their factories where that is what was given.
+    """Return the processors, calling factories to make them.
 
-    Raises ValueError, naming it, if a factory fails or returns something else.
+    Raises ValueError, naming the factory, if it fails or returns something else.
     """
     built: list[LogitsProcessor] = []
     for entry in given:
@@ -106,7 +107,7 @@ def build_processors(
 
 
 def resolve_logits_processors(given: tuple[Any, ...]) -> tuple[LogitsProcessor | LogitsProcessorFactory, ...]:
-    """Strings are imported. Raises TypeError or ValueError naming the entry."""
+    """Import entries given as strings. Raises TypeError or ValueError naming the entry."""
     return tuple(_resolve(f"logits_processors[{index}]", entry) for index, entry in enumerate(given))
 
 
@@ -138,7 +139,7 @@ def _imported(name: str, given: str) -> Any:
 
 
 class ProcessedRows:
-    """Processors are called in the order in which they were given."""
+    """Calls processors for the rows that they apply to, in the order in which they were given."""
 
     def __init__(self, num_rows: int, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._processors = [(each, np.zeros(num_rows, dtype=bool)) for each in processors]
@@ -157,7 +158,7 @@ class ProcessedRows:
         return any(applies_N[row] for _, applies_N in self._processors)
 
     def remove_row(self, row: int) -> None:
-        """Call the processors that apply to the row, up to a failing one."""
+        """Call the processors that apply to the row, until one fails."""
         for processor, applies_N in self._processors:
             if applies_N[row]:
                 applies_N[row] = False
@@ -171,9 +172,9 @@ class ProcessedRows:
         positions_R: torch.Tensor,
         vocabulary: VocabularySlice,
     ) -> None:
-        """Edit the logits of each row in place; arguments are those of Sampler.sample, without padding.
+        """Edit the logits of each row in place. Arguments: those of Sampler.sample, without padding.
 
-        vocabulary: the columns of this rank. Processors edit whole rows, which are gathered for them.
+        vocabulary: this rank's columns. Processors edit whole rows, which are gathered for them.
         """
         if vocabulary.is_divided:
             whole_RV = vocabulary.gathered(logits_RV)
@@ -204,7 +205,7 @@ def _apply(processor: LogitsProcessor, *arguments: torch.Tensor) -> None:
 
 
 def _call(processor: LogitsProcessor, method: str, *arguments: Any) -> Any:
-    """Raises RuntimeError, naming the processor, for whatever it raises."""
+    """Call a method. Raises RuntimeError, naming the processor, for any exception in it."""
     try:
         return getattr(processor, method)(*arguments)
     except Exception as error:

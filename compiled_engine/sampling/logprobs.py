@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, without a tensor of them all.
+"""Log-probabilities of chosen and most likely tokens, without a tensor of all log-probabilities.
 
-A log-probability is a logit less the row's logsumexp, so top-k is taken of the logits. They are computed on the
-device and get to pinned memory on the current stream: nothing here waits for it.
+A log-probability is a logit minus the row's logsumexp, so top-k is taken over the logits. Results are computed on the
+device and copied to pinned memory on the current stream; the host never waits here.
 
-Where each rank has some columns of the logits, it reduces them, and few numbers are exchanged: first the chosen token's
-logit, which one rank has; then, of each rank, how many logits are above that, the logsumexp of its columns, and its
+With a divided vocabulary each rank reduces its own columns, and few numbers are exchanged: first the chosen token's
+logit, which one rank has; then, from each rank, the number of logits above it, the logsumexp of its columns, and its
 largest logits.
 """
 
@@ -19,9 +19,9 @@ from compiled_engine.rows.staged_writes import download, upload
 from compiled_engine.sampling.ranks import VocabularySlice, row_chunks
 from compiled_engine.sampling.sampled_tokens import row_width
 
-# Values of `num_logprobs` of a batch; -1 is the whole vocabulary.
+# Value of `num_logprobs` for rows without log-probabilities; -1 is the whole vocabulary.
 NO_LOGPROBS = -2
-# Rows with more tokens than this are computed separately; the others are computed together, with their maximum.
+# Rows with more tokens than this are computed separately; the others together, each with the largest number among them.
 FEW_TOKENS = 64
 
 
@@ -32,11 +32,12 @@ def logprob_rows(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> torch.Tensor:
-    """Rows as in LogprobRows, int32 [R, 3 + 2 * num_top], readable once the current stream has reached this point.
+    """Return rows as in LogprobRows, int32 [R, 3 + 2 * num_top], readable once the current stream has reached this
+    point.
 
-    logits_RV: of any floating dtype, consecutive within a row; computed with in float32. token_ids_R: the chosen
-    tokens, int32 [R]. triton: whether to launch kernels, by default on CUDA. Temporary memory is bounded (see
-    ranks.row_chunks). vocabulary: whose columns these are; None for all.
+    logits_RV: any floating dtype, contiguous within a row; computed in float32. token_ids_R: the chosen tokens, int32
+    [R]. triton: whether to launch kernels, by default on CUDA. vocabulary: this rank's columns; None for all. Temporary
+    memory is bounded (see ranks.row_chunks).
     """
     if vocabulary is not None and vocabulary.is_divided:
         return _rows_of_ranks(logits_RV, token_ids_R, num_top, vocabulary)
@@ -61,7 +62,8 @@ def logprob_rows(
 def _rows_of_ranks(
     logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """See logprob_rows; every rank calls it with the same tokens, and has the same rows."""
+    """Compute rows as logprob_rows, with a divided vocabulary. Every rank calls it with the same tokens and gets the
+    same rows."""
     rows_RW = torch.empty(len(logits_RV), row_width(num_top), dtype=torch.int32, device=logits_RV.device)
     for rows in row_chunks(len(logits_RV), vocabulary.size):
         _fill_of_ranks(rows_RW[rows], logits_RV[rows].float(), token_ids_R[rows, None].long(), num_top, vocabulary)
@@ -75,7 +77,7 @@ def _fill_of_ranks(
     num_top: int,
     vocabulary: VocabularySlice,
 ) -> None:
-    """token_ids_R1: int64."""
+    """Fill a chunk of rows. token_ids_R1: int64."""
     gather, num_ranks = vocabulary.group.gather_columns, vocabulary.group.size
     column_R1 = token_ids_R1 - vocabulary.first
     is_here_R1 = (column_R1 >= 0) & (column_R1 < vocabulary.size)
@@ -92,7 +94,7 @@ def _fill_of_ranks(
     found = gather(torch.cat(parts, 1)).unflatten(1, (num_ranks, -1)).split([1, 1, count, count], dim=2)
     above_Rr, sums_Rr, values_RC, ids_RC = (each.flatten(1).contiguous() for each in found)
     logsumexp_R1 = sums_Rr.view(torch.float32).logsumexp(-1, keepdim=True)
-    # Stable: equal logits are ordered by rank, and so by token id.
+    # A stable sort orders equal logits by rank, and so by token id.
     values_RC, order_RC = values_RC.view(torch.float32).sort(dim=1, descending=True, stable=True)
     ids_RC = ids_RC.gather(1, order_RC)
     rows_RW[:, 0] = above_Rr.sum(1, dtype=torch.int32) + 1
@@ -102,14 +104,11 @@ def _fill_of_ranks(
 
 @dataclass(frozen=True)
 class BatchLogprobs:
-    """Log-probabilities of a batch, on the way to the host: see `logprob_rows`.
+    """Log-probabilities of a batch, on the way to the host: see `logprob_rows`."""
 
-    few_SW: a row for each row of the batch, with the most tokens of any row up to FEW_TOKENS, or None. many: rows with
-    more than FEW_TOKENS, by their number in the batch: [1, 3 + 2 * k].
-    """
-
+    # All rows of the batch, each with the largest number of tokens up to FEW_TOKENS; None if no row needs it.
     few_SW: torch.Tensor | None
-    many: dict[int, torch.Tensor]
+    many: dict[int, torch.Tensor]  # rows with more than FEW_TOKENS tokens, by index in the batch: [1, 3 + 2 * k]
 
 
 def batch_logprobs(
@@ -119,9 +118,9 @@ def batch_logprobs(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> BatchLogprobs:
-    """Compute those of the rows that ask for them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
+    """Compute log-probabilities of a batch in which at least one row needs them.
 
-    Other arguments: see `logprob_rows`.
+    num_logprobs_S: number of tokens per row, on the host, see NO_LOGPROBS. Other arguments: see `logprob_rows`.
     """
     num_tokens = logits_SV.shape[1] if vocabulary is None else vocabulary.whole_size
     counts_S = np.where(num_logprobs_S == -1, num_tokens, num_logprobs_S)

@@ -1,8 +1,9 @@
-"""Log-probabilities as two Triton kernels: of each block of the vocabulary its largest logit, the sum of exponentials
-and how many logits are above the chosen token's; then of each row the whole, and its top tokens.
+"""Log-probabilities as two Triton kernels. The first reduces each vocabulary block to its largest logit, its sum of
+exponentials, and the number of logits above the chosen token's. The second combines a row's blocks and finds its top
+tokens.
 
-The second one merges the blocks: whichever holds the largest logit that is left yields it, and is read again for the
-largest below that. So only blocks with a top token are read twice.
+To find the next top token, the second kernel takes the block with the largest remaining logit, and reads this block
+again for its next one. So only blocks that hold a top token are read twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _SIGN_MASK = tl.constexpr(2**31 - 1)
 def block_keys(
     row_ptr: tl.tensor, block: tl.tensor, VOCAB_SIZE: tl.constexpr, BLOCK_V: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Logits of a block, float32, and int64 keys in the same order, where of equal logits the lower id is larger."""
+    """Return a block's logits, float32, and int64 keys in the same order; of equal logits, the lower token id has the
+    larger key."""
     token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = token_ids < VOCAB_SIZE
     logits = tl.load(row_ptr + token_ids, mask=inside, other=-float("inf")).to(tl.float32)
@@ -39,7 +41,8 @@ def block_keys(
 
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
-    """float32; finite where minus infinity would give NaN as the difference of two."""
+    """Return the float32 logit of a key, at least the lowest finite number: differences of minus infinity would be
+    NaN."""
     ordered = (key >> 32).to(tl.int32)
     logit = tl.where(ordered < 0, ordered ^ _SIGN_MASK, ordered).to(tl.float32, bitcast=True)
     return tl.maximum(logit, _LEAST_FLOAT)
@@ -57,8 +60,8 @@ def block_logprobs_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (row, block), into [R, blocks]: the largest key, int64; the sum of exponentials of logits less the
-    largest, float32; how many logits are above the chosen token's, int32."""
+    """Program (row, block), into [R, blocks]: the largest key, int64; the sum of exp(logit - largest), float32; the
+    number of logits above the chosen token's, int32."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row_ptr = logits_ptr + row * logits_stride
@@ -87,7 +90,7 @@ def row_logprobs_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (row): a row of LogprobRows, into rows_ptr."""
+    """Program (row): write a row of LogprobRows to rows_ptr."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     blocks = tl.arange(0, TILE_B)
@@ -120,10 +123,11 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """See logprobs.logprob_rows. The rows are in pinned memory, on a CPU (where kernels are interpreted) in any.
+    """Compute rows as logprobs.logprob_rows; they are in pinned memory, or on a CPU (interpreted kernels) in any
+    memory.
 
-    They are copied there: PyTorch's allocator knows of copies that are under way, and not of kernels that write, so it
-    would give memory that such a kernel is still to write to the next upload.
+    The kernels write device memory, which is copied to pinned memory. PyTorch's allocator tracks pending copies but not
+    pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write.
     """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device

@@ -1,9 +1,9 @@
 """SamplingParams: the sampling parameters of one request, checked on creation and on every change.
 
-Other engines' parameters are handled here too, so that scripts run or fail with a reason. Of vLLM these are all names
-of its signature, and some of earlier versions. A value without effect is accepted silently. Any other either has no
-effect here, with a warning, or is an error with the alternative. A name of transformers' `generate` is an error with
-our name for it.
+Other engines' parameters are handled too, so that scripts either run or fail with a reason. All names of vLLM's
+signature are known, and some of its earlier versions. A value that requests nothing is accepted silently; any other
+either has no effect here, with a warning, or is an error that names the alternative. Names from transformers'
+`generate` are errors that give this engine's name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from compiled_engine.schema import Check, Kind, declarations, declare, documente
 class OtherParam(Protocol):
     """A parameter of another engine. Called with its name and a value, it does nothing, warns or raises ValueError.
 
-    asks_nothing: values that ask for nothing. result: of any other value, for the documents.
+    asks_nothing: values without any effect. result: the result of any other value, for the documents.
     """
 
     @property
@@ -75,7 +75,7 @@ class _Refused:
 
 
 class _OutputKind:
-    """An enumeration of vLLM's, or its number."""
+    """vLLM's output_kind: an enumeration member, or its number."""
 
     asks_nothing = ("CUMULATIVE",)
     why = "generate returns finished outputs, and stream all text so far"
@@ -130,7 +130,7 @@ OTHER_PARAMS: dict[str, OtherParam] = {
     "early_stopping": _Refused(_BEAM_SEARCH, _NO_BEAMS, False),
 }
 
-# Names of parameters of transformers, with this engine's names.
+# transformers' names of parameters, with this engine's alternative.
 OF_TRANSFORMERS = {
     "max_new_tokens": "use max_tokens",
     "min_new_tokens": "use min_tokens",
@@ -148,10 +148,10 @@ OF_TRANSFORMERS = {
 
 
 def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
-    """Settle a parameter that is none of the `known` fields: with nothing, a warning or an error.
+    """Handle a parameter that is not among the `known` fields: ignore it, warn or raise.
 
-    Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either, with this
-    engine's name if transformers has it. Call it directly from the user's call, for the warning's location.
+    Raises ValueError if it is not supported, and `unknown` for a name that vLLM lacks too, with this engine's name if
+    transformers has it. Call it directly from the user's call, so that the warning shows the right location.
     """
     settle = OTHER_PARAMS.get(name)
     if name in OF_TRANSFORMERS:
@@ -162,7 +162,7 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
 
 
 def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Return whether the value is one of these; 0 is not False."""
+    """Return whether the value is one of these, of the same type: 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 
@@ -170,7 +170,7 @@ def _warn(name: str, value: Any, why: str) -> None:
     warnings.warn(f"{name}={value!r} has no effect here: {why}", stacklevel=5)
 
 
-# Below this a request is greedy: the logits divided by the temperature could leave the range of float32.
+# Requests below this temperature are greedy: dividing the logits by it could overflow float32.
 SMALLEST_TEMPERATURE = 1e-5
 MAX_COMPLETIONS = 16384
 PENALTY = number(-2, 2)
@@ -184,7 +184,7 @@ _Params = TypeVar("_Params")
 
 
 def _checked_when_made(cls: type[_Params]) -> type[_Params]:
-    """Have the constructor of a dataclass check what it is given, and only that; its signature stays as it was."""
+    """Make a dataclass's constructor check the given arguments only; its signature is unchanged."""
     generated = cls.__init__
     signature = inspect.signature(generated)
     declared = declarations(cls)
@@ -217,11 +217,11 @@ def _checked_when_made(cls: type[_Params]) -> type[_Params]:
 @_checked_when_made
 @dataclass
 class SamplingParams:
-    """Parameters of sampling, stopping and output of a request.
+    """Sampling, stopping and output parameters of a request.
 
-    Fields have vLLM's names, defaults and meaning; its other parameters are settled by OTHER_PARAMS. Fields
-    may be assigned to, checked like arguments; a request has a copy of its own. Lists and dicts are copies too, None
-    for a list is an empty one, and numbers of numpy are stored as Python's.
+    Fields have vLLM's names, defaults and meaning; vLLM's other parameters are handled by OTHER_PARAMS. Assignments to
+    fields are checked like arguments; a request has its own copy. Lists and dicts are copied too, None for a list means
+    an empty one, and numpy numbers are stored as Python's.
 
     Raises TypeError or ValueError, naming the field, its value and what is allowed; AttributeError for an assignment to
     an unknown field. A refused assignment changes nothing.
@@ -333,7 +333,7 @@ class SamplingParams:
         "`StructuredOutputs`, or a dict with its fields; cannot be combined with `token_mask` or `ignore_eos`",
     )
 
-    if not TYPE_CHECKING:  # with this method any name could be assigned to
+    if not TYPE_CHECKING:  # type checkers would allow assigning to any name
 
         def __setattr__(self, name: str, value: Any) -> None:
             check = _CHECKS.get(name)
@@ -346,13 +346,14 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Make parameters of values that may be None: the field's default, but of max_tokens no limit."""
+        """Make parameters from values that may be None, which stands for the field's default; for max_tokens it means
+        no limit."""
         given = {name: value for name, value in values.items() if value is not None or name not in _WITH_DEFAULT}
         return cls(**given)
 
     @property
     def greedy(self) -> bool:
-        """Return whether the most likely token is taken."""
+        """Return whether the most likely token is always taken."""
         return self.temperature < SMALLEST_TEMPERATURE
 
     @property
@@ -361,11 +362,11 @@ class SamplingParams:
 
     @property
     def edits_by_output(self) -> bool:
-        """Return whether the logits of a token are edited by the tokens generated before it."""
+        """Return whether edits of a token's logits depend on the tokens generated before it."""
         return self.has_penalties or bool(self.bad_words_token_ids)
 
     def clone(self) -> SamplingParams:
-        """A copy with lists and dicts of its own; what they hold, and token_mask, is the same."""
+        """Return a copy with its own lists and dicts; their items, and token_mask, are shared."""
         values = vars(self).copy()
         for name in _CONTAINERS:
             if values[name] is not None:
@@ -374,19 +375,18 @@ class SamplingParams:
 
 
 SamplingParams.__doc__ = documented(SamplingParams)
-# Fields of which None is no value of its own.
+# Fields for which None means the default.
 _WITH_DEFAULT = _CHECKS.keys() - {"max_tokens"}
 
 
 def _made_of(values: dict[str, Any]) -> SamplingParams:
-    """Make an object of values that were checked."""
     made = object.__new__(SamplingParams)
     vars(made).update(values)
     return made
 
 
 def checked_again(params: SamplingParams) -> SamplingParams:
-    """A copy. Its lists and dicts are checked: what they hold may have changed since they were assigned.
+    """Return a copy with its lists and dicts checked, whose content may have changed since they were assigned.
 
     Raises TypeError or ValueError as an assignment does.
     """
@@ -399,12 +399,12 @@ def checked_again(params: SamplingParams) -> SamplingParams:
 
 
 def derived(params: SamplingParams, **values: Any) -> SamplingParams:
-    """A copy that differs in these values, which are not checked; lists and dicts are shared."""
+    """Return a copy with these values, which are not checked; lists and dicts are shared."""
     return _made_of({**vars(params), **values})
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
-    """Raise ValueError where one field's value rules out another's."""
+    """Raise ValueError for fields whose values contradict each other."""
     if values["n"] > 1 and values["temperature"] < SMALLEST_TEMPERATURE:
         raise ValueError(f"n must be 1 when temperature is 0 (greedy), got {values['n']}")
     min_tokens, max_tokens = values["min_tokens"], values["max_tokens"]

@@ -1,8 +1,8 @@
 """Slices of logits: a rank's columns of a divided vocabulary, and chunks of rows.
 
-Each rank samples from its own columns, and a score and a token of each row are exchanged. Noise depends on seed,
-position and token id alone, so the best of the ranks' best tokens is the one that a single device would choose. A key
-orders them: by score, then the lowest token id.
+Each rank samples from its own columns, and the ranks exchange each row's best score and token. Noise depends only on
+seed, position and token id, so the best of the ranks' best tokens is the token that a single device would choose. Keys
+order tokens by score, then by lowest token id.
 """
 
 from __future__ import annotations
@@ -25,30 +25,27 @@ MAX_ELEMENTS = 1 << 22
 
 
 def row_chunks(num_rows: int, vocab_size: int, max_elements: int = MAX_ELEMENTS) -> Iterator[slice]:
-    """Slices that cover num_rows rows of vocab_size elements, at most max_elements or one row each."""
+    """Return slices that cover num_rows rows of vocab_size elements, each of at most max_elements or a single row."""
     step = max(1, max_elements // vocab_size)
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-# Most logits of a row that each rank hands out for top-k; what needs more is gathered.
+# Most logits of a row that each rank contributes for top-k; for a larger k whole rows are gathered.
 CANDIDATES = 1024
 _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """The choice of a rank, whose tokens are those from `first_token` on.
-
-    scores_S: float32 [S], written: the score of each row's best token, NaN if any score is NaN, minus infinity if no
-    token is allowed.
-    """
+    """A rank's choice for each row, among its tokens from `first_token` on."""
 
     first_token: int
+    # float32 [S], output: score of the best token; NaN if any is NaN, minus infinity if none is allowed
     scores_S: torch.Tensor
 
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """`size` tokens from `first` on, of `size` times as many as there are ranks; group: the ranks."""
+    """A rank's tokens, `size` from `first` on; all ranks of the group have the same number."""
 
     first: int
     size: int
@@ -56,7 +53,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, vocab_size: int, group: Group | None) -> VocabularySlice:
-        """Return the slice of the rank that `group` is, which divides the vocabulary; None has all of it."""
+        """Return this rank's slice of a vocabulary that the group divides; without a group, all of it."""
         group = group or FakeGroup()
         size = vocab_size // group.size
         return cls(group.rank * size, size, group)
@@ -70,12 +67,12 @@ class VocabularySlice:
         return self.group.size > 1
 
     def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return those of these tokens that are in the slice, int64, counted from its first."""
+        """Return the tokens that are in the slice, int64, relative to its first."""
         ids = np.asarray(token_ids, dtype=np.int64) - self.first
         return ids[(ids >= 0) & (ids < self.size)]
 
     def own_words(self, words_MW: np.ndarray) -> np.ndarray:
-        """The part of masks (see TokenMask) that is about the tokens here: int32 [M, num_words(size)]."""
+        """Return the part of masks (see TokenMask) for the slice's tokens: int32 [M, num_words(size)]."""
         if not self.is_divided:
             return words_MW
         start, shift = divmod(self.first, BITS)
@@ -87,11 +84,11 @@ class VocabularySlice:
         return found.astype(np.uint32).view(np.int32)
 
     def gathered(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """The columns of all ranks: [R, whole size]."""
+        """Return the columns of all ranks: [R, whole size]."""
         return self.group.gather_columns(logits_RV) if self.is_divided else logits_RV
 
     def of_whole(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """A view of this rank's columns of gathered logits."""
+        """Return a view of this rank's columns of gathered logits."""
         return logits_RV[:, self.first : self.first + self.size]
 
 
@@ -101,7 +98,7 @@ def choose_of_ranks(
     row_index_S: torch.Tensor,
     token_ids_S: torch.Tensor,
 ) -> None:
-    """Write the best tokens over all ranks. choose: see gumbel.sample, with a Best as last argument."""
+    """Write the best tokens over all ranks. choose: gumbel.sample with all arguments except the last, `best`."""
     scores_S = torch.empty(len(token_ids_S), dtype=torch.float32, device=token_ids_S.device)
     choose(Best(vocabulary.first, scores_S))
     marked_S = torch.where(scores_S.isnan(), torch.inf, scores_S.clamp(max=FLOAT32_MAX))
@@ -110,14 +107,14 @@ def choose_of_ranks(
 
 
 def keys_of(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Keys as int64. Infinity represents a NaN score."""
+    """Return int64 keys. A score of infinity stands for NaN."""
     bits = (scores + 0.0).view(torch.int32)  # minus zero equals zero
     ordered = torch.where(bits < 0, bits ^ _SIGN_MASK, bits).long()
     return (ordered << 32) | (_SIGN_MASK - token_ids.clamp(min=0).long())
 
 
 def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
-    """The token ids in such keys, or why there is none (sampled_tokens.py); 0 for padding."""
+    """Return the token ids of keys, or error codes (sampled_tokens.py); 0 for padding."""
     ordered_S = (keys_S >> 32).int()
     scores_S = torch.where(ordered_S < 0, ordered_S ^ _SIGN_MASK, ordered_S).view(torch.float32)
     token_ids_S = _SIGN_MASK - (keys_S & _SIGN_MASK)
@@ -129,10 +126,10 @@ def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
 def filter_candidates(
     logits_SV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """[S, C]: logits that the thresholds of rows with filters follow from, as from those of the whole vocabulary.
+    """Return logits [S, C] that give the same thresholds as the whole vocabulary, for rows with filters.
 
-    top_k, top_p: of these rows. With a top-k these are as many of each rank's largest, among which are the largest of
-    all; without filters but min-p the largest; but top-p alone may need any number.
+    top_k, top_p: of these rows. With top-k these are each rank's k largest logits, among which are the k largest of
+    all; with min-p alone the largest. top-p without top-k may need any number, so whole rows are gathered.
     """
     if not vocabulary.is_divided:
         return logits_SV

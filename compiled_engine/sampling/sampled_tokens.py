@@ -1,4 +1,4 @@
-"""The sampler's results for each row: a token, or why there is none, and log-probabilities."""
+"""The sampler's results for each row: a token or an error code, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,33 +17,30 @@ WHY_NO_TOKEN = {
     NOTHING_ALLOWED: "no token may come next: all logits are minus infinity, after what allowed_token_ids, bad_words, "
     "min_tokens, token_mask and logits processors forbid",
 }
-"""The meaning of each of these values, as the error of the request."""
+"""Error message of a request for each error code."""
 
 NO_TOKENS = frozenset(WHY_NO_TOKEN)
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: the chosen token first, then the top k, most likely first.
-
-    `rank` is the chosen token's rank in the vocabulary, 1 for the most likely.
-    """
+    """Log-probabilities at one position: the chosen token first, then the top k, most likely first."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    rank: int
+    rank: int  # the chosen token's rank in the vocabulary; 1: most likely
 
 
 def row_width(num_top: int) -> int:
-    """Numbers in a row of LogprobRows with the top `num_top` tokens."""
+    """Return the numbers in a row of LogprobRows with the top `num_top` tokens."""
     return 3 + 2 * num_top
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities at `num_rows` positions, of equally many tokens each; iterates over a TokenLogprobs for each.
+    """Log-probabilities at `num_rows` positions, with the same number of tokens each; iterates over TokenLogprobs.
 
-    `data` is int32 [num_rows, 3 + 2 * k], little-endian: the chosen token's rank, then, the chosen token first, in turn
-    a token id and its log-probability, a float32. So a row of fewer tokens is the beginning of a row of more.
+    `data` is int32 [num_rows, 3 + 2 * k], little-endian: the chosen token's rank, then pairs of a token id and its
+    log-probability as float32, the chosen token first. So a row of fewer tokens is a prefix of a row of more.
     """
 
     num_rows: int
@@ -51,12 +48,12 @@ class LogprobRows:
 
     @classmethod
     def of_array(cls, rows_RW: np.ndarray) -> LogprobRows:
-        """rows_RW: int32 [R, 3 + 2 * k], copied."""
+        """Copy rows_RW: int32 [R, 3 + 2 * k]."""
         return cls(len(rows_RW), rows_RW.tobytes())
 
     @classmethod
     def of(cls, entries: Iterable[TokenLogprobs]) -> LogprobRows:
-        """Raises ValueError unless all have equally many tokens."""
+        """Pack entries. Raises ValueError unless all have the same number of tokens."""
         rows = []
         for token_ids, logprobs, rank in entries:
             row = np.full(row_width(len(token_ids) - 1), rank, np.int32)
@@ -69,18 +66,18 @@ class LogprobRows:
         return len(self.data) // self.num_rows if self.num_rows else 4 * row_width(0)
 
     def array(self) -> np.ndarray:
-        """int32 [num_rows, 3 + 2 * k], read-only."""
+        """Return int32 [num_rows, 3 + 2 * k], read-only."""
         return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
 
     def select(self, rows: slice | Sequence[bool] | Sequence[int]) -> LogprobRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return LogprobRows.of_array(self.array()[rows])
 
     def __len__(self) -> int:
         return self.num_rows
 
     def columns(self) -> tuple[list[int], list[list[int]], list[list[float]]]:
-        """Return each row's rank of the chosen token, its token ids, and their log-probabilities."""
+        """Return, for each row, the chosen token's rank, the token ids, and their log-probabilities."""
         rows_RW = self.array()
         return rows_RW[:, 0].tolist(), rows_RW[:, 1::2].tolist(), rows_RW[:, 2::2].view(np.float32).tolist()
 

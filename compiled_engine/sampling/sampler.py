@@ -1,12 +1,12 @@
-"""The sampler: the state of each row, and the steps from logits to tokens, which stay on the device.
+"""The sampler: per-row state, and the steps from logits to tokens, which stay on the device.
 
-The order is that of vLLM: log-probabilities of the raw logits; logit bias, bad words, min_tokens; the user's logits
-processors, which greedy rows have as well; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Allowed tokens and
-token masks come before the penalties, so that no processor can allow forbidden tokens. Only steps that some row of the
-batch needs are computed. The host never waits for the device, and does not need earlier tokens.
+The order is vLLM's: log-probabilities of the raw logits; logit bias, bad words, min_tokens; users' logits processors,
+for greedy rows too; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Allowed tokens and token masks apply
+before the penalties, so that no processor can allow a forbidden token. Only steps that some row needs are computed. The
+host never waits for the device, and does not need earlier tokens.
 
-With a divided vocabulary each rank does all of this with its own columns, and ranks exchange a few numbers per row.
-Whole rows are gathered for logits processors, and for the thresholds of top-p without a top-k.
+With a divided vocabulary each rank samples from its own columns, and ranks exchange a few numbers per row. Whole rows
+are gathered for logits processors, and for thresholds of top-p without top-k.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, fil
 
 @dataclass(frozen=True)
 class SamplingOperations:
-    """The operations that exist twice, as Triton kernels and for the CPU, in the order of sampling.
+    """Operations implemented twice, as Triton kernels and for the CPU, in the order of sampling.
 
-    Arguments are those of edits.py and gumbel.sample; `choose` may take a Best as well on the CPU, and a
-    VocabularySlice on a GPU, where it ends with the choice of all ranks.
+    Arguments are those of edits.py and gumbel.sample. `choose` also takes a Best on the CPU; on a GPU it takes a
+    VocabularySlice and combines the choices of all ranks.
     """
 
     add_: Callable[..., None]
@@ -87,22 +87,18 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
 
 
 class SamplerClass(enum.Enum):
-    """The kinds of batches.
-
-    TEMPERATURE_ONLY: temperature and seed, greedy included; may be sampled in a CUDA graph.
-    """
+    """Classes of batches. TEMPERATURE_ONLY: temperature and seed, greedy included; a CUDA graph may sample it."""
 
     TEMPERATURE_ONLY = enum.auto()
     GENERAL = enum.auto()
 
 
 class Sampler:
-    """Rows are added and removed with requests; `sample` serves any subset of them in any order.
+    """Samples tokens; rows are added and removed with requests, and `sample` serves any subset of them in any order.
 
-    A row's tokens depend only on its own logits, parameters, seed and positions. rows: the store of the rows'
-    parameters, on the logits' device, which determines whether kernels or numpy are used. processors: the user's, in
-    the order of their calls. group: the ranks among which the vocabulary is divided; None if it is not. `vocabulary`:
-    the columns of this rank.
+    A row's tokens depend only on its own logits, parameters, seed and positions. rows: store of the rows' parameters;
+    its device is the logits' and decides between kernels and numpy. processors: the user's, in calling order. group:
+    ranks that divide the vocabulary; None if undivided. `vocabulary`: this rank's columns.
     """
 
     def __init__(
@@ -114,12 +110,12 @@ class Sampler:
     ) -> None:
         self._rows, self._device, self._num_rows = rows, rows.device, rows.num_rows
         self.vocabulary = VocabularySlice.of(vocab_size, group)
-        self.num_exchanges = 0  # exchanges begun with the other ranks, except in graphs
+        self.num_exchanges = 0  # exchanges started with the other ranks, except in graphs
         self._operations = sampling_operations(rows.triton)
         max_num_rows = rows.num_rows
 
         def flags() -> np.ndarray:
-            return np.zeros(max_num_rows + 1, dtype=bool)  # the last is that of padding, row -1, and stays False
+            return np.zeros(max_num_rows + 1, dtype=bool)  # the last is for padding, row -1, and stays False
 
         self._present_N = flags()
         self._filtered_N = flags()
@@ -127,7 +123,7 @@ class Sampler:
         self._added_to_N = flags()
         self._processed_N = flags()
         self._limited_N = flags()  # has allowed tokens
-        self._edited_N = flags()  # any of the four, or a mask that is not applied while tokens are chosen
+        self._edited_N = flags()  # any of the previous four, or a mask that `choose` does not apply
         self._general_N = flags()  # anything beyond temperature and seed
         self._remembered_N = flags()
         self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
@@ -149,13 +145,15 @@ class Sampler:
         *,
         masked: bool = False,
     ) -> None:
-        """Give a free row, just started (`RowFields.start`), to a request; `masked`: it is sampled with a mask, see
-        `sample`.
+        """Assign a free row, just started (`RowFields.start`), to a request. masked: the row is sampled with a mask,
+        see `sample`.
 
-        What it writes to the device is staged. seed: params.seed, or the one chosen for the request if that is None; 64
-        bits, signed or not. token_ids: the prompt, num_prompt_tokens long, and what was generated before (a preempted
-        request); all of it has to be known. Raises ValueError if the row is taken or out of range, RuntimeError or
-        TypeError if a logits processor fails; the row is free then.
+        Writes to the device are staged. seed: params.seed, or the seed chosen for the request if that is None; 64 bits,
+        signed or not. token_ids: the prompt, num_prompt_tokens long, and the tokens generated before a preemption; all
+        must be known on the host.
+
+        Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits processor fails;
+        the row is then free.
         """
         if not 0 <= row < self._num_rows or self._present_N[row]:
             raise ValueError(f"row must be a free one from 0 to {self._num_rows - 1}, got {row}")
@@ -178,18 +176,19 @@ class Sampler:
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
-        """Free a row. Raises ValueError if it is free; RuntimeError, when it is freed, if a logits processor fails."""
+        """Free a row. Raises ValueError if it is already free; RuntimeError, after freeing it, if a logits processor
+        fails."""
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
-        """Return what these rows need together; -1 is padding and needs nothing."""
+        """Return the class of a batch of these rows; -1 is padding."""
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
     def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:
-        """Number of log-probabilities per row, for batch_logprobs, if any row has them; -1 is padding and has none."""
+        """Return each row's number of log-probabilities, for batch_logprobs; None if no row has any. -1 is padding."""
         wanted = self._num_logprobs_N[rows]
         return None if (wanted == NO_LOGPROBS).all() else wanted
 
@@ -200,10 +199,10 @@ class Sampler:
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
     ) -> None:
-        """Choose tokens for rows that are TEMPERATURE_ONLY, into token_ids_S (int64 [S], device).
+        """Choose tokens for TEMPERATURE_ONLY rows, into token_ids_S (int64 [S], device). Other arguments: see sample.
 
-        Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
-        captured; on a CPU the logits have to be float32. The rows' staged writes have to be made before.
+        Reads only device memory at fixed addresses, so it may be captured on a GPU; on a CPU the logits must be
+        float32. The rows' staged writes must have been applied.
         """
         self._choose_above(None, logits_SV, row_index_S, positions_S, token_ids_S)
 
@@ -216,9 +215,9 @@ class Sampler:
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
     ) -> None:
-        """Choose drafts as `sample_by_temperature` chooses tokens, from a head's logits times sharpness_1 (float32).
+        """Choose draft tokens as `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
 
-        logits_SV: of the tokens known_ids_V (int64 [V], device), all of them on each rank. May be captured.
+        logits_SV: all columns, on every rank. known_ids_V: their token ids (int64 [V], device). May be captured.
         """
         arguments = row_index_S, positions_S, *self._temperature_and_seed, None, token_ids_S
         if self._rows.triton:
@@ -236,14 +235,15 @@ class Sampler:
         positions_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> torch.Tensor:
-        """Choose the next token of each of these rows, and add it to their history. The host does not wait.
+        """Choose the next token of each row, and add it to the row's history. The host does not wait.
 
-        Returns int64 [S] on the device, a token for each row of logits, or why there is none (sampled_tokens.py).
+        Returns int64 [S] on the device: a token for each row of logits, or an error code (sampled_tokens.py).
 
-        logits_SV: [S, V], the columns of `vocabulary`, of any floating dtype, not changed. rows_S: int [S], on the
-        host: logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the
+        logits_SV: [S, V], the columns of `vocabulary`, any floating dtype, not changed. rows_S: int [S], on the host:
+        logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the
         device. positions_S: int64 [S] on the device, the position of each new token in its request. masks: for masked
-        rows. A row may occur repeatedly unless it has penalties or bad words, whose history takes one token a step.
+        rows. Rows may repeat, except with penalties or bad words: their history advances one token per step.
+
         Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """
         num_samples = len(rows_S)
@@ -283,7 +283,7 @@ class Sampler:
         positions_R: torch.Tensor,
         masks: StepMasks | None,
     ) -> torch.Tensor:
-        """Token ids, int64 [R], after all edits: in place, so logits_RV is a copy (float32, a chunk)."""
+        """Return token ids, int64 [R], after all edits; logits_RV (float32) is edited in place, so it is a copy."""
         if self._added_to_N[rows_R].any():
             self._operations.add_(logits_RV, row_index_R, positions_R, self._rows)
         if self._processed_N[rows_R].any():
@@ -308,7 +308,7 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        """masks: applied here on a GPU; already applied on a CPU."""
+        """Filter and choose. masks: applied here on a GPU; already applied on a CPU."""
         threshold_S = None
         if self._filtered_N[rows_S].any():
             filtered = rows_S[self._filtered_N[rows_S]]

@@ -1,4 +1,4 @@
-"""StructuredOutputs: the form that a request's text must have."""
+"""StructuredOutputs: the required format of a request's text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-# Bytes of a schema, an expression or a grammar; arrays and objects within each other, found before they are parsed.
+# Limits: bytes of a schema, expression or grammar; nesting depth of JSON, checked before it is parsed.
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 64
 
@@ -21,17 +21,18 @@ _BRACKETS = re.compile(r"[\[\]{}]")
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A constraint of one of five kinds. Fields have vLLM's names. The text ends when it is complete.
+    """A constraint of one of five kinds on a request's text, which ends when it is complete. Fields have vLLM's names.
 
-    json: a JSON schema, as a dict or as text; stored as text. Unsupported keywords are refused.
-    regex: a regular expression (Rust's syntax, without look-around) for the whole text.
-    choice: texts, one of which is generated.
-    grammar: a context-free grammar: Lark as llguidance reads it, or GBNF.
-    json_object: True: any JSON object.
-    disable_any_whitespace: JSON without whitespace. disable_additional_properties: objects of the JSON schema that have
-        `properties` have no others, unless the schema says additionalProperties. whitespace_pattern: a regular
-        expression for whitespace; by default a space, or a line end and up to 24 characters of indentation, which
-        prevents endless whitespace.
+    - json: JSON schema, as a dict or as text; stored as text. Unsupported keywords are refused.
+    - regex: regular expression (Rust's syntax, without look-around) for the whole text.
+    - choice: texts, one of which is generated.
+    - grammar: context-free grammar, in llguidance's Lark or in GBNF.
+    - json_object: True for any JSON object.
+    - disable_any_whitespace: JSON without whitespace.
+    - disable_additional_properties: objects with `properties` in the JSON schema allow no others, unless the schema
+      sets additionalProperties.
+    - whitespace_pattern: regular expression for whitespace in JSON; the default, a space or a line end followed by up
+      to 24 characters of indentation, prevents endless whitespace.
 
     Raises TypeError or ValueError, naming the field and what is allowed. Schemas, expressions and grammars are compiled
     when a request is made.
@@ -66,7 +67,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, name: str, value: Any) -> StructuredOutputs | None:
-        """A field's value: one of these, a dict with its fields, or None."""
+        """Convert a field's value: StructuredOutputs, a dict with its fields, or None."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -114,7 +115,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _closed(schema: str) -> str:
-    """The schema with additionalProperties false in each object that has properties and does not say either."""
+    """Return the schema with additionalProperties false in each object that has properties and does not set it."""
 
     def close(value: Any) -> None:
         if isinstance(value, dict):
@@ -133,7 +134,7 @@ def _closed(schema: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """Return the depth of arrays and objects within each other, where the text is JSON."""
+    """Return the nesting depth of arrays and objects in JSON text."""
     depth = deepest = 0
     for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
         depth += 1 if bracket in "[{" else -1

@@ -1,4 +1,4 @@
-"""Constraints of a request on its next token: a grammar, or a user's token mask."""
+"""Constraints on a request's next token: users' token masks, and the interface shared with grammars."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ BITS = 32
 
 
 class TokenMask(Protocol):
-    """A protocol of objects that decide which tokens may come next, given the tokens so far.
+    """Protocol of objects that decide which tokens may come next, given the tokens so far.
 
-    It is given as `SamplingParams.token_mask` and called on the host, once a token, so it should be quick. The result
-    should depend only on the argument: then one object serves any number of requests and all completions of `n`, and
-    preemption changes nothing. (A parser's state can be keyed by the tokens.)
+    Passed as `SamplingParams.token_mask` and called on the host once per token, while the device computes the logits;
+    only sampling waits for it, so it should be fast. The result should depend only on the argument: then one object
+    serves any number of requests and all completions of `n`, and preemption changes nothing. (A parser's state can be
+    cached by the tokens.)
 
-    It is called while the device computes the logits: only sampling waits for it.
-
-    What other parameters forbid stays forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
+    Tokens forbidden by other parameters stay forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
     Generation ends as without a mask, so a mask should allow an end-of-sequence token where its text may end.
 
     If it raises, allows no remaining token, or returns no mask, its request ends with finish_reason "error" and the
@@ -28,24 +27,23 @@ class TokenMask(Protocol):
     """
 
     def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:
-        """The mask for the next token: int32 or uint32 [ceil(vocabulary / 32)], a bit for each token.
+        """Return the mask for the next token: int32 or uint32 [ceil(vocabulary / 32)], one bit per token.
 
-        Token t has bit t % 32 of word t // 32, the lowest bit first, as in the masks of xgrammar and llguidance: 1 is
-        allowed. Bits beyond the vocabulary are ignored. It is copied, so the array may be used again.
-
+        Token t has bit t % 32 of word t // 32, the lowest bit first, as in the masks of xgrammar and llguidance; 1 is
+        allowed. Bits beyond the vocabulary are ignored. The engine copies the array, so it may be reused.
         output_token_ids: all tokens generated so far.
         """
         ...
 
 
 def num_words(vocab_size: int) -> int:
-    """The length of a mask."""
+    """Return the length of a mask in words."""
     return -(-vocab_size // BITS)
 
 
 def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """The mask as int32 [num_words], a copy. Raises ValueError if it is none, or allows nothing."""
-    import numpy as np  # always available when a mask is computed
+    """Return the mask as int32 [num_words], a copy. Raises ValueError if it is no mask, or allows nothing."""
+    import numpy as np  # installed wherever masks are computed
 
     name = f"{type(token_mask).__qualname__}.allowed"
     where = f"after {len(output_token_ids)} output tokens"
@@ -67,10 +65,10 @@ def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int)
 
 
 class Constraint(Protocol):
-    """The state of one request's constraint after the accepted tokens.
+    """A request's constraint, with its state after the accepted tokens.
 
-    It is kept over a preemption, and no token is ever taken back. Called on the host while the step that computes the
-    logits runs on the device.
+    The state survives a preemption, and tokens are never taken back. Called on the host while the step that computes
+    the logits runs on the device.
     """
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -78,7 +76,7 @@ class Constraint(Protocol):
         ...
 
     def fill(self, words_W: np.ndarray) -> None:
-        """Write the mask for the next token: int32 [ceil(vocabulary / 32)], as TokenMask has it.
+        """Write the mask for the next token: int32 [ceil(vocabulary / 32)], laid out as in TokenMask.
 
         Raises ValueError as `accept` does.
         """
@@ -86,7 +84,7 @@ class Constraint(Protocol):
 
 
 class MaskConstraint:
-    """A token mask as a Constraint: keeps the tokens that it is called with."""
+    """A token mask as a Constraint: keeps the output tokens to pass to it."""
 
     def __init__(self, token_mask: TokenMask, vocab_size: int) -> None:
         self._token_mask, self._vocab_size = token_mask, vocab_size

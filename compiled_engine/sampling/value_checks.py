@@ -1,4 +1,4 @@
-"""Kinds of values of sampling parameters. A check returns a plain Python value, or raises an error that names it."""
+"""Kinds of sampling parameter values. A check returns a plain Python value, or raises an error that names the value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from compiled_engine.schema import JsonSchema, Kind
 
 FLOAT32_MAX = 3.4028234663852886e38
-# Bounds of a row's parameters in float32: values and their reciprocals stay normal numbers, neither zero nor infinite.
+# Bounds for parameters stored as float32: values and their reciprocals stay normal numbers, neither zero nor infinite.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 
@@ -29,7 +29,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or_flag: bool = False) -> Kind:
-    """An integer in [low, high], numpy's included; with `or_minus_one` -1 as well, with `or_flag` a bool."""
+    """Allow integers in [low, high], numpy's included; with `or_minus_one` also -1, with `or_flag` also bools."""
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if or_minus_one:
         allowed += ", or -1"
@@ -48,7 +48,7 @@ def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Kind:
-    """A number in [low, high], or (low, high] with `above_low`; never infinite, nor NaN."""
+    """Allow numbers in [low, high], or (low, high] with `above_low`; never infinite or NaN."""
     allowed = f"a finite number {'>' if above_low else '>='} {low:g} and <= {high:g}"
 
     def check(name: str, value: Any) -> float:
@@ -75,7 +75,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
-    """A list or tuple of what `kind` allows, as a tuple; None is an empty one."""
+    """Allow a list or tuple of `kind`, converted to a tuple; None becomes an empty one."""
 
     def check_items(name: str, value: Any) -> tuple[Any, ...]:
         items = _items(name, value)
@@ -87,7 +87,7 @@ def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """A list or tuple of what `kind` allows, as a list of its own; None is an empty one."""
+    """Allow a list or tuple of `kind`, converted to a new list; None becomes an empty one."""
 
     def check_items(name: str, value: Any) -> list[Any]:
         return [kind.check(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
@@ -101,7 +101,9 @@ def _array(kind: Kind, *, may_be_empty: bool = True) -> JsonSchema:
 
 def _token_ids(name: str, value: Any) -> list[int]:
     items = _items(name, value)
-    if set(map(type, items)) <= {int} and min(items, default=0) >= 0:  # there may be as many as the vocabulary has
+    if (
+        set(map(type, items)) <= {int} and min(items, default=0) >= 0
+    ):  # fast, as a list may be as long as the vocabulary
         return list(items)
     checked: list[int] = list_of(TOKEN_ID).check(name, items)
     return checked
@@ -123,7 +125,7 @@ def _items(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any] | None:
-    """A mapping of names to JSON values, as a dict of its own, or None: it may cross to another process."""
+    """Copy a mapping of names to JSON values, or None; the values may be sent to another process."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -132,7 +134,7 @@ def _arguments(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as it does in most languages."""
+    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as in most languages."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         try:
             return float(value)
@@ -148,7 +150,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def having(method: str) -> Kind:
-    """An object with a method of this name."""
+    """Allow objects with a method of this name."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, type) or not callable(getattr(value, method, None)):
@@ -186,11 +188,11 @@ FLAG = Kind(_flag, {"type": "boolean"})
 TEXT = Kind(_text, {"type": "string", "minLength": 1})
 TEXT_OR_TEXTS = Kind(_text_or_texts, {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT.schema}]})
 TOKEN_ID = integer(0)
-# Lists or tuples of integers from 0 on, as lists of their own; None is an empty one, or not allowed.
+# Lists or tuples of non-negative integers, copied to lists. None is an empty list; SOME_TOKEN_IDS must not be empty.
 TOKEN_IDS = Kind(_token_ids, _array(TOKEN_ID))
 SOME_TOKEN_IDS = Kind(_some_token_ids, _array(TOKEN_ID, may_be_empty=False))
-# A seed of 64 bits, signed or not; None, for which -1 is another word, if there is none.
+# A 64-bit seed, signed or not; None, or its synonym -1, for no seed.
 SEED = Kind(_seed, {"type": "integer"})
-# A dict of token id (an integer, or its decimal digits) to a finite number; an empty one is None.
+# A dict of token ids (integers, or their decimal digits) to finite numbers; an empty dict becomes None.
 TOKEN_BIASES = Kind(_token_biases, {"type": "object"})
 ARGUMENTS = Kind(_arguments, {"type": "object"})

@@ -1,4 +1,4 @@
-"""Candidates are compiled before they are measured: by several processes, since one takes a second or more for each."""
+"""Compile candidates before they are measured, in several processes, since each takes a second or more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Launch = Callable[[], object]
 def launches(
     cases: Iterable[tuple[LinearCase, Iterable[AnyTiles]]], kernel: Callable[[AnyTiles], Linear]
 ) -> Iterator[Launch]:
-    """A launch of each candidate of each case."""
+    """Yield a launch of each candidate of each case."""
     for case, candidates in cases:
         chain = Chain([case], layers=1)
         for tiles in candidates:
@@ -30,11 +30,11 @@ def launches(
 
 @torch.inference_mode()
 def compile_first(many: Sequence[Iterator[Launch]], progress: Progress) -> None:
-    """Compile and load the kernels of these launches, and launch nothing. Kernels that cannot be built are left out."""
+    """Compile and load the kernels of these launches without launching. Kernels that cannot be built are skipped."""
     count = len(os.sched_getaffinity(0))
     device = torch.cuda.current_device()
     with (
-        kernels_in(None),  # threads load launchers, see CheckedFiles
+        kernels_in(None),  # CheckedFiles lets threads load launchers concurrently
         ThreadPoolExecutor(count, initializer=torch.cuda.set_device, initargs=(device,)) as threads,
         KernelWorkers(count if count > 1 else 0, None) as workers,
     ):

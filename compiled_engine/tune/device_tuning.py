@@ -1,5 +1,5 @@
-"""A device's profile: all that it holds is measured here (tiles of the linears, what each pass gains), and joins what a
-file of an earlier run has of other shapes."""
+"""Measure a device's profile (tiles of linears, gains of passes), and merge it with an earlier run's for other
+shapes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from compiled_engine.tune.product_tuning import product_cases, product_launches,
 
 TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
-# The longest context of a model that is measured.
+# Longest context measured.
 MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """A device's profile, see passes.profile; a pass's gain is the least of all shapes, the noise their median."""
+    """A device's profile, see passes.profile. A pass's gain is the smallest over all shapes, the noise their median."""
 
     device: str
     gains_us: dict[str, dict[int, float]]
@@ -53,7 +53,7 @@ class MeasuredProfile:
 
 
 def device_name() -> str:
-    """Raises ValueError where there is no GPU to tune for."""
+    """Return the GPU's name. Raises ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device is cpu; allowed: a CUDA GPU, since a CPU has no kernels to tune")
     return torch.cuda.get_device_name()
@@ -67,9 +67,10 @@ def tune_device(
 ) -> MeasuredProfile:
     """Measure the profile of this GPU for models with the shapes of these checkpoint folders.
 
-    ranks: the linears of each of this many ranks are tuned; the gains of passes are those of the whole model. keep:
-    called with what is measured so far, after the linears and after the gains of each shape. Raises ValueError for a
-    number that does not divide a shape."""
+    ranks: tensor-parallel sizes for which a rank's linears are tuned; gains of passes are measured on the whole model.
+    keep: called with the measurements so far, after the linears and after the gains of each shape. Raises ValueError
+    for a size that does not divide a shape.
+    """
     configs = [_config(folder, ranks) for folder in folders]
     found = _Found(device_name())
     cases = [_cases(linears_of(config, number)) for config in configs for number in ranks]
@@ -85,14 +86,14 @@ def tune_device(
 
 @dataclass(frozen=True)
 class _Cases:
-    """The cases of a rank of a model, by kernel."""
+    """Cases of one rank of a model, by kernel."""
 
     small: Sequence[LinearCase]
     hopper: Sequence[LinearCase]
     products: Sequence[LinearCase]
 
     def launches(self) -> list[Iterator[Launch]]:
-        """Launches of all candidates; the longest compilations begin first."""
+        """Return launches of all candidates, those that compile longest first."""
         on_hopper = [product_launches(self.products), hopper_launches(self.hopper)] if is_hopper() else []
         return [*on_hopper, linear_launches(self.small)]
 
@@ -103,8 +104,6 @@ def _cases(linears: Sequence[LinearCase]) -> _Cases:
 
 @dataclass
 class _Found:
-    """The measurements so far."""
-
     device: str
     linears: dict[LinearKey, TunedLinear] = field(default_factory=dict)
     hopper_linears: dict[LinearKey, TunedLinear] = field(default_factory=dict)
@@ -113,8 +112,8 @@ class _Found:
     noise_us: list[float] = field(default_factory=list)
 
     def add_linears(self, cases: _Cases, progress: Progress) -> None:
-        """Tune and keep these. Tiles that read into registers are left out where Hopper's kernel beats them: a launch
-        would take them all the same."""
+        """Tune and keep these cases. Drops tiles that read weights into registers where Hopper's kernel beats them,
+        since a launch would still prefer them."""
         small = tune_linears(cases.small, progress)
         hopper = tune_hopper_linears(cases.hopper, small, progress)
         products = tune_products(cases.products, hopper, progress)
@@ -172,15 +171,15 @@ LISTS = ("linears", "hopper_linears", "hopper_products")
 
 
 def profile_text(profile: Mapping[str, Any]) -> str:
-    """Write a profile as JSON with a line for each linear."""
+    """Format a profile as JSON with one line per linear."""
     head = json.dumps({name: profile[name] for name in ("device", "noise_us", "gains_us")})
     lines = {name: ",\n  ".join(map(json.dumps, profile.get(name, ()))) for name in LISTS}
     return head[:-1] + "".join(f',\n "{name}": [\n  {rows}\n]' for name, rows in lines.items()) + "}\n"
 
 
 def merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """The new profile, and of an old one of the same device the linears of other shapes. A pass gains the least of
-    both: what it gains is of every shape."""
+    """Return the new profile, plus linears of other shapes from an old profile of the same device. A pass's gain is the
+    smaller of both, since it applies to every shape."""
     measured = {_shape(row) for name in LISTS for row in new.get(name, ())}
     lists = {
         name: [*(row for row in old.get(name, ()) if _shape(row) not in measured), *new.get(name, ())] for name in LISTS
@@ -194,5 +193,5 @@ def merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(row: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """The shape of a linear's weight; a run measures it for all numbers of tokens."""
+    """Return the shape of a linear's weight; a run measures it for all numbers of tokens."""
     return row["num_rows"], row["k"], row["silu_mul"]

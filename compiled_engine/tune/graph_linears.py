@@ -1,4 +1,4 @@
-"""The linears that a model calls in its small-batch range, read from its graph after the passes."""
+"""Find the linears that a model calls in its small-batch range, in its graph after the passes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SMALL_BATCH = CompileRange(1, TOKEN_BUCKETS[-1], small=True)
 
 
 def linears_of(config: EngineConfig, num_ranks: int = 1) -> list[LinearCase]:
-    """Return a case of one token for each shape of a weight, in the order of the calls, with the head marked: with
-    several ranks those of one rank.
+    """Return a one-token case for each weight shape, in call order, with the head marked; with several ranks, one
+    rank's cases.
 
-    Where calls of a shape differ in what is fused with them, the case is as most of them are. Quantised linears and
-    experts have kernels of their own, and are no cases. The model is traced on the CPU, and what an earlier profile
-    says of passes does not count: the cases are those of the model alone.
+    If calls with the same shape are fused differently, the case is the most frequent one. Quantised linears and experts
+    are skipped, since they have their own kernels. The model is traced on the CPU, and earlier profiles' decisions
+    about passes are ignored: cases depend on the model alone.
     """
     graph = _graph(_of_ranks(config, num_ranks))
     calls = [node for node in graph.nodes if is_call(node, small_batch_linear, quantised_linear) or linear_of(node)]
@@ -45,7 +45,7 @@ def linears_of(config: EngineConfig, num_ranks: int = 1) -> list[LinearCase]:
 
 
 def _of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
-    """The configuration of several ranks on CPUs, none of which needs to be there."""
+    """Return the configuration of several ranks on CPUs, which need not exist."""
     parallel = ParallelConfig(num_ranks, "in_process" if num_ranks == 1 else "multiprocess")
     passes = default_passes(config.model, num_ranks)
     compile_ = replace(config.compile, passes=passes, verify=False)

@@ -1,4 +1,4 @@
-"""The linears of up to 128 tokens that a Hopper's own kernel computes faster than the kernel that runs there else."""
+"""Find linears of up to 128 tokens for which Hopper's own kernel is faster than the kernel otherwise used."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from compiled_engine.tune.compile_first import Launch, launches
 from compiled_engine.tune.linears import HEAD, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, at_each, key
 from compiled_engine.tune.on_hopper import HopperKernel
 
-# A kernel is chosen if it takes at most this share of the previous time.
+# A kernel is chosen if it takes at most this fraction of the other kernel's time.
 WORTH = 0.98
-# Columns of a product of the tensor cores, at least.
+# Fewest columns of a tensor core product.
 FEWEST_TOKENS = 8
 # The small-batch range ends here.
 SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
 def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
-    """The linears that the engine gives the kernel: in small batches all, but of one token without the head, beyond
-    those gated ones."""
+    """Return the linears that may use the kernel: all in small batches, except the head for one token; gated ones
+    beyond."""
     return [
         case
         for case in at_each(linears, TOKEN_BUCKETS)
@@ -45,8 +45,8 @@ def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
 
 
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
-    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's:
-    none of the kinds that were never the fastest on an H200."""
+    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's. Skips
+    kinds that were never fastest on an H200."""
     tokens = max(FEWEST_TOKENS, next(most for most in TOKEN_BUCKETS if case.num_tokens <= most))
     found: dict[HopperTiles, None] = {}
     for groups, parts, products in product((1, 2, 3), (1, 2, 4), (1, 2, 4)):
@@ -72,8 +72,9 @@ def hopper_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 def tune_hopper_linears(
     cases: Sequence[LinearCase], small: Sequence[TunedLinear], progress: Progress
 ) -> list[TunedLinear]:
-    """See `HopperKernel`. A case is measured with the norm before it, against the kernels of small batches with their
-    tuned tiles, `small`, from 65 tokens on against the library's, at the fewest and at the most tokens."""
+    """Tune with `HopperKernel`. Cases are measured with the norm before them. The comparison is with small-batch
+    kernels and their tuned tiles, `small`; from 65 tokens on it is with the library, at the fewest and the most
+    tokens."""
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     known = {key(tuned.case): tuned.tiles for tuned in small if isinstance(tuned.tiles, Tiles)}
     return HopperKernel(
@@ -98,7 +99,7 @@ def _kernel(tiles: HopperTiles) -> Linear:
 
 
 def _tiles(case: LinearCase, known: Mapping[LinearKey, Tiles]) -> Tiles:
-    """Those of the small-batch kernels for a case: tuned, or by their rule."""
+    """Return the small-batch kernel's tiles for a case: tuned, or chosen by its rule."""
     bucket = next(tokens for tokens in small_batch_linear_op.TOKEN_BUCKETS if case.num_tokens <= tokens)
     shape = case.num_rows, case.k, case.silu_mul
     return known.get((bucket, *shape)) or choose_tiles(case.num_tokens, *shape, torch.bfloat16)

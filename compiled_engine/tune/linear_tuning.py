@@ -1,8 +1,8 @@
-"""The tiles of small-batch linears, measured on this GPU, in place: a layer's linears one after another, as they run.
+"""Measure the tiles of small-batch linears on this GPU in context: a layer's linears one after another, as they run.
 
-A kernel starts while the one before it ends (programmatic dependent launch), so what is best for a linear depends on
-its neighbours. Each linear in turn takes the candidate with which the whole chain, a CUDA graph over layers with
-weights of their own, is fastest; then again with the best few, since the neighbours have changed.
+A kernel starts while the previous one ends (programmatic dependent launch), so the best tiles of a linear depend on its
+neighbours. Each linear in turn takes the candidate with which the whole chain, a CUDA graph over layers with separate
+weights, is fastest; then again with the best few, since the neighbours have changed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
 from compiled_engine.tune.linears import HEAD, REPEATS, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, right
 
-# Registers of a thread that weights may fill.
+# Most registers per thread for weights.
 MOST_REGISTERS = 128
-# How many of a linear's candidates are measured in each round, and how often.
+# Per round: the number of a linear's candidates to measure (None: all), and the repeats.
 ROUNDS = ((None, 2), (10, 3), (5, 7))
 
 
 def candidates(case: LinearCase) -> list[Tiles]:
-    """Tiles that fit the registers and the shared memory of an SM, and give every SM something to do; without kinds
-    that were never the fastest on an H200."""
+    """Return tiles that fit the registers and the shared memory of an SM, and occupy every SM. Skips kinds that were
+    never fastest on an H200."""
     if case.num_tokens == 1:
         return _one_token(case)
     tokens = min(64, max(8, next_power_of_2(case.num_tokens)))
@@ -41,7 +41,7 @@ def _one_token(case: LinearCase) -> list[Tiles]:
     found = []
     for outputs, block_k, warps in product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):
         rows = outputs * halves
-        # Elements of a tile per thread: too few leave the memory idle, too many fill the registers.
+        # Elements of a tile per thread: too few do not saturate memory, too many exceed the registers.
         fits = block_k <= next_power_of_2(case.k) and 16 <= rows * block_k // (32 * warps) <= 128
         if fits and block_k >= 256 * warps:
             found.append(Tiles(1, rows, block_k, num_warps=warps))
@@ -67,7 +67,7 @@ def _split_between_programs(case: LinearCase, tokens: int) -> list[Tiles]:
 
 
 def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
-    """Tiles for few tokens: theirs is as deep as the weight's, whatever the number of its rows."""
+    """Return tiles for few tokens; the token tile is as deep as the weight tile, whatever its number of rows."""
     found = []
     for rows, block_k, stages, inside in product((16, 32), (128, 256), (3, 5), (False, True)):
         steps = case.k / (4 * block_k)
@@ -85,14 +85,14 @@ def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
 
 
 def _in_registers(case: LinearCase) -> list[Tiles]:
-    """Tiles for up to eight tokens whose weights do not pass through shared memory; steps divide the columns.
-    With larger weights these were never the fastest."""
+    """Return tiles for up to eight tokens whose weights bypass shared memory; steps divide the columns. Skipped for
+    larger weights, for which they were never fastest."""
     found: list[Tiles] = []
     if case.num_rows * case.k * 2 > WHOLE_AHEAD_BYTES:
         return found
     for outputs, groups, block_k in product((8, 16, 32), (2, 4, 8), (64, 128, 256, 512)):
         rows = outputs * (2 if case.silu_mul else 1)
-        # Of a thread, for the weights of a step: few leave the memory idle, many leave none for the tokens.
+        # Registers per thread for a step's weights: too few do not saturate memory, too many leave none for tokens.
         registers = rows * block_k // 64
         programs = case.num_rows // rows
         if (
@@ -108,7 +108,7 @@ def _in_registers(case: LinearCase) -> list[Tiles]:
 
 
 def in_registers(tiles: object) -> bool:
-    """Return whether tiles are of the kernel that reads weights into registers."""
+    """Return whether tiles belong to the kernel that reads weights into registers."""
     return isinstance(tiles, Tiles) and tiles.ahead > 0
 
 
@@ -118,8 +118,8 @@ def linear_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 
 @torch.inference_mode()
 def tune_linears(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """The fastest right tiles for each case; none for weights too small for any candidate, which the rule's tiles
-    serve."""
+    """Return the fastest correct tiles of each case. Weights too small for any candidate are skipped; the rule's tiles
+    serve them."""
     tuned = []
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     with progress.stage("measure linears", total=sum(len(candidates(case)) for case in cases)) as advance:
@@ -151,7 +151,7 @@ def _linear(tiles: Tiles) -> Linear:
 
 
 def _right_candidates(case: LinearCase, advance: Callable[[int], None]) -> list[Tiles]:
-    """The candidates that compute what the reference computes."""
+    """Return the candidates whose results match the reference."""
     chain = Chain([case], layers=1)
 
     def counted() -> Iterator[Tiles]:

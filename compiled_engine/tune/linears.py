@@ -1,4 +1,4 @@
-"""Linears as cases to tune, and chains of them to run and to time."""
+"""Linears as tuning cases, and chains of them to run and time."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from compiled_engine.passes.linear.small_batch_linear_op import Tiles
 
 SHARED_MEMORY = 220 << 10
 REPEATS = 9
-# Bytes of weights used in turn, more than the L2 cache holds.
+# Bytes of weights used in turn, to exceed the L2 cache.
 WORKING_SET = 800 << 20
-# Names of cases: the linear that computes logits, and any other.
+# Names of cases: the linear that computes logits, and all others.
 HEAD, LAYER = "head", "layer"
 
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A [num_tokens, k] x [num_rows, k] product of a model; with silu_mul num_rows counts gate and up together. name:
-    HEAD or LAYER."""
+    """A product [num_tokens, k] x [num_rows, k] of a model, and the operations fused with it."""
 
-    name: str
+    name: str  # HEAD or LAYER
     num_tokens: int
     num_rows: int
     k: int
     norm: bool
-    silu_mul: bool
+    silu_mul: bool  # num_rows counts gate and up together
     residual: bool
 
 
 def at_each(cases: Iterable[LinearCase], token_counts: Iterable[int]) -> list[LinearCase]:
-    """The cases with each of these numbers of tokens."""
+    """Return the cases at each of these numbers of tokens."""
     cases = tuple(cases)
     return [replace(case, num_tokens=tokens) for tokens in token_counts for case in cases]
 
@@ -47,12 +46,12 @@ AnyTiles = TypeVar("AnyTiles", Tiles, HopperTiles, ProductTiles)
 
 
 def key(case: LinearCase) -> LinearKey:
-    """The place of a case in a profile."""
+    """Return the key of a case in a profile."""
     return case.num_tokens, case.num_rows, case.k, case.silu_mul
 
 
 class Smallest(NamedTuple):
-    """The fewest tokens for which tiles were measured, in microseconds of a launch, next to the library."""
+    """Fewest tokens at which tiles were measured, and the times per launch."""
 
     num_tokens: int
     microseconds: float
@@ -61,19 +60,18 @@ class Smallest(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedLinear:
-    """The fastest tiles of a case, microseconds of a launch, and of the least that the device could take. smallest:
-    None where they were measured for the case's number of tokens alone."""
+    """Fastest tiles of a case, with times per launch."""
 
     case: LinearCase
     tiles: Tiles | HopperTiles | ProductTiles
     microseconds: float
     cublas_microseconds: float
-    bound_microseconds: float
-    smallest: Smallest | None = None
+    bound_microseconds: float  # least time that the device allows
+    smallest: Smallest | None = None  # None if measured at the case's number of tokens only
 
 
 class Chain:
-    """Linears of which each reads what the one before it wrote, over as many layers as fill the working set."""
+    """Linears that each read the previous one's result, over enough layers to fill the working set."""
 
     def __init__(self, cases: Sequence[LinearCase], layers: int | None = None, device: str = "cuda"):
         size = sum(case.num_rows * case.k * 2 for case in cases)
@@ -95,8 +93,8 @@ class Chain:
         x_TK = self.inputs[self.cases[0].k]
         for weights in self.layers[:layers]:
             for i, case in enumerate(self.cases):
-                # Only q of the qkv projection is passed on. What is too narrow for the next linear is not: a linear
-                # may be measured alone, or follow one that it does not follow in the model.
+                # Of the qkv projection only q is passed on. A result too narrow for the next linear is replaced: a
+                # linear may be measured alone, or after one that does not precede it in the model.
                 x_TK = linears[i](
                     (x_TK if x_TK.shape[1] >= case.k else self.inputs[case.k])[:, : case.k],
                     weights[i],
@@ -109,7 +107,7 @@ class Chain:
         return x_TK
 
     def microseconds(self, linears: Sequence[Linear], repeats: int, sustained_ms: float = 0.0) -> float:
-        """Time a layer, without a pause between repeats: the median of the last ones, behind others that take
+        """Return the time of a layer: the median of the last repeats, without pauses, after others that take
         sustained_ms."""
         self.run(linears, 1)
         torch.cuda.synchronize()
@@ -123,7 +121,7 @@ class Chain:
 
 
 def _replays_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Milliseconds of each of `count` replays behind a first one, which the host launches ahead of the device."""
+    """Return the milliseconds of `count` replays after a first one, all launched ahead of the device."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for event in events:
         graph.replay()
@@ -135,11 +133,11 @@ def _replays_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 def right(
     chain: Chain, candidates: Iterable[AnyTiles], kernel: Callable[[AnyTiles], Linear], expected: torch.Tensor
 ) -> Iterator[AnyTiles]:
-    """The candidates that this device can hold, and that compute what is expected of the chain's first layer."""
+    """Yield the candidates that fit this device, and whose result for the chain's first layer is as expected."""
     for tiles in candidates:
         try:
             found = chain.run([kernel(tiles)], 1).float()
-        except Exception:  # out of shared memory, of registers
+        except Exception:  # such as out of shared memory or registers
             continue
         if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
             yield tiles

@@ -1,5 +1,5 @@
-"""The one way to tune a kernel of Hopper's own: candidates that compute what the kernel before them does are timed, and
-the fastest is taken where it is worth it."""
+"""Common tuning of Hopper's own kernels: time the candidates that compute the same as the kernel otherwise used, and
+take the fastest if it is worthwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linears import REPEATS, AnyTiles, Chain, Linear, LinearCase, Smallest, TunedLinear, right
 
-# All candidates are measured with a few repeats, and the fastest of them again.
+# All candidates are measured with few repeats, and the fastest of them again.
 FEW_REPEATS, FINALISTS = 3, 5
 
 
@@ -22,8 +22,8 @@ def is_hopper() -> bool:
 
 
 def worthwhile(times: Mapping[AnyTiles, Sequence[float]], before: Sequence[float], worth: float) -> AnyTiles | None:
-    """The tiles that gain the most where they gain the least. None unless they take at most `worth` of the time before
-    at every number of tokens.
+    """Return the tiles with the largest worst-case gain. None unless they take at most `worth` of the time before at
+    every number of tokens.
 
     times, before: microseconds at each number of tokens.
     """
@@ -34,26 +34,22 @@ def worthwhile(times: Mapping[AnyTiles, Sequence[float]], before: Sequence[float
 
 @dataclass(frozen=True)
 class HopperKernel(Generic[AnyTiles]):
-    """A kernel and what it is compared with.
-
-    chains_of: one for each number of tokens at which tiles must be worthwhile, the case's own last. kernel: the linear
-    with these tiles. before: the linear that runs without this kernel; library: cuBLAS, for the profile's readers.
-    bound_us: the least that the device could take. worth: see `worthwhile`. sustained_ms: see Chain.microseconds.
-    """
+    """A kernel and its comparison."""
 
     stage: str
+    # one chain per number of tokens at which tiles must be worthwhile, the case's own last
     chains_of: Callable[[LinearCase], Sequence[Chain]]
     candidates: Callable[[LinearCase], Iterable[AnyTiles]]
-    kernel: Callable[[AnyTiles], Linear]
-    before: Callable[[LinearCase], Linear]
-    library: Linear
-    bound_us: Callable[[LinearCase], float]
-    worth: float
-    sustained_ms: float = 0.0
+    kernel: Callable[[AnyTiles], Linear]  # the linear with these tiles
+    before: Callable[[LinearCase], Linear]  # the linear that runs without this kernel
+    library: Linear  # cuBLAS, for the profile's readers
+    bound_us: Callable[[LinearCase], float]  # least time that the device allows
+    worth: float  # see `worthwhile`
+    sustained_ms: float = 0.0  # see Chain.microseconds
 
     @torch.inference_mode()
     def tune(self, cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-        """The cases that gain, each with its best right tiles; none where the device is not a Hopper."""
+        """Return the cases that gain, each with its best correct tiles; none if the device is not Hopper."""
         if not is_hopper():
             return []
         tuned = []

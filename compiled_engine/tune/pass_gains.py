@@ -1,7 +1,7 @@
-"""The gain of each pass on a device: one step with all passes, and without each.
+"""Measure the gain of each pass on a device: one step with all passes, and without each.
 
-The model is traced once. Every variant's pieces go into one folder and equal pieces compile once; every variant runs
-on the same weights. On a GPU a step is one CUDA graph: forward, logits of the rows that sample, greedy sampling.
+The model is traced once. All variants' pieces go into one folder, where equal pieces compile once; all variants run on
+the same weights. On a GPU a step is one CUDA graph: forward, logits of the sampled rows, greedy sampling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Gain:
-    """Microseconds that a step with this number of tokens loses without a pass, and the spread of repeats."""
+    """Microseconds that a step of this many tokens loses without a pass, and the spread of repeats."""
 
     tokens: int
     gain_us: float
@@ -57,13 +57,13 @@ class Gain:
 
 
 def variants(passes: Sequence[str]) -> list[Variant]:
-    """All passes, then all but each."""
+    """Return the variant with all passes, then one without each pass."""
     without = (Variant(f"without {name}", tuple(p for p in passes if p != name)) for name in passes)
     return [Variant(ALL, tuple(passes)), *without]
 
 
 def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[Variant]:
-    """The first variant, and the others that run something else than it does."""
+    """Return the first variant, and those whose plan differs from it."""
     whole = plans[chosen[0]]
     return [variant for variant in chosen if variant is chosen[0] or plans[variant] != whole]
 
@@ -72,10 +72,10 @@ def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[
 def measure(
     config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress
 ) -> dict[str, list[Gain]]:
-    """Measure what leaving each pass out costs at each token count, as medians of interleaved repeats. A pass that
+    """Measure the cost of leaving each pass out at each token count, as medians of interleaved repeats. A pass that
     changes nothing there is not measured.
 
-    In compile ranges for small batches a step is that many decodes with CONTEXT tokens of context; beyond, one prompt.
+    In compile ranges for small batches a step has that many decodes with CONTEXT tokens of context; beyond, one prompt.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)
@@ -126,7 +126,7 @@ def _compile_all(
 def _step(
     forward: Callable[..., torch.Tensor], model: nn.Module, compile_range: CompileRange, inputs: StepInputs
 ) -> Callable[[], torch.Tensor]:
-    """A step as the engine runs it: logits of the rows that sample, and their most likely tokens."""
+    """Return a step as the engine runs it: logits of the sampled rows, and their most likely tokens."""
 
     def step() -> torch.Tensor:
         result = forward(*inputs.arguments)
@@ -137,7 +137,7 @@ def _step(
 
 
 def greedy(logits_RV: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-    """The engine's sampler at temperature 0: token ids [R]."""
+    """Run the engine's sampler at temperature 0; returns token ids [R]."""
     on_gpu = logits_RV.device.type == "cuda"
     token_ids_R = torch.empty_like(inputs.seeds_R)
     sampling_operations(on_gpu).choose(
@@ -159,7 +159,7 @@ def _measure_steps(
     device: torch.device,
     progress: Progress,
 ) -> dict[str, list[float]]:
-    """Variant -> microseconds of a step, one figure a repeat."""
+    """Return microseconds per step for each variant, one number per repeat."""
     with progress.stage(f"measure {num_tokens} tokens", total=len(steps)) as advance:
         timed = {}
         for name, step in steps.items():
@@ -173,7 +173,7 @@ def _measure_steps(
 
 
 def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
-    """The gain of each pass, from the samples of all variants; the noise is the spread of the whole."""
+    """Return the gain of each pass from the samples of all variants; the noise is the spread with all passes."""
     whole = samples[ALL]
     return {
         name.removeprefix("without "): Gain(
@@ -186,17 +186,18 @@ def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """`arguments` of a forward; `logits_rows_R`, int64 [R]: the tokens that sample; the sampler's inputs, all [R]."""
+    """Inputs of a step."""
 
-    arguments: ForwardArguments
-    logits_rows_R: torch.Tensor
-    zeros_R: torch.Tensor
+    arguments: ForwardArguments  # of a forward
+    logits_rows_R: torch.Tensor  # int64: the sampled tokens
+    zeros_R: torch.Tensor  # inputs of the sampler, all [R]
     seeds_R: torch.Tensor
     row_index_R: torch.Tensor
 
 
 def make_step_inputs(config: EngineConfig, num_tokens: int, context: int, decodes: bool) -> StepInputs:
-    """num_tokens requests that decode their token number `context`, or one prompt of num_tokens tokens."""
+    """Make inputs for num_tokens requests that decode their token number `context`, or for one prompt of num_tokens
+    tokens."""
     device, block_size = config.device, config.cache.block_size
     num_requests = num_tokens if decodes else 1
     seq_len = context if decodes else num_tokens
@@ -224,8 +225,8 @@ REPLAYS = 20
 
 
 def time_step(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    """Warm a step up and, on a GPU, capture it. Each call of the result measures it: mean microseconds of REPLAYS steps
-    back to back."""
+    """Warm up a step and, on a GPU, capture it. Returns a function that measures the mean microseconds of REPLAYS
+    consecutive steps."""
     if device.type != "cuda":
         step()
         return lambda: _host_microseconds(step)

@@ -1,4 +1,4 @@
-"""The numbers of tokens for which a Hopper's own kernel computes gate, up and silu * up faster than the library."""
+"""Find the numbers of tokens for which Hopper's own kernel computes gate, up and silu * up faster than the library."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from compiled_engine.tune.compile_first import Launch, launches
 from compiled_engine.tune.linears import Chain, Linear, LinearCase, TunedLinear, at_each, key
 from compiled_engine.tune.on_hopper import HopperKernel
 
-# A kernel is chosen if it takes at most this share of the previous time, at both ends of its bucket.
+# A kernel is chosen if it takes at most this fraction of the other kernel's time, at both ends of its bucket.
 WORTH = 0.98
-# Tokens that are measured for all batches beyond the last bucket.
+# Tokens measured for all batches beyond the last bucket.
 TOKENS_OF_MANY = 8192
-# A device that multiplies for long draws all its power and lowers its clock: so long it does before it is measured.
+# Load before each measurement: under sustained load a device reaches its power limit and lowers its clock.
 SUSTAINED_MS = 20.0
-# Bytes of shared memory for a program, barriers aside; candidates of a case.
+# Bytes of shared memory per program, without barriers; most candidates of a case.
 SHARED_MEMORY, CANDIDATES = (227 << 10) - 256, 16
-# The cost of reading an element of a tile and column, in units of computing it.
+# Cost of reading one element of a tile's column, relative to computing one.
 READING = 16
 PARTS: tuple[tuple[int, ...], ...] = (
     *((256, 128), (256,), (128, 128), (128, 64), (128, 32, 16), (128, 32), (128, 16), (128,)),
     *((64, 32), (64, 16), (64,)),
 )
-# Token tiles that take the same rows one after another, and more where there are more of them.
+# Token tiles that take the same rows one after another, and the number tried if there are more of them.
 TOGETHER, MORE_TOGETHER = 8, 16
 
 
 def product_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
-    """Gate and up for each bucket; the last one's number of tokens is MANY."""
+    """Return gate and up for each bucket; the last one's number of tokens is MANY."""
     return [case for case in at_each(linears, (*TOKEN_BUCKETS, MANY)) if case.silu_mul]
 
 
 def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
-    """Return the most promising tiles: each multiprocessor has little area to compute, and little to read for it."""
+    """Return the most promising tiles: each multiprocessor computes little area, and reads little for it."""
     _, tokens = ends_of(case)
     found: list[tuple[float, ProductTiles]] = []
     for (groups, rows), parts, together in product(((2, 64), (3, 64), (2, 128)), PARTS, (TOGETHER, MORE_TOGETHER)):
@@ -60,7 +60,7 @@ def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
             continue
         tiles = -(-tokens // width), -(-case.num_rows // (groups * rows))
         if together > TOGETHER and tiles[0] <= MORE_TOGETHER:
-            continue  # much the same order of tiles
+            continue  # gives nearly the same order of tiles
         results = groups * rows // 2 * 2 * (256 if parts[0] == 256 else 128 + sum(part for part in parts if part <= 32))
         stages = min(6, (SHARED_MEMORY - results) // ((groups * rows + width) * 128))
         area = -(-tiles[0] * tiles[1] // num_sms) * groups * rows * width
@@ -72,7 +72,7 @@ def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
 
 
 def ends_of(case: LinearCase) -> tuple[int, int]:
-    """The fewest and the most tokens of the case's bucket that are measured."""
+    """Return the fewest and the most tokens measured for the case's bucket."""
     first = (FEW, *TOKEN_BUCKETS)[(*TOKEN_BUCKETS, MANY).index(case.num_tokens)] + 1
     return first, TOKENS_OF_MANY if case.num_tokens == MANY else case.num_tokens
 
@@ -84,8 +84,8 @@ def product_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 
 
 def tune_products(cases: Sequence[LinearCase], linears: Sequence[TunedLinear], progress: Progress) -> list[TunedLinear]:
-    """See `HopperKernel`: at both ends of each bucket the kernel is compared with the library, or with Hopper's linear
-    for few tokens where that is faster: `linears`."""
+    """Tune with `HopperKernel`. At both ends of each bucket the kernel is compared with the library, or with Hopper's
+    linear for few tokens, `linears`, where that is faster."""
     rates, num_sms = device_rates(torch.device("cuda"), torch.bfloat16), _multiprocessors()
     few = {key(tuned.case): tuned.tiles for tuned in linears if isinstance(tuned.tiles, HopperTiles)}
 

@@ -1,8 +1,8 @@
-"""The two files of a LoRA adapter, read without torch: adapter_config.json, and adapter_model.safetensors.
+"""Read the two files of a LoRA adapter without torch: adapter_config.json and adapter_model.safetensors.
 
-Whoever may load adapters may have written their files, and may write them anew at any time. So each file is opened
-once, must be a regular one, and is not mapped: the digest is that of the bytes that are parsed. Sizes and counts have
-bounds, which are checked before memory is taken.
+The files are untrusted, and may be replaced at any time. So each file is opened once, must be a regular file, and is
+read instead of mapped: the digest covers exactly the bytes that are parsed. Sizes and counts are checked against limits
+before memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,41 +25,40 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_l
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Bounds of the files in bytes, of the number of tensors, and of a name's length.
+# Limits: bytes of config, header and whole weights file; number of tensors; characters of a tensor's name.
 LONGEST_CONFIG, LONGEST_HEADER, MOST_BYTES = 1 << 20, 16 << 20, 16 << 30
 MOST_TENSORS, LONGEST_NAME = 65_536, 512
-# Bytes by dtype, as safetensors calls it.
+# Bytes per element, by safetensors' name of the dtype.
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _BLOCK = 1 << 20
-# Kinds of initialisation that change the weights of the base model, which the folder does not have.
+# Initialisations that also change the base model's weights; the folder does not contain these changes.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Fields of adapter_config.json that must have none of these values, since they change what an adapter computes.
+# Fields of adapter_config.json that must be absent or empty, since they change what an adapter computes.
 _UNSUPPORTED = ("layer_replication", "alora_invocation_tokens", "trainable_token_indices", "megatron_config")
 LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<matrix>[AB])(\.weight)?")
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """An entry of the header. data_offsets: where its bytes begin and end, after the header."""
+    """One tensor's entry in the safetensors header."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
+    data_offsets: tuple[int, int] = (0, 0)  # (begin, end) in bytes, after the header
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What both files hold. digest: of their bytes, SHA-256 as hexadecimal digits. data: all tensors' bytes; None if
-    they were only counted into the digest."""
+    """Contents of both files."""
 
     fields: JsonFields
     tensors: Mapping[str, StoredTensor]
-    digest: str
-    data: bytearray | None
+    digest: str  # SHA-256 of both files' bytes, in hexadecimal
+    data: bytearray | None  # bytes of all tensors; None if they were only hashed
 
 
 def stamp(folder: Path) -> tuple[tuple[int, ...], ...]:
-    """Return what tells a replaced file from the one that was read, without reading it. Raises ValueError if a file is
-    missing."""
+    """Return modification times, sizes and inodes of both files, to detect a replacement without reading them. Raises
+    ValueError if a file is missing."""
     found = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         try:
@@ -78,10 +77,12 @@ def read_adapter_files(
     digest: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> AdapterFiles:
-    """Read both files. values: keep the tensors' bytes. within: folders that the files must lie in, whatever links lead
-    to them; none for any. digest: that the files must have. most_bytes: of the second file.
+    """Read both files.
 
-    Raises ValueError, one line, for what is missing, damaged, not supported or beyond a bound.
+    values: keep the tensors' bytes. within: folders that must contain the files after links are resolved; empty allows
+    any. digest: required digest of the files. most_bytes: limit for the weights file.
+
+    Raises ValueError, one line, if a file is missing, damaged, not supported or exceeds a limit.
     """
     whole, weights = hashlib.sha256(), hashlib.sha256()
     config = _read_config(folder, within)
@@ -89,7 +90,7 @@ def read_adapter_files(
     with _open(folder, WEIGHTS_FILE, within) as file:
         header, size = _read_header(file, folder / WEIGHTS_FILE, most_bytes)
         weights.update(len(header).to_bytes(8, "little") + header)
-        if digest is None:  # what is no adapter is not read to its end
+        if digest is None:  # refuse a file that is no adapter before reading all of it
             _parse(folder, config, header, size)
         data = bytearray(size if values else min(size, _BLOCK))
         view = memoryview(data)
@@ -106,7 +107,7 @@ def read_adapter_files(
 
 
 def require_adapter(folder: Path, max_lora_rank: int) -> None:
-    """Raise ValueError for a folder that is no adapter, without reading its tensors."""
+    """Raise ValueError for a folder without a valid adapter; the tensors' values are not read."""
     config = _read_config(folder, ())
     with _open(folder, WEIGHTS_FILE, ()) as file:
         header, size = _read_header(file, folder / WEIGHTS_FILE, MOST_BYTES)
@@ -117,14 +118,14 @@ def require_adapter(folder: Path, max_lora_rank: int) -> None:
 
 
 def require_rank(folder: Path, rank: int, max_lora_rank: int) -> None:
-    """Raise ValueError for an adapter of a larger rank."""
+    """Raise ValueError if the adapter's rank exceeds the limit."""
     if rank > max_lora_rank:
         raise ValueError(f"{folder} has rank {rank}; allowed: up to max_lora_rank, {max_lora_rank}")
 
 
 @contextmanager
 def _open(folder: Path, name: str, within: Sequence[Path]) -> Iterator[BinaryIO]:
-    """Open a regular file; one of another kind, such as a FIFO, is not waited for."""
+    """Open a regular file, without blocking on other kinds such as a FIFO."""
     path = folder / name
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
@@ -144,7 +145,7 @@ def _open(folder: Path, name: str, within: Sequence[Path]) -> Iterator[BinaryIO]
 
 def _read_config(folder: Path, within: Sequence[Path]) -> bytes:
     with _open(folder, CONFIG_FILE, within) as file:
-        stamp(folder)  # the other file is there too
+        stamp(folder)  # raises if the other file is missing
         config = file.read(LONGEST_CONFIG + 1)
     if len(config) > LONGEST_CONFIG:
         raise ValueError(f"{folder / CONFIG_FILE} must have at most {LONGEST_CONFIG:,} bytes")
@@ -152,7 +153,7 @@ def _read_config(folder: Path, within: Sequence[Path]) -> bytes:
 
 
 def _read_header(file: BinaryIO, path: Path, most_bytes: int) -> tuple[bytes, int]:
-    """Return the header, and the number of bytes behind it."""
+    """Return the header, and the number of bytes after it."""
     total = os.fstat(file.fileno()).st_size
     if total > most_bytes:
         raise ValueError(f"{path} must have at most {most_bytes:,} bytes, got {total:,}")
@@ -165,7 +166,7 @@ def _read_header(file: BinaryIO, path: Path, most_bytes: int) -> tuple[bytes, in
     if length > LONGEST_HEADER:
         raise ValueError(f"{path} must have a header of at most {LONGEST_HEADER:,} bytes, got {length:,}")
     header = file.read(length)
-    if header.count(b"{") > 2 * MOST_TENSORS:  # metadata may have some of its own
+    if header.count(b"{") > 2 * MOST_TENSORS:  # twice, as metadata may contain braces too
         raise _too_many(path)
     return header, total - 8 - len(header)
 

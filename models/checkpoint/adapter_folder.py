@@ -1,7 +1,7 @@
-"""Read a LoRA adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+"""Read a LoRA adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The names of the tensors say which modules are adapted; `target_modules` is not read, as it may be a regular expression.
-A linear W [N, K] becomes W + scale * B A, with A [r, K] and B [N, r] (Hu et al., arXiv:2106.09685). The scale is
+The tensors' names tell which modules are adapted; `target_modules` is not read, since it may be a regular expression. A
+linear W [N, K] becomes W + scale * B A, with A [r, K] and B [N, r] (Hu et al., arXiv:2106.09685). The scale is
 lora_alpha / r, or with rslora lora_alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732).
 """
 
@@ -28,24 +28,23 @@ from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.name_patterns import NamePatterns
 
-# The modules that may be tied, as textbook models and most of transformers' name them.
+# Names of the modules whose weights may be tied, in textbook models and most models of transformers.
 OUTPUT, EMBEDDING = "lm_head", "embed_tokens"
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
-# Whether a bias was trained, the config says.
+# Weights and biases of the base model that PEFT saves beside an adapter. A base bias is skipped: the config tells
+# whether biases were trained.
 _BASE, _BASE_BIAS = ".base_layer.weight", ".base_layer.bias"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of a linear, scale * B A: a_RK, b_NR as stored. Of an embedding [V, D]: its transpose, [D, V].
-
-    magnitude_N: with DoRA, the norm of each row of the changed weight (Liu et al., arXiv:2402.09353); None without.
-    """
+    """Low-rank change scale * B A of a linear [N, K], or of the transpose [D, V] of an embedding [V, D]."""
 
     a_RK: torch.Tensor
     b_NR: torch.Tensor
     scale: float
+    # DoRA: norm of each row of the changed weight (Liu et al., arXiv:2402.09353)
     magnitude_N: torch.Tensor | None = None
 
     @property
@@ -55,29 +54,26 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The content of an adapter's folder; modules by the name that the base model has for them.
-
-    whole: tensors that replace those of the base model, by their names (modules_to_save). bases: by module, the weight
-    that the matrices of an embedding or of the output projection were trained on, which PEFT saves with them. digest:
-    of both files. transposed: the base model stores these linears as [K, N] (fan_in_fan_out).
-    """
+    """Content of an adapter's folder. Modules have the base model's names."""
 
     path: Path
-    digest: str
+    digest: str  # SHA-256 of both files
     linears: Mapping[str, LowRank]
     embeddings: Mapping[str, LowRank] = field(default_factory=dict)
+    # tensors that replace the base model's, by name (modules_to_save)
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # By module, the base weight that PEFT saves with an adapted embedding or output projection.
     bases: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    transposed: bool = False
+    transposed: bool = False  # The base model stores the adapted linears as [K, N] (fan_in_fan_out).
 
     @property
     def rank(self) -> int:
-        """The largest rank."""
+        """Largest rank of its linears."""
         return max((each.rank for each in self.linears.values()), default=0)
 
     @property
     def parts_tied_weights(self) -> bool:
-        """Return whether an output projection that was tied to the embedding differs from it with the adapter."""
+        """Return whether the adapter makes an output projection differ from the embedding that it is tied to."""
         names = (*self.linears, *self.embeddings, *(name.removesuffix(".weight") for name in self.whole))
         return any(name.rpartition(".")[2] in (OUTPUT, EMBEDDING) for name in names)
 
@@ -100,10 +96,10 @@ def read_adapter(
     digest: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> Adapter:
-    """Read a folder. values: False for tensors of the device "meta", which have shapes alone; all other values are
-    finite. For the rest see `read_adapter_files`.
+    """Read a folder; all values are checked to be finite.
 
-    Raises ValueError, one line with the folder, for what is missing, damaged, contradictory or not supported.
+    values: False gives tensors on the device "meta", with shapes only. Other arguments: see `read_adapter_files`.
+    Raises ValueError, one line with the folder, for files that are missing, damaged, contradictory or not supported.
     """
     files = read_adapter_files(folder, values=values, within=within, digest=digest, most_bytes=most_bytes)
     fields, tensors = files.fields, _tensors(folder, files)
@@ -144,9 +140,11 @@ def read_adapter(
 
 
 def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
-    """Return the base model's name of each adapted module: the adapter's own, or for checkpoints of multimodal models
-    the one without `language_model`. Raises ValueError for a module that is not among the known ones, and for several
-    names of one."""
+    """Return the base model's name of each adapted module: the adapter's own name, with or without the prefix `model`,
+    or that name without `language_model`, which multimodal checkpoints add.
+
+    Raises ValueError for a module that the base model lacks, and for two modules with the same name in the base model.
+    """
     found, unknown = {}, []
     for module in (*adapter.linears, *adapter.embeddings):
         short = module.replace("language_model.", "")
@@ -164,7 +162,7 @@ def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
 
 
 def is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether all values are finite in a dtype; True without values."""
+    """Return whether all values are finite in a dtype; True for an empty or meta tensor."""
     if tensor.numel() == 0 or tensor.is_meta:
         return True
     return bool(torch.stack(tensor.aminmax()).to(dtype).isfinite().all())
@@ -185,7 +183,7 @@ def _tensors(folder: Path, files: AdapterFiles) -> dict[str, torch.Tensor]:
 
 
 class _Scales:
-    """The fields of adapter_config.json that say how large a change is, for each module."""
+    """Scale of each module's change, from the fields of adapter_config.json."""
 
     def __init__(self, fields: JsonFields) -> None:
         self._fields = fields
@@ -193,8 +191,8 @@ class _Scales:
         self._rslora, self._dora = fields.boolean("use_rslora", False), fields.boolean("use_dora", False)
 
     def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
-        """Return the scale of a module's change. Raises ValueError if its rank, or whether it has a magnitude,
-        contradicts the fields."""
+        """Return a module's scale. Raises ValueError if its rank, or the presence of a magnitude, contradicts the
+        config."""
         named = self._ranks.number(module)
         if named is None and "r" in self._fields:
             named = self._fields.integer("r")
@@ -230,8 +228,8 @@ def _low_rank(
 
 
 def _check_whole(fields: JsonFields, whole: Iterable[str]) -> None:
-    """Raise ValueError unless the whole tensors are those of modules_to_save, except an embedding's and an output
-    projection's: PEFT saves these as well where tokens were added."""
+    """Raise ValueError unless the whole tensors match modules_to_save. Embeddings and output projections may be present
+    unlisted: PEFT saves them when tokens were added."""
     listed = fields.texts("modules_to_save") if fields.values.get("modules_to_save") else []
     left = set(listed)
     for name in whole:

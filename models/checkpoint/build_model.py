@@ -1,4 +1,4 @@
-"""A configuration's model, textbook or transformers' code, and the slices of its parameters that a rank has."""
+"""Build the model of a configuration, textbook or transformers', and find each rank's slices of its parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from compiled_engine.parallel.shards import Shard, compare_shapes
 
 
 def build_model(config: ModelConfig) -> Any:
-    """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
+    """Build the model on the meta device, in config.dtype; `parameters.materialize` allocates its parameters.
 
-    It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and
-    `logits(hidden_RD) -> logits_RV`, or if it pools `pooler(pooled_RW) -> result_RL`. An encoder takes the token types
-    too, if its tokens have any; with recurrences `forward` takes rows_R, see recurrence.sequences. Buffers (rotary
-    frequencies) are fp32 on the CPU.
+    The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD`, and `logits(hidden_RD)
+    -> logits_RV` or, if it pools, `pooler(pooled_RW) -> result_RL`. With token types, an encoder's `forward` also takes
+    these; with recurrences it takes rows_R, see recurrence.sequences. Buffers (rotary frequencies) are fp32 on the CPU.
     """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
@@ -34,8 +33,8 @@ def build_model(config: ModelConfig) -> Any:
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
-    """The model to be given memory and weights where its code is compiled already: without its code if that is
-    transformers'."""
+    """Build the model for use with compiled code. A transformers model then consists of its tensors alone, without its
+    code."""
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
     model = skeleton(find_description(config.transformers.config, config.dtype, cache_dir))
@@ -43,7 +42,7 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
 
 
 def _with_states(model: Any, config: ModelConfig) -> Any:
-    """The model with the states of its recurrences, buffers on the meta device; `row_states` has their names."""
+    """Add the recurrences' states to the model as buffers on the meta device, named in its `row_states`."""
     if (recurrences := config.recurrences) is not None:
         model.row_states = frozenset(state.name for state in recurrences.states)
         count = recurrences.num_rows + recurrences.num_snapshots
@@ -55,7 +54,7 @@ def _with_states(model: Any, config: ModelConfig) -> Any:
 
 
 def _with_pooler(model: Any, config: ModelConfig) -> Any:
-    """The model with a pooler in the place of its output projection, if it pools; an encoder has none to replace."""
+    """Give a pooling model its pooler, which replaces a decoder's output projection."""
     if config.pooling is None or config.pooling.own_head:
         return model
     if config.causal:
@@ -68,11 +67,12 @@ def _with_pooler(model: Any, config: ModelConfig) -> Any:
     return model
 
 
-# The slice of each parameter that a rank of this configuration holds.
+# Slices of parameters that the ranks of a configuration hold.
 
 
 def shards_of(config: EngineConfig) -> dict[str, Shard]:
-    """Shards by parameter name, tied ones under each name; empty for one rank. Raises what compare_shapes raises."""
+    """Return shards by parameter name, with tied parameters under each name; empty for a single rank. Raises as
+    `compare_shapes`."""
     if config.parallel.tensor_parallel_size == 1:
         return {}
     return compare_shapes(_tensors(config.model, config), _tensors(config.local_model, config))

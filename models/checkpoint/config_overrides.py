@@ -1,4 +1,4 @@
-"""Values of the user's own in the place of those in a checkpoint's config.json."""
+"""Apply the option hf_overrides: user values that replace those of a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 
-# The part with the rotary embedding's scaling, in transformers 4 and 5.
+# Section with the rotary embedding's scaling, as named by transformers 4 and 5.
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
-# Fields of this part that a new one keeps, as transformers 4 has them beside it.
+# Fields that survive when the section is replaced; transformers 4 stores them outside of it.
 ROPE_BASE = ("rope_theta", "partial_rotary_factor")
 
 
 def with_overrides(fields: JsonFields, overrides: Mapping[str, Any]) -> JsonFields:
-    """The fields of a config.json with other values.
+    """Return the fields of a config.json with overridden values.
 
-    Configurations of parts, such as text_config, are overridden value by value; any other value is replaced whole.
+    Nested configurations, such as text_config, are merged value by value; any other value is replaced whole.
     """
     if not overrides:
         return fields
@@ -39,7 +39,7 @@ def _overridden(stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The two names of the rotary embedding's part are one: else the stated part would hide a given one."""
+    """Treat both names of the rope section as one; otherwise the checkpoint's section would hide the user's."""
     parts = {name: part for name in ROPE_SECTIONS if isinstance(part := stated.get(name), Mapping)}
     base = {key: part[key] for part in parts.values() for key in ROPE_BASE if key in part}
     base |= {key: given[key] for key in ROPE_BASE if key in base and key in given}
@@ -54,7 +54,7 @@ def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Map
 
 
 def read_overrides(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """The value of the option hf_overrides, which may be JSON. Raises TypeError or ValueError."""
+    """Parse the option hf_overrides, a mapping or JSON. Raises TypeError or ValueError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,4 +1,4 @@
-"""config.json to ModelConfig, in the field names of transformers 4 and 5, without importing transformers."""
+"""Read config.json into a ModelConfig, with field names of transformers 4 or 5, without importing transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DTYPES = {
     "half": torch.float16,
 }
 POOLER = "re:pooler.*"  # small, and computed in fp32
-# Modules kept in the model's dtype by default: output projections, and routers of experts.
+# Modules that online quantisation skips by default: output projections and expert routers.
 DEFAULT_IGNORE = (HEAD, ROUTER)
 
 
@@ -61,12 +61,14 @@ def read_model_config(
     pooling: PoolingOptions | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[ModelConfig, dict[str, str]]:
-    """The model in a checkpoint folder, and the reasons for chosen values, by dotted field name.
+    """Return the model in a checkpoint folder, and the reasons for values that were chosen, by dotted field name.
 
-    dtype, load_format, model_impl, quantization: as EngineOptions has checked them. max_model_len: tokens, None for as
-    many as the model supports. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub, whose
-    weights need not be in the folder yet. cache_dir: folder of descriptions of transformers' models. quantization:
-    None for the checkpoint's own; quantization_ignore: targets that are not quantised. overrides: of config.json.
+    dtype, load_format, model_impl, quantization: as checked by EngineOptions. max_model_len: tokens, None for the
+    model's limit. device_type: cpu or cuda. hub_name, revision: the hub's name of the checkpoint; its weights need not
+    be downloaded yet. cache_dir: folder for descriptions of transformers' models. quantization: None for the
+    checkpoint's own. quantization_ignore: targets to leave unquantised. overrides: values that replace those of
+    config.json.
+
     Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
     path = Path(path)
@@ -148,7 +150,7 @@ def read_model_config(
 def _foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: list[str], architecture: str
 ) -> tuple[ModelConfig, str]:
-    """Call foreign_model; its error for an architecture that transformers does not know names the textbook's too."""
+    """Call foreign_model; if transformers does not know the architecture, name the textbook's in the error."""
     try:
         return foreign_model(fields, path, dtype, cache_dir, names)
     except UnknownArchitectureError as error:
@@ -172,7 +174,7 @@ def _quantisation(
         return stated
     if SECTION in fields or stated is not None:
         method = MXFP4 if stated is None else stated.method
-        if method == asked and not ignore:  # it says what is the case
+        if method == asked and not ignore:  # the option repeats the checkpoint's own method
             return stated
         raise ValueError(f"quantization is {asked!r}, but {path} is quantised already, with {method}; allowed: None")
     if asked not in ONLINE:
@@ -184,7 +186,7 @@ def _quantisation(
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:
-    """Return whether to run the textbook's code, otherwise that of transformers."""
+    """Return whether to run the textbook's code instead of transformers'."""
     name = fields.texts("architectures")[0]
     if name not in FAMILIES and model_impl == "textbook":
         raise ValueError(f"{fields.source}: architecture {name!r} is not known; {_known_to_the_textbook(name)}")
@@ -201,7 +203,7 @@ def _known_to_the_textbook(name: str) -> str:
 def _auto_dtype(
     fields: JsonFields, path: Path, load_format: str, device_type: str, hub_name: str | None
 ) -> tuple[str, str]:
-    """Name and reason."""
+    """Choose a dtype; returns its name and the reason."""
     if device_type == "cpu":
         return "float32", "CPUs compute float32 fastest, and it holds every checkpoint exactly"
     name = "dtype" if "dtype" in fields else "torch_dtype"

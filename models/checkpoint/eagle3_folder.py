@@ -1,8 +1,8 @@
-"""Folders of EAGLE-3 heads in three spellings: the original's, SpecForge's (which SGLang reads) and speculators'.
+"""Read folders of EAGLE-3 heads in three formats: the original's, SpecForge's (used by SGLang) and speculators'.
 
-They differ in the names of the layer's tensors, in where config.json has the shape of the layer, in defaults, and in
-how layers of the model are counted. A head may know few tokens: `d2t` has for each of them its distance to the token of
-the model.
+The formats differ in tensor names, in the place of the layer's shape in config.json, in defaults, and in how layers of
+the target model are counted. A head may have a smaller vocabulary: `d2t` holds, for each draft token, the target
+model's token id minus its own.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.models.textbook.eagle3 import EAGLE3
 
 NAMES = (EAGLE3, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-# The field of speculators' files that names the kind, and the sections of the layer's shape and of SpecForge's ids.
+# speculators' field for the kind of draft model, its section for the layer's shape, and SpecForge's for layer ids.
 SPECULATORS, LAYER, SPECFORGE = "speculators_model_type", "transformer_layer_config", "eagle_config"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
-# Not parameters: which tokens there are, in both directions, and what only training reads.
+# Tensors that are no parameters: the vocabulary mappings in both directions, and one used in training only.
 TOKENS = "d2t"
 UNREAD = (TOKENS, "t2d", "mask_hidden")
 
 
 def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: str) -> tuple[ModelConfig, list[int]]:
-    """The head in a folder, and the layers of the model whose inputs it reads, counted from 0.
+    """Return the head in a folder, and the indices (from 0) of the target model's layers whose inputs it reads.
 
-    target: the model that it drafts for. Positions are those of the model, up to max_model_len, whatever the head was
-    trained for. Raises ValueError for a field or tensor that is wrong or missing, and for a head of another model.
+    target: the model to draft for. The head accepts positions up to max_model_len, whatever length it was trained with.
+    Raises ValueError for a field or tensor that is wrong or missing, and for a head of another model.
     """
     fields = JsonFields.from_file(path / "config.json")
     layer = _layer_fields(fields)
@@ -83,7 +83,7 @@ def _layer_fields(fields: JsonFields) -> JsonFields:
 
 
 def is_head(path: Path) -> bool:
-    """Return whether the folder holds a head: not if it has no config.json that can be read."""
+    """Return whether the folder holds a head; False without a readable config.json."""
     try:
         fields = JsonFields.from_file(path / "config.json")
     except ValueError:
@@ -93,7 +93,8 @@ def is_head(path: Path) -> bool:
 
 
 def _layers(fields: JsonFields, num_layers: int) -> list[int]:
-    """SpecForge counts a layer's output, which is the next one's input; all others count inputs, as vLLM does."""
+    """Return the layers whose inputs the head reads. SpecForge's ids count a layer's output, which is the next layer's
+    input; the other formats count inputs, as vLLM does."""
     section = fields.section(SPECFORGE)
     if section.values.get("use_aux_hidden_state", True) is not True:
         raise section.error("use_aux_hidden_state", "true")
@@ -116,10 +117,10 @@ def _layers(fields: JsonFields, num_layers: int) -> list[int]:
 
 
 def head_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """The parameters in a checkpoint under their names in Eagle3Head.
+    """Return a checkpoint's parameters under their names in Eagle3Head.
 
-    Without an embedding it has the model's: an empty one takes its place, on the meta device. Raises ValueError if the
-    model's does not fit.
+    A head without an embedding shares the target model's: an empty meta tensor takes its place. Raises ValueError if
+    the target model's embedding does not fit.
     """
     assert model.head is not None
     found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -139,16 +140,16 @@ def head_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dic
 
 
 def has_embedding(model: ModelConfig) -> bool:
-    """Return whether a head has an embedding of its own."""
+    """Return whether a head has its own embedding."""
     if model.load_format == "dummy":
         return False
     return any(name.removeprefix("model.") == EMBEDDING for name in map_tensors(model.path))
 
 
 def draft_tokens(model: ModelConfig, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """The model's token for each token of the draft vocabulary, int64 [Vd]. tensors: of the folder, None to map them.
+    """Return the target model's token id of each draft token, int64 [Vd].
 
-    Raises ValueError if they are missing or wrong.
+    tensors: the folder's tensors; None reads them. Raises ValueError if the mapping is missing or wrong.
     """
     assert model.head is not None
     count, most = model.head.vocab_size, model.vocab_size

@@ -1,7 +1,4 @@
-"""Defaults of each known architecture for fields missing in config.json.
-
-They are the defaults of transformers.
-"""
+"""Defaults of each textbook architecture for fields missing in config.json, as in transformers."""
 
 from __future__ import annotations
 
@@ -14,34 +11,28 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 
 @dataclass(frozen=True)
 class Biases:
-    """Projections with a bias: q, k and v; o; gate, up and down."""
+    """Projections that have a bias."""
 
-    qkv: bool = False
-    attention_out: bool = False
-    mlp: bool = False
+    qkv: bool = False  # q, k and v
+    attention_out: bool = False  # o
+    mlp: bool = False  # gate, up and down
 
 
 @dataclass(frozen=True)
 class Family:
-    """`num_kv_heads` and `head_dim` are defaults; None is one per query head, and hidden size / heads.
+    """Defaults of one architecture, and functions that read its own fields."""
 
-    `tied`: the default of tie_word_embeddings. `activation`: the field that names it, and the family's value.
-    `experts`: None for families without. Further defaults: `soft_caps`, of attention's scores and of the logits, 0 for
-    none; `query_scalar`, of query_pre_attn_scalar, None for the head size; `rope_theta`; and `local_theta`, of layers
-    with a window, None if it is the same.
-    """
-
-    num_kv_heads: int | None
-    head_dim: int | None
+    num_kv_heads: int | None  # default; None: one per query head
+    head_dim: int | None  # default; None: hidden size / heads
     biases: Callable[[JsonFields], Biases]
     sliding_windows: Callable[[JsonFields, int], tuple[int | None, ...]]
-    tied: bool = False
-    activation: tuple[str, str] = ("hidden_act", "silu")
-    experts: Callable[[JsonFields, int], ExpertsConfig] | None = None
-    soft_caps: tuple[float, float] = (0.0, 0.0)
-    query_scalar: float | None = None
+    tied: bool = False  # default of tie_word_embeddings
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the field that names the activation, and the supported value
+    experts: Callable[[JsonFields, int], ExpertsConfig] | None = None  # None for dense models
+    soft_caps: tuple[float, float] = (0.0, 0.0)  # defaults for attention scores and logits; 0: no cap
+    query_scalar: float | None = None  # default of query_pre_attn_scalar; None: head size
     rope_theta: float = 10_000.0
-    local_theta: float | None = None
+    local_theta: float | None = None  # rope theta of sliding-window layers; None: rope_theta
 
 
 def _llama_biases(fields: JsonFields) -> Biases:
@@ -63,7 +54,8 @@ def _mistral_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, .
 
 
 def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    """The window is for the layers that `layer_types` names, else for those from `max_window_layers` on."""
+    """Return the window for the sliding layers of `layer_types`, or without that field for layers from
+    `max_window_layers` on."""
     in_use = fields.boolean("use_sliding_window", False)
     window = fields.nullable_integer("sliding_window", absent=4096) if in_use else None
     if "layer_types" not in fields:
@@ -75,7 +67,7 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
 
 
 def _qwen_moe_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    """The window is for all layers or for none."""
+    """Return the same window for all layers."""
     in_use = fields.boolean("use_sliding_window", False)
     return (fields.nullable_integer("sliding_window", absent=4096) if in_use else None,) * num_layers
 
@@ -103,7 +95,7 @@ def _gemma3_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ..
 
 
 def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[int | None, ...]:
-    """Without `layer_types` every layer except the last of a period has the window."""
+    """Return the window of each layer; without `layer_types`, all layers but the last of each period have it."""
     window = fields.nullable_integer("sliding_window", absent=4096)
     types = fields.texts("layer_types") if "layer_types" in fields else None
     if types is None:
@@ -112,7 +104,7 @@ def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[in
 
 
 def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
-    """A layer is dense if `mlp_only_layers` names it, or if it is not one of every `decoder_sparse_step`."""
+    """Read the experts. A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it."""
     named = fields.values.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in named):
         raise fields.error("mlp_only_layers", f"a list of layers, 0 to {num_layers - 1}")
@@ -126,7 +118,7 @@ def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
 
 
 def _number_of_experts(fields: JsonFields) -> int:
-    """Transformers 4 calls them num_experts, 5 num_local_experts as well."""
+    """Read the number of experts: num_experts in transformers 4, also num_local_experts in 5."""
     return fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", 128)
 
 

@@ -1,4 +1,4 @@
-"""Names of files and tensors, as errors have them."""
+"""Lists of file and tensor names for error messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
 def pickle_names(folder: Path) -> list[str]:
-    """The names of the pickle files in a folder, which are never read: they can run code."""
+    """Return the names of a folder's pickle files. They are never read, since unpickling can run code."""
     return sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
 
 
 def name_some(names: list[str], most: int = 10) -> str:
-    """The first names, and how many there are if that is more."""
+    """Join the first names, followed by the total if there are more."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

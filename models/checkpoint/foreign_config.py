@@ -1,4 +1,4 @@
-"""Conversion of config.json to the ModelConfig of a model with transformers' code."""
+"""Convert config.json to the ModelConfig of a model that runs transformers' code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from compiled_engine.models.foreign.find_description import find_description
 def foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: Sequence[str]
 ) -> tuple[ModelConfig, str]:
-    """The model, and the source of its max_model_len, the longest supported.
+    """Return the model, and the source of its max_model_len, the longest supported.
 
-    names: architectures to try in turn; a later one is tried where transformers does not know the ones before.
-    Raises ValueError, with the name, for a model that transformers does not have or the engine cannot run.
+    names: architectures to try in order, until transformers knows one. Raises ValueError, with the name, for a model
+    that transformers lacks or the engine cannot run.
     """
     name, *others = names
     config_json = json.dumps(fields.replaced(architectures=[name]).values, sort_keys=True)

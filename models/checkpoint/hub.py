@@ -1,7 +1,7 @@
-"""Checkpoints of the Hugging Face Hub: from `org/name` to a folder in the cache of huggingface_hub.
+"""Find or download checkpoints of the Hugging Face Hub: from `org/name` to a folder in huggingface_hub's cache.
 
-What the cache holds is used without asking the hub. What it lacks is downloaded: configs, tokenizer and safetensors
-files, nothing else. The small files come first, the weights when they are about to be loaded.
+Files in the cache are used without contacting the hub. Missing ones are downloaded: configs, tokenizer and safetensors
+files only. Small files come first; weights follow when they are about to be loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
 from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files
 from compiled_engine.process.progress import Advance, Progress
 
-# The files with the vocabulary come last, so that where one of them is in the cache the others are, too.
+# Vocabulary files are downloaded last: if the cache has one of them, it has all other tokenizer files.
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "tokenizer.json")
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -44,29 +44,26 @@ TOKENIZER_FILES = (
 )
 CONFIG = "config.json"
 MODEL_FILES = (CONFIG, "generation_config.json", INDEX, *POOLING_FILES, *TOKENIZER_FILES)
-# Of the modules after the transformer in the layout of sentence-transformers; their weights are small.
+# Files of modules after the transformer in sentence-transformers' layout; their weights are small.
 _OF_MODULES = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub as a user named it.
+    """A repository of the hub as the user named it."""
 
-    field: the option that names it, for errors. revision: branch, tag or commit. cache_dir: None for the library's.
-    """
-
-    field: str
+    field: str  # option that names it, for errors
     name: str
-    revision: str
-    cache_dir: Path | None
+    revision: str  # branch, tag or commit
+    cache_dir: Path | None  # None: huggingface_hub's default
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The folder of one commit in the cache. `origin` describes the source of its files."""
+    """Folder of one commit in the cache."""
 
     path: Path
-    origin: str
+    origin: str  # source of the files, in words
 
     @property
     def commit(self) -> str:
@@ -74,11 +71,12 @@ class Snapshot:
 
 
 def find_checkpoint(repository: Repository, progress: Progress, *, with_weights: bool) -> Snapshot:
-    """A snapshot with the configs and the tokenizer; with_weights: and with weights, in it or ready to be downloaded.
+    """Return a snapshot that holds configs and tokenizer. with_weights: require weights, in the snapshot or in the
+    repository.
 
-    Raises ValueError for an unknown repository or revision, or one without a checkpoint that can be read;
-    PermissionError for a gated one; FileNotFoundError for what is not in the cache while HF_HUB_OFFLINE is set;
-    ConnectionError if the hub cannot be reached.
+    Raises ValueError for an unknown repository or revision, or one without a readable checkpoint; PermissionError for a
+    gated one; FileNotFoundError for files missing in the cache while HF_HUB_OFFLINE is set; ConnectionError if the hub
+    cannot be reached.
     """
     cached = _cached(repository, CONFIG)
     lacking = _lacking(repository, cached, with_weights)
@@ -102,7 +100,7 @@ def find_checkpoint(repository: Repository, progress: Progress, *, with_weights:
 
 
 def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot:
-    """A snapshot with a tokenizer. Raises as `find_checkpoint`."""
+    """Return a snapshot with a tokenizer. Raises as `find_checkpoint`."""
     for name in VOCABULARY_FILES:
         if cached := _cached(repository, name):
             return Snapshot(cached, "from the cache of huggingface_hub")
@@ -117,7 +115,7 @@ def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot
 
 
 def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
-    """A snapshot with an adapter's two files. Raises as `find_checkpoint`."""
+    """Return a snapshot with an adapter's two files. Raises as `find_checkpoint`."""
     if all(_cached(repository, name) for name in (CONFIG_FILE, WEIGHTS_FILE)):
         folder = _cached(repository, WEIGHTS_FILE)
         assert folder is not None
@@ -132,7 +130,7 @@ def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
 
 
 def download_weights(name: str, folder: Path, progress: Progress) -> None:
-    """Complete the weights in a snapshot that `find_checkpoint` gave. Raises as that."""
+    """Download missing weights into a snapshot returned by `find_checkpoint`. Raises as `find_checkpoint`."""
     if not _weights_problem(folder):
         return
     repository = Repository("model", name, folder.name, folder.parents[2])
@@ -142,28 +140,28 @@ def download_weights(name: str, folder: Path, progress: Progress) -> None:
 
 
 def _cached(repository: Repository, file: str) -> Path | None:
-    """The snapshot of the revision, if the cache has this file of it."""
+    """Return the revision's snapshot if the cache has this file in it."""
     with _errors_in_words(repository, ""):
         path = try_to_load_from_cache(repository.name, file, repository.cache_dir, repository.revision)
     return Path(path).parent if isinstance(path, str) else None
 
 
 def _lacking(repository: Repository, cached: Path | None, with_weights: bool) -> str:
-    """Description of missing files of the cache; empty if it is complete."""
+    """Describe files missing in the cache; empty if it is complete."""
     if cached is None:
         return f"revision {repository.revision}"
     return _weights_problem(cached) if with_weights else ""
 
 
 def _weights_problem(folder: Path) -> str:
-    """Weights missing in a snapshot; empty if it is complete."""
+    """Describe weights missing in a snapshot; empty if it is complete."""
     if (folder / INDEX).is_file():
         return name_some([name for name in indexed_files(folder) if not (folder / name).is_file()])
     try:
         shards = find_shards(folder)
     except ValueError:
         return "its weights"
-    # Shards alone do not say how many there should be.
+    # Without the index, the number of shards is unknown.
     return INDEX if any("-of-" in shard.name for shard in shards) else ""
 
 
@@ -172,7 +170,7 @@ def _has_vocabulary(folder: Path) -> bool:
 
 
 def _list_files(repository: Repository) -> dict[str, int]:
-    """The repository's files at the revision, with their sizes in bytes."""
+    """Return the repository's files at the revision, with sizes in bytes."""
     info = HfApi().model_info(
         repository.name,
         revision=repository.revision,
@@ -183,9 +181,9 @@ def _list_files(repository: Repository) -> dict[str, int]:
 
 
 def _weight_files(repository: Repository, listed: dict[str, int], folder: Path | None) -> list[str]:
-    """The safetensors files of the checkpoint: those of the index in `folder`, the single file, or all.
+    """Return the checkpoint's safetensors files: those of the index in `folder`, the single file, or all.
 
-    Other formats and folders inside the repository hold the same weights again.
+    Files in other formats or in subfolders are skipped: they hold the same weights again.
     """
     if INDEX in listed and folder is not None and (folder / INDEX).is_file():
         names = indexed_files(folder)
@@ -206,9 +204,7 @@ def _weight_files(repository: Repository, listed: dict[str, int], folder: Path |
 
 
 def _download_first(repository: Repository, name: str) -> Path:
-    """Download under the name of the revision, so that the cache maps it to the commit; returns the snapshot's
-    folder.
-    """
+    """Download by the revision's name, so that the cache maps it to the commit; returns the snapshot's folder."""
     path = hf_hub_download(
         repository.name,
         name,
@@ -222,7 +218,7 @@ def _download_first(repository: Repository, name: str) -> Path:
 def _download(
     repository: Repository, folder: Path, names: Sequence[str], listed: dict[str, int], progress: Progress
 ) -> None:
-    """Download the missing files of the snapshot one by one; the library fetches a large file in parallel."""
+    """Download missing files one by one; the library parallelises within a large file."""
     missing = [name for name in names if not (folder / name).is_file()]
     if not missing:
         return
@@ -239,7 +235,7 @@ def _download(
 
 
 def _report_to(advance: Advance) -> type[tqdm]:
-    """A bar for huggingface_hub that draws nothing and passes the bytes on."""
+    """Return a progress bar class for huggingface_hub that draws nothing and reports bytes to `advance`."""
 
     class Reporter(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
@@ -248,7 +244,7 @@ def _report_to(advance: Advance) -> type[tqdm]:
         def update(self, n: float | None = 1) -> None:
             advance(int(n or 0))
 
-        # With these a transfer in chunks, which counts bytes twice (received and written), needs no second bar.
+        # Chunked transfers report bytes twice, received and written. Without these methods they need a second bar.
         def update_transfer(self, n: float | None = 1) -> None:
             pass
 
@@ -259,13 +255,14 @@ def _report_to(advance: Advance) -> type[tqdm]:
 
 
 def _named(repository: Repository) -> str:
-    """The beginning of an error."""
+    """Begin an error message with the option and the repository."""
     return f"{repository.field} is {repository.name!r} on {constants.ENDPOINT}"
 
 
 @contextmanager
 def _errors_in_words(repository: Repository, lacking: str) -> Iterator[None]:
-    """Say of each error of the library, in one line, what is wrong and what to do. lacking: what the cache lacks."""
+    """Turn the library's errors into one line that says what is wrong and what to do. lacking: files missing in the
+    cache."""
     name, hub = repository.name, constants.ENDPOINT
     start = f"{repository.field} is {name!r}, which is no local folder"
     lacks = f"the cache {repository.cache_dir or constants.HF_HUB_CACHE} lacks {lacking}"

@@ -1,4 +1,4 @@
-"""Typed reading of a JSON object: a mistake in it is a ValueError that names file, field and value."""
+"""Read typed fields of a JSON object; mistakes raise a ValueError that names file, field and value."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Git LFS pointers: the short text that a checkout without Git LFS has in the place of a large file.
+# First bytes of a Git LFS pointer: the short text that replaces a large file in a checkout without Git LFS.
 
 _FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
-# Characters of a value in an error.
+# Most characters of a value shown in an error.
 _LONGEST_VALUE = 500
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether the file is a pointer; False if it does not exist."""
+    """Return whether the file is a Git LFS pointer; False if it does not exist."""
     try:
         with path.open("rb") as file:
             return is_lfs_text(file.read(len(_FIRST_BYTES)))
@@ -25,12 +25,12 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def is_lfs_text(first: bytes) -> bool:
-    """Return whether a file that begins so is a pointer. At least 8 bytes decide."""
+    """Return whether these first bytes of a file, at least 8, are those of a Git LFS pointer."""
     return len(first) >= 8 and first[: len(_FIRST_BYTES)] == _FIRST_BYTES[: len(first)]
 
 
 def describe_lfs_pointer(path: Path) -> str:
-    """The error message for a pointer file."""
+    """Return the error message for a pointer file."""
     return (
         f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file anew"
     )
@@ -38,17 +38,17 @@ def describe_lfs_pointer(path: Path) -> str:
 
 @dataclass(frozen=True)
 class JsonFields:
-    """The fields of one JSON object; `source` is its origin in errors.
+    """Fields of one JSON object.
 
-    An absent or null field takes the method's `default`; without default it is an error.
+    A missing or null field takes the method's `default`; without a default it is an error.
     """
 
-    source: str
+    source: str  # origin of the object, for errors
     values: dict[str, Any]
 
     @classmethod
     def from_file(cls, path: Path) -> JsonFields:
-        """Raises ValueError when the file is missing, is a Git LFS pointer, is not JSON, or does not hold an object."""
+        """Read a file. Raises ValueError if it is missing, a Git LFS pointer, not JSON, or no object."""
         try:
             text = path.read_bytes()
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class JsonFields:
 
     @classmethod
     def from_text(cls, path: Path, text: bytes) -> JsonFields:
-        """The content of a file that was read. Raises as `from_file`."""
+        """Parse a file's content. Raises as `from_file`."""
         try:
             if not text.strip():
                 raise ValueError("it is empty")
@@ -71,7 +71,7 @@ class JsonFields:
         return cls(str(path), values)
 
     def replaced(self, **values: Any) -> JsonFields:
-        """Return the fields with other values for these names."""
+        """Return a copy with other values for these names."""
         return JsonFields(self.source, self.values | values)
 
     def __contains__(self, name: str) -> bool:
@@ -84,20 +84,20 @@ class JsonFields:
         return ValueError(f"{self.source}: {name} must be {allowed}, got {shown}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """Return a whole number of at least 1."""
         value = self._value(name, default)
         if type(value) is not int or value < 1:
             raise self.error(name, "a whole number of at least 1")
         return value
 
     def nullable_integer(self, name: str, absent: int | None) -> int | None:
-        """A whole number of at least 1, or None for null, or `absent` where the field is not there."""
+        """Return a whole number of at least 1, None for null, or `absent` if the field is missing."""
         if name not in self:
             return None if name in self.values else absent
         return self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(name, "a number above 0")
@@ -116,14 +116,14 @@ class JsonFields:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of at least one string."""
+        """Return a list of at least one string."""
         value = self._value(name, None)
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise self.error(name, "a list of strings")
         return value
 
     def section(self, name: str) -> JsonFields:
-        """The object under a field; an empty one when the field is absent or null."""
+        """Return the object in a field; an empty one if the field is missing or null."""
         value = self._value(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")
@@ -137,7 +137,7 @@ class JsonFields:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Describe what a folder without a checkpoint seems to be."""
+    """Describe what a folder without config.json holds instead."""
     if (folder / "adapter_config.json").exists():
         return "; the folder holds an adapter (adapter_config.json): merge it into its base model first"
     if any(folder.glob("*.gguf")):

@@ -1,8 +1,7 @@
-"""Scales of keys and values in FP8, as checkpoints state them: one for a layer's keys and one for its values, or one
-for each K/V head.
+"""Read the scales of an FP8 KV cache from a checkpoint: one per layer, or one per K/V head, for keys and for values.
 
-Spellings: `self_attn.k_scale` of compressed-tensors, `self_attn.k_proj.k_scale` of modelopt, and
-`self_attn.k_proj.output_scale` of older files; `v` likewise. A key is its code times the scale.
+Names: `self_attn.k_scale` (compressed-tensors), `self_attn.k_proj.k_scale` (modelopt), and
+`self_attn.k_proj.output_scale` (older files); `v` likewise. A key is its 8-bit value times the scale.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:([kv])_scale|([kv])_pro
 
 
 def find_kv_scales(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[int, str], str]:
-    """Return the names of scales by layer and kind, `k` or `v`."""
+    """Return the scales' tensor names by layer and kind, `k` or `v`."""
     found = {}
     for name in tensors:
         if match := _NAME.match(name):
@@ -35,10 +34,10 @@ def kv_scales_of(
     rank: int,
     num_ranks: int,
 ) -> torch.Tensor:
-    """Return the values of a parameter with the role KV_SCALES, [2, K] of a rank.
+    """Return a rank's values [2, K] of a parameter with the role KV_SCALES.
 
-    num_kv_heads: of the undivided layer. Scales below LEAST_SCALE, those of heads without values, are raised to it.
-    Raises ValueError, with the name, for values that no scale has.
+    num_kv_heads: heads of the undivided layer. Scales below LEAST_SCALE, as of heads whose values are all 0, are raised
+    to it. Raises ValueError, with the tensor's name, unless all scales are finite and positive.
     """
     layer = int(leaf.name.split(".")[1])
     scales_2K = torch.ones(leaf.shape)

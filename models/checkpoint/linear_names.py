@@ -1,4 +1,4 @@
-"""Names of a model's linears, and the check that what is to stay unquantised is among them."""
+"""Names of a model's linears, and the check that targets to be left unquantised exist."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _WEIGHT = ".weight"
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Return the names that rules of quantisation are compared with: of linears, and of matrices of experts.
+    """Return the names that quantisation rules are matched against: linears, and matrices of experts.
 
-    model: textbook, or parameters alone, which do not show what is an embedding: its name is returned too.
+    model: a textbook model, or a module that only holds parameters. In the latter an embedding looks like a linear, so
+    its name is included.
     """
     return list(dict.fromkeys(_names(model)))
 

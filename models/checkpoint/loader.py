@@ -1,4 +1,4 @@
-"""Fills a rank's weights from a checkpoint: everything is checked before anything is copied."""
+"""Load a rank's weights from a checkpoint; everything is checked before anything is copied."""
 
 from __future__ import annotations
 
@@ -41,14 +41,11 @@ log = logging.getLogger("compiled_engine")
 
 @dataclass(frozen=True)
 class _Copy:
-    """A view of a tensor of the checkpoint, or whole encoded ones, and the view of a parameter that gets the values.
-
-    encoded: the placement, if values are to be decoded.
-    """
+    """One copy from the checkpoint: a view of a tensor, or whole encoded tensors, into a view of a parameter."""
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor
-    encoded: Placement | None = None
+    encoded: Placement | None = None  # the placement, if the values must be decoded
 
 
 def load_weights(
@@ -60,15 +57,17 @@ def load_weights(
     num_ranks: int = 1,
     cache_dir: Path | None = None,
 ) -> None:
-    """Write each tensor of the checkpoint once to its place, converted to the dtype there, and compute made parameters.
+    """Copy each tensor of the checkpoint to its place, converted to the dtype there, and compute derived parameters.
 
-    Calling it again updates everything in the same memory.
-    model: names and shapes of the undivided one, which may be on the meta device. config: of the undivided model.
-    Missing files of a checkpoint from the hub are downloaded first. rank, num_ranks: of tensor parallelism; only this
-    rank's parts are read. config.load_format dummy: random weights instead. cache_dir: folder of placements of
-    transformers' models. Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are
-    missing, unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
-    if a download fails.
+    A second call updates all weights in place. Missing files of a checkpoint from the hub are downloaded first. With
+    config.load_format "dummy" the weights are random.
+
+    model, config: those of the undivided model; the model gives names and shapes, and may be on the meta device. rank,
+    num_ranks: for tensor parallelism; only this rank's parts are read. cache_dir: folder of placements for
+    transformers' models.
+
+    Raises ValueError, before anything is copied, if files are missing or damaged, or if tensors are missing,
+    unexpected, of a wrong shape, of a dtype not in STORED_DTYPES, or tied but different; OSError if a download fails.
     """
     if config.load_format == "dummy":
         with progress.stage("random weights"):
@@ -76,7 +75,7 @@ def load_weights(
         return
     if config.hub_name is not None:
         from compiled_engine.models.checkpoint.hub import (
-            download_weights,  # imports huggingface_hub, which a folder does without
+            download_weights,  # imports huggingface_hub, not needed for a folder
         )
 
         download_weights(config.hub_name, config.path, progress)
@@ -116,7 +115,7 @@ def load_weights(
 def _kv_scales(
     weights: Weights, tensors: Mapping[str, torch.Tensor], config: ModelConfig, rank: int, num_ranks: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values of all parameters with scales of keys and values, by name. Warn if the checkpoint has none."""
+    """Return the values of all KV scale parameters by name. Warns if the checkpoint has none."""
     leaves = [leaf for leaf in weights.leaves() if leaf.role == KV_SCALES]
     names = find_kv_scales(tensors)
     if leaves and not names and rank == 0:
@@ -147,14 +146,14 @@ def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_rank
 
 
 def _is_zero(leaf: Parameter, rank: int) -> bool:
-    """Return whether this rank has zeros for a tensor that belongs only to the first rank."""
+    """Return whether the tensor is all zeros on this rank, because only the first rank holds it."""
     return leaf.shard is not None and leaf.shard.first_only and rank > 0
 
 
 def _require_equal(
     read: Sequence[Placement], twins: Sequence[Placement], tensors: Mapping[str, torch.Tensor], path: Path
 ) -> None:
-    """Raise ValueError where another copy of a tied tensor, which is not read, differs."""
+    """Raise ValueError if an unread copy of a tied tensor differs from the one that is read."""
     by_place = {part.placed: part for part in read}
     for twin in twins:
         part = by_place.get(twin.placed)
@@ -182,7 +181,7 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
             plain.append((source, target))
             continue
         else:
-            # The device is the faster one to exchange dimensions.
+            # A transpose is faster on the device.
             target.copy_(source.to(device) if source.is_contiguous() else source)
         advance(1)
     if plain:
@@ -196,11 +195,11 @@ CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Fill a tensor in place with normal values of small deviation, around 1 for norms and around 0 otherwise. Codes
-    get all sizes, and scales with which their values have about that deviation.
+    """Fill the weights in place with normal values of small deviation, around 1 for norms and around 0 otherwise.
+    Quantised values span their whole range; their scales give dequantised weights about the same deviation.
 
-    The values of a tensor depend on the seed, its name and the kind of device, not on its place or the number of ranks:
-    a divided tensor is generated completely, one tensor at a time.
+    Values depend on the seed, the tensor's name and the kind of device, not on the tensor's place or the number of
+    ranks: a divided tensor is generated whole, one at a time.
     """
     for batch in weights.batches():
         for leaf, target in batch:

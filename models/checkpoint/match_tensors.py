@@ -1,4 +1,4 @@
-"""Match each tensor of a checkpoint to a tensor of a textbook or foreign model, and check all."""
+"""Match a checkpoint's tensors to those of a textbook or transformers model, and check all of them."""
 
 from __future__ import annotations
 
@@ -33,23 +33,20 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Matched:
-    """The placements to read for each tensor of the model, by its name, the first one of tied ones.
-
-    twins: placements of the other copies, where a checkpoint holds a tied tensor several times. stored: what is beside
-    tensors of codes, by their names.
-    """
+    """Placements to read for each tensor of the model, by name; a tied tensor has the first of its names."""
 
     read: Mapping[str, Sequence[Placement]]
+    # placements of further copies, if a checkpoint stores a tied tensor several times
     twins: Mapping[str, Sequence[Placement]]
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, Stored]  # scales of quantised tensors, by the name of the quantised tensor
 
 
 def match_tensors(
     tensors: Mapping[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
 ) -> Matched:
-    """Match by name. model: the undivided one, which may be on the meta device. cache_dir: see `load_weights`.
+    """Match by name. model: undivided, may be on the meta device. cache_dir: see `load_weights`.
 
-    Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
+    Raises ValueError if tensors are missing, unexpected, of a wrong shape or of a dtype that is not supported.
     """
     stored, wrong = find_stored(tensors, config.quantisation)
     beside = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
@@ -88,7 +85,7 @@ def _of_transformers(
     shapes: Mapping[str, Shape],
     cache_dir: Path | None,
 ) -> tuple[list[Placement], Problems]:
-    """Match as transformers would load the tensors; those of a pooler by their names."""
+    """Match as transformers would load the tensors; a pooler's tensors are matched by name."""
     of_pooler = [name for name in shapes if name.startswith(f"{POOLER}.")]
     stated = {name: shape for name, shape in shapes.items() if name not in of_pooler}
     try:
@@ -96,7 +93,7 @@ def _of_transformers(
     except ValueError as error:
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
     placements = list(plan.placements)
-    if config.pooling is not None:  # its output projection is not there
+    if config.pooling is not None:  # a pooling model has no output projection
         placements = [placement for placement in placements if placement.target in own]
         placements += [Placement(name, _all_of(shapes[name]), name, _all_of(shapes[name])) for name in of_pooler]
     return placements, {"unexpected": list(plan.unexpected)}
@@ -105,7 +102,7 @@ def _of_transformers(
 def _of_textbook(
     model: nn.Module, own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[list[Placement], Problems]:
-    """Match by the model's names, and by the names of parts that a module declares."""
+    """Match by the model's parameter names; experts declare the names of their parts."""
     expected = {name: (name, tuple((0, size) for size in tensor.shape)) for name, tensor in own.items()}
     of_file = {name: tuple(tensor.shape) for name, tensor in own.items()}
     for path, module in model.named_modules():
@@ -133,7 +130,8 @@ def _of_textbook(
 def _tied_apart(
     placements: Sequence[Placement], own: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
-    """Separate what is read from other copies of tied tensors, by the tensor's first name: (read, twins)."""
+    """Separate placements to read from further copies of tied tensors, both by the tensor's first name: (read,
+    twins)."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}
     chosen: dict[str, str] = {}
@@ -149,7 +147,7 @@ def _tied_apart(
 def _misfits(
     read: Mapping[str, Sequence[Placement]], own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
 ) -> Problems:
-    """List tensors of transformers' code that are not covered, and placements that do not lie within one."""
+    """List tensors of transformers' model that are not fully covered, and placements that exceed their tensor."""
     owners: dict[int, str] = {}
     for name, tensor in own.items():
         owners.setdefault(id(tensor), name)

@@ -1,7 +1,7 @@
-"""Merge an adapter into the tensors of a checkpoint while they are read.
+"""Merge an adapter into a checkpoint's tensors while they are read.
 
-Any rank, DoRA, embeddings and whole tensors are merged; the model that is loaded then is an ordinary one. Products are
-computed in fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
+Supports any rank, DoRA, embeddings and whole tensors; the merged model is an ordinary one. Products are computed in
+fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
 
 
 def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors, by name, with the adapter merged. dtype: of the model.
+    """Return the checkpoint's tensors, by name, with the adapter merged. dtype: the model's.
 
-    An output projection that is tied to the embedding has a tensor of its own in the result if the adapter changes
-    either. Raises ValueError for modules that the checkpoint does not have, of other shapes or with quantised weights.
+    If the adapter changes a tied embedding or output projection, the result holds both tensors. Raises ValueError for
+    modules that the checkpoint lacks, or stores in other shapes or quantised.
     """
     merged = dict(tensors)
     if f"{OUTPUT}.weight" not in tensors and adapter.parts_tied_weights:
@@ -51,7 +51,7 @@ def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
 def _changed(
     adapter: Adapter, name: str, weight: torch.Tensor, low_rank: LowRank, dtype: torch.dtype, *, transposed: bool
 ) -> torch.Tensor:
-    """transposed: the weight is [K, N]."""
+    """Return the merged weight. transposed: the weight is stored as [K, N]."""
     if weight.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{adapter.path}: {name} is quantised ({weight.dtype}); allowed: a base model of full precision"

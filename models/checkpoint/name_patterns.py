@@ -1,8 +1,8 @@
-"""The patterns of adapter_config.json (`alpha_pattern`, `rank_pattern`): regular expressions for the ends of modules'
-names, whose values they give.
+"""Match module names against `alpha_pattern` and `rank_pattern` of adapter_config.json: regular expressions for the
+ends of module names, with a number each.
 
-Anybody may have written them, so they are matched without backtracking, all in one pass over a name, by RE2. It has no
-backreferences and no lookaround. Patterns without these mean what Python's `re`, and so PEFT, takes them for.
+The patterns are untrusted, so RE2 matches them all in one pass, in linear time. RE2 has no backreferences and no
+lookaround; other patterns mean the same as in Python's `re`, which PEFT uses.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import time
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 
-# Bounds of all patterns of a field: bytes of what they compile to, and seconds of a thread's work.
+# Limits for all patterns of a field together: bytes of the compiled patterns, and seconds of CPU time for matching.
 MOST_MEMORY, MOST_SECONDS = 32 << 20, 5.0
 _SHOWN = 80
 
 
 class NamePatterns:
-    """Numbers for modules, by the first pattern that matches the end of a name after a dot, or all of the name."""
+    """Numbers for modules. The first pattern counts that matches the whole name, or its end after a dot."""
 
     def __init__(self, fields: JsonFields, name: str) -> None:
-        """Raises ValueError, one line with the pattern, for one that cannot be matched in linear time, and for a value
-        that is no number above 0."""
+        """Compile the patterns of a field.
+
+        Raises ValueError, one line with the pattern, if one cannot be matched in linear time or its value is no number
+        above 0.
+        """
         section = fields.section(name)
         self._source = section.source
         self._numbers = [section.number(pattern) for pattern in section.values]
@@ -42,14 +45,14 @@ class NamePatterns:
                     f"{self._source} must have regular expressions as its names, got {shown!r}; allowed: those without "
                     "lookaround, backreferences, and more than 1,000 repetitions"
                 ) from error
-        self._set.Add("(?s:.*)")  # found in every name, unless memory does not suffice
+        self._set.Add("(?s:.*)")  # matches every name, so that no match at all means out of memory
         try:
             self._set.Compile()
         except re2.error:
             raise self._too_large() from None
 
     def number(self, module: str) -> float | None:
-        """Return the value for a module; None if no pattern matches. Raises ValueError if that takes too long."""
+        """Return a module's number; None if no pattern matches. Raises ValueError if matching takes too long."""
         if not self._numbers:
             return None
         begin = time.thread_time()

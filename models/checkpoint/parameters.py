@@ -1,4 +1,4 @@
-"""Gives the parameters that a rank's graphs name, or its model has, their memory: once for each of them."""
+"""Allocate the parameters that a rank's graphs name, or its model has; each is allocated once."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.parameter import BUFFER, KEPT, KV_SCALES, QUANTISED, WEIGHT, Parameter, compute
 
 GIB = 2**30
-# Most bytes at a time of tensors that are on the device only until others are made of them.
+# Most bytes at a time of tensors that are on the device only as inputs of derived parameters.
 STAGED_BYTES = 2**28
 
 
 class InsufficientMemoryError(MemoryError):
-    """The device has less free memory than the model's parameters, or the KV cache of one request, need."""
+    """The device has too little free memory for the model's parameters, or for the KV cache of one request."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a rank, and their tensors by name, with those of members and buffers.
+    """A rank's parameters, and their tensors by name, including members of packed parameters and buffers.
 
-    A tied tensor is there under each of its names; `parameters` has the first.
+    A tied tensor is listed under each of its names; `parameters` has only the first.
     """
 
     parameters: tuple[Parameter, ...]
     tensors: dict[str, torch.Tensor]
 
     def leaves(self) -> list[Parameter]:
-        """The tensors of the model that are read, each once."""
+        """Return the model's tensors to be read, each once."""
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
-        """Yield tensors of the model with their memory, which the caller writes before the next iteration.
+        """Yield tensors of the model with their memory; the caller fills them before the next iteration.
 
-        Then made parameters are computed one by one on the device. Tensors are only requested twice if they do not fit
-        into STAGED_BYTES.
+        After each batch the parameters derived from it are computed on the device, one by one. A tensor is yielded
+        again only if the inputs do not fit into STAGED_BYTES.
         """
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         yield [(part, self.tensors[part.name]) for part in written.values() if not part.make and part.role != KEPT]
@@ -64,24 +64,27 @@ class Weights:
 
 
 def parameters_of(model: nn.Module, shards: Mapping[str, Shard] | None = None) -> tuple[Parameter, ...]:
-    """Describe all parameters of a model, none packed, as it needs them without a compiler. shards: by name."""
+    """Describe all parameters of a model, none packed, for use without a compiler. shards: by name."""
     shards = shards or {}
     states = (Parameter.of(name, model.get_buffer(name), KEPT) for name in sorted(states_of(model)))
     return (*(Parameter.of(name, p, shard=shards.get(name)) for name, p in model.named_parameters()), *states)
 
 
 def states_of(model: nn.Module) -> frozenset[str]:
-    """The names of the buffers that are states of recurrences, which are kept parameters."""
+    """Return the names of the buffers that hold recurrence states, which are kept parameters."""
     names: Any = getattr(model, "row_states", frozenset())
     return frozenset(names)
 
 
 def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch.device) -> Weights:
-    """Allocate parameters on the device, uninitialised except kept ones, and move the model's buffers there.
+    """Allocate parameters on the device, and move the model's buffers there. Kept parameters are zeros, the others
+    uninitialised.
 
-    parameters: of all graphs, with repetitions; a tensor of the model that is separate in one graph and a member in
-    another is a view of the packed one. The model's parameters become these tensors; unnamed ones stay on the meta
-    device. Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
+    parameters: those of all graphs, with repetitions; a tensor that is separate in one graph and packed in another
+    becomes a view of the packed one. The tensors replace the model's parameters; parameters not named stay on the meta
+    device.
+
+    Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
     InsufficientMemoryError for a device that is too small.
     """
     names: dict[str, list[str]] = {}
@@ -90,7 +93,7 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
         names.setdefault(first.setdefault(id(own), name), []).append(name)
     owners = {name: owner for owner, several in names.items() for name in several}
     named = {p.renamed(lambda name: owners.get(name, name)): None for p in parameters if p.members or p.role != BUFFER}
-    stored = sorted(named, key=lambda parameter: not parameter.members)  # members are placed with what they are part of
+    stored = sorted(named, key=lambda parameter: not parameter.members)  # packed ones first: members become their views
     _check(stored, {name: model.get_parameter(name) for name in names})
     states = states_of(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in states}
@@ -122,7 +125,7 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
 
 
 def _place(parameter: Parameter, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """A packed parameter's members are views of its rows."""
+    """Register a parameter's tensor; members of a packed parameter are views of its rows."""
     tensors[parameter.name] = tensor
     if parameter.members and not parameter.make:
         rows = [member.shape[0] for member in parameter.members]
@@ -131,7 +134,7 @@ def _place(parameter: Parameter, tensor: torch.Tensor, tensors: dict[str, torch.
 
 
 def _written(parameter: Parameter) -> Iterator[Parameter]:
-    """Yield the parts of a parameter that are written each by itself: tensors of the model, and made ones."""
+    """Yield the parts of a parameter that are written separately: tensors of the model, and derived parameters."""
     if not parameter.members or parameter.make:
         yield parameter
     else:
@@ -140,7 +143,8 @@ def _written(parameter: Parameter) -> Iterator[Parameter]:
 
 
 def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Yield them in groups of at most STAGED_BYTES of staged tensors, those made of the same tensors together."""
+    """Group derived parameters so that their inputs take at most STAGED_BYTES; those with the same inputs stay
+    together."""
     group: list[Parameter] = []
     for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):
         if group and _staged_bytes([*group, parameter]) > STAGED_BYTES:
@@ -156,7 +160,7 @@ def _staged_bytes(made: Iterable[Parameter]) -> int:
 
 
 def _check(stored: list[Parameter], own: Mapping[str, torch.Tensor]) -> None:
-    """own: the model's parameters, tied ones under the first of their names."""
+    """Raise ValueError unless the parameters fit. own: the model's parameters, tied ones under the first name."""
     leaves = {leaf.name: leaf for parameter in stored for leaf in parameter.leaves() if leaf.role == WEIGHT}
     if unknown := [name for name in leaves if name not in own]:
         raise ValueError(f"parameters that the model lacks: {', '.join(unknown)}")
@@ -188,7 +192,7 @@ def _check_memory(stored: list[Parameter], buffers: Iterable[torch.Tensor], devi
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes; on CUDA what torch has reserved and does not use counts as free."""
+    """Return free bytes; on CUDA, memory that torch has reserved but does not use counts as free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,8 +1,8 @@
-"""A checkpoint folder that pools: its files' statements, as plain data, and the tensors of its head.
+"""Read a pooling checkpoint's configuration as plain data, and the tensors of its head.
 
-The statements are files of sentence-transformers, and config.json of a classifier or reranker.
-sentence-transformers lists its modules in modules.json: a transformer, poolings, linears (Dense), a normalisation. Only
-the last part of a module's type counts, so old and new spellings are the same.
+Sources are the files of sentence-transformers, and config.json of classifiers and rerankers. sentence-transformers
+lists modules in modules.json: a transformer, poolings, linears (Dense) and a normalisation. Only the last part of a
+module's type name is compared, so old and new spellings are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from compiled_engine.pooling import (
 )
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-# Older configurations of the module Transformer are named after its model.
+# Older config files of the module Transformer are named after the model.
 _NAMED = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TRANSFORMERS = tuple(f"sentence_{name}_config.json" for name in _NAMED)
 LENGTH = "max_seq_length"
@@ -42,9 +42,9 @@ POOLING_FILES = (MODULES, PROMPTS, *TRANSFORMERS)
 CAUSAL = "ForCausalLM"
 LM_HEAD = "LMHeadModel"
 CLASSIFIER = "ForSequenceClassification"
-# Names of architectures that are the same model with another head.
+# Endings of architecture names: the same model with another head.
 SUFFIXES = (CLASSIFIER, "ForTextEncoding", "ForMaskedLM", "ForPreTraining", "Model")
-# Fields of older configurations of sentence-transformers, one for each kind.
+# Older configurations of sentence-transformers have one field per kind of pooling.
 OLD_FIELDS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -53,21 +53,20 @@ OLD_FIELDS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Names of tensors: of the head in the model, and in checkpoints.
+# Tensor names: prefix of the head in the model, and heads and embeddings in checkpoints.
 POOLER = "pooler.linears"
 _OUTPUT = "lm_head.weight"
 _OTHER_HEADS = (_OUTPUT, "score.weight", "score.bias")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 WITHOUT_EFFECT = ("Dropout",)
-# Modules by kind, with those that must not come before them: a vector is pooled, then goes through linears, and is
-# normalised in the end.
+# For each kind of module, the kinds that must not precede it: the order is pooling, linears, normalisation.
 _NOT_AFTER = {"Pooling": ("Dense", "Normalize"), "Dense": ("Normalize",)}
-_CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}  # their activations
+_CROSS_ENCODERS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}  # activations of cross encoders
 RERANKERS = ("Qwen3ForCausalLM",)
 NO_YES = ("no", "yes")
 TOKENS = "classifier_from_token"
-# Qwen3-Reranker's: what is before a pair, the pair, and what is behind it, each tokenised by itself.
+# Template of Qwen3-Reranker: text before a pair, the pair, and text after it, each tokenised separately.
 RERANKER_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
@@ -77,16 +76,14 @@ RERANKER_TEMPLATE = (
 
 
 class PoolingOptions(NamedTuple):
-    """The options of the same names, as EngineOptions has checked them; override: pooler_config."""
+    """Options of the same names, as checked by EngineOptions."""
 
     runner: str = "auto"
     convert: str = "auto"
-    override: PoolerConfig = PoolerConfig()
+    override: PoolerConfig = PoolerConfig()  # pooler_config
 
 
 class _Stated(NamedTuple):
-    """The content of modules.json."""
-
     kinds: tuple[str, ...]
     include_prompt: bool
     head: tuple[Dense, ...]
@@ -95,9 +92,10 @@ class _Stated(NamedTuple):
 
 
 def causal_name(architecture: str) -> str:
-    """The causal language model with the same decoder: Qwen3Model is Qwen3ForCausalLM's, Gemma3TextModel Gemma3's.
+    """Return the causal language model with the same decoder: Qwen3ForCausalLM for Qwen3Model, Gemma3ForCausalLM for
+    Gemma3TextModel.
 
-    GPT2LMHeadModel and its like are causal language models themselves.
+    Names such as GPT2LMHeadModel already are causal language models.
     """
     if architecture.endswith(LM_HEAD):
         return architecture
@@ -108,7 +106,8 @@ def causal_name(architecture: str) -> str:
 
 
 def headless_name(architecture: str, convert: str) -> str:
-    """The model without its head, BertForMaskedLM's is BertModel; a classifier keeps its own unless it embeds."""
+    """Return the model without its head: BertModel for BertForMaskedLM. A classifier keeps its head unless it
+    embeds."""
     if architecture.endswith(CLASSIFIER) and convert != EMBED:
         return architecture
     for suffix in (*SUFFIXES, CAUSAL):
@@ -118,7 +117,8 @@ def headless_name(architecture: str, convert: str) -> str:
 
 
 def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFields, PoolingOptions]:
-    """Read a classifier that names tokens as the decoder whose output judges by these tokens: it has no other head."""
+    """Treat a classifier that names tokens as a decoder whose logits of these tokens classify, since it has no other
+    head."""
     architecture = fields.texts("architectures")[0]
     if TOKENS not in fields or not architecture.endswith(CLASSIFIER) or asked.convert == EMBED:
         return fields, asked
@@ -128,7 +128,7 @@ def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFie
 
 
 def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | None:
-    """The reason why a checkpoint's model pools; None if it generates. Raises ValueError for options in conflict."""
+    """Return why a checkpoint's model pools; None if it generates. Raises ValueError for conflicting options."""
     if asked.runner == "pooling":
         return "runner is 'pooling'"
     if asked.runner == "auto":
@@ -148,7 +148,7 @@ def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | N
 def read_pooling(
     fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str], *, causal: bool
 ) -> Pooling:
-    """The pooling of a model that has one. fields: of config.json. causal: False for an encoder.
+    """Return the pooling of a pooling model. fields: config.json. causal: False for an encoder.
 
     Raises ValueError for an option that the checkpoint does not allow, and for a field that is wrong or not supported.
     """
@@ -213,9 +213,9 @@ def _classifier(fields: JsonFields, path: Path, hidden_size: int, reasons: dict[
 
 
 def _of_cross_encoder(fields: JsonFields, path: Path, reasons: dict[str, str]) -> str | None:
-    """The activation that a cross encoder states, None without one, or if it is no module of torch.
+    """Return the activation stated by a cross encoder; None without one, or if it is no module of torch.
 
-    fields: of config.json, where earlier versions of sentence-transformers put it.
+    fields: config.json, where earlier versions of sentence-transformers put it.
     """
     name, old_name = "activation_fn", "sbert_ce_default_activation_function"
     stating = ((_json(path / PROMPTS), name), (fields.section("sentence_transformers"), name), (fields, old_name))
@@ -285,8 +285,8 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
 
 
 def stated_length(path: Path) -> tuple[int, str] | None:
-    """Most tokens of a text, and the field that states it: the transformer's, else the tokenizer's, to which later
-    versions of sentence-transformers move it."""
+    """Return the longest text in tokens, and the field that states it: the transformer module's, or else the
+    tokenizer's, which later versions of sentence-transformers use."""
     fields = _transformer(path)
     if LENGTH in fields:
         return fields.integer(LENGTH), f"{LENGTH} of {Path(fields.source).name}"
@@ -297,17 +297,16 @@ def stated_length(path: Path) -> tuple[int, str] | None:
 
 
 def _transformer(path: Path) -> JsonFields:
-    """The configuration of the module Transformer; no fields without one."""
+    """Return the configuration of the module Transformer; no fields without one."""
     return next((fields for name in TRANSFORMERS if (fields := _json(path / name)).values), JsonFields(str(path), {}))
 
 
 def _modules(path: Path, hidden_size: int) -> _Stated:
-    """Read modules.json and the configurations of the modules that it names."""
     kinds: tuple[str, ...] = LAST
     include_prompt, normalises = True, False
     head: list[Dense] = []
     score_tokens: tuple[int, ...] | None = None
-    done: list[str] = []  # kinds of modules that the vector has gone through
+    done: list[str] = []  # kinds of the preceding modules
     for module in _list(path / MODULES):
         kind = module.text("type").rpartition(".")[2]
         folder = path / str(module.values.get("path") or "")
@@ -335,8 +334,8 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
 
 
 def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
-    """Raise ValueError for a module that reads or writes another value than the pooled vector, or than those of tokens
-    where nothing pools them."""
+    """Raise ValueError for a module whose input or output is not the text's embedding. Without a pooling before it,
+    token embeddings are allowed too."""
     allowed = ["sentence_embedding"] if pooled else ["sentence_embedding", "token_embeddings"]
     for name in ("module_input_name", "module_output_name"):
         if fields.text(name, allowed[0]) not in allowed:
@@ -344,7 +343,7 @@ def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
 
 
 def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
-    """The kinds, in the order in which they are concatenated, and whether prompts are pooled."""
+    """Return the kinds in the order of concatenation, and whether prompt tokens are pooled."""
     stated = fields.values.get("pooling_mode")
     if stated is None:
         stated = [kind for name, kind in OLD_FIELDS.items() if fields.values.get(name) is True]
@@ -367,7 +366,6 @@ def _dense(fields: JsonFields, folder: str, width: int) -> Dense:
 
 
 def _token_ids(path: Path, words: Sequence[str]) -> tuple[int, ...]:
-    """Ids of the vocabulary's entries."""
     if (path / "vocab.json").is_file():
         vocabulary = _json(path / "vocab.json").values
     else:
@@ -379,7 +377,7 @@ def _token_ids(path: Path, words: Sequence[str]) -> tuple[int, ...]:
 
 
 def _json(path: Path) -> JsonFields:
-    """The fields of a file, none if it is not there."""
+    """Return the fields of a file; no fields if it does not exist."""
     return JsonFields.from_file(path) if path.is_file() else JsonFields(str(path), {})
 
 
@@ -396,9 +394,10 @@ def _list(path: Path) -> list[JsonFields]:
 def pooling_tensors(
     tensors: Mapping[str, torch.Tensor], own: Collection[str], config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Rename tensors of a decoder that is stored alone, leave out heads that are not run, and add those of the head.
+    """Return a checkpoint's tensors under the model's names, with its own head's and without unused heads.
 
-    own: the model's names. Raises ValueError if tensors of the head are missing.
+    own: the model's parameter names; tensors of a decoder stored alone lack the prefix `model`. Raises ValueError if
+    tensors of the head are missing.
     """
     assert config.pooling is not None
     if not config.causal:
@@ -410,20 +409,21 @@ def pooling_tensors(
 
 
 def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of a head's linears by their names in the model."""
+    """Name the tensors of the head's linears as in the model."""
     named = ((f"{POOLER}.{number}.{name}", t) for number, head in enumerate(heads) for name, t in head.items())
     return dict(named)
 
 
 def _own_name(name: str, own: Collection[str]) -> str:
-    """The model's name of a tensor of a decoder, which may be stored without a prefix; scales go with their weight."""
+    """Return the model's name of a decoder's tensor, which may be stored without a prefix; scales are named as their
+    weight."""
     weight = f"{name.rpartition('.')[0]}.weight"
     is_stored_alone = any(f"model.{each}" in own and each not in own for each in (name, weight))
     return f"model.{name}" if is_stored_alone else name
 
 
 def _of_head(dense: Dense, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Its weight and bias, by these names."""
+    """Return the linear's "weight" and, if it has one, "bias"."""
     if dense.tokens:
         names = (*([] if config.tie_word_embeddings else [_OUTPUT]), *_embeddings(tensors))
         output_VD = next((tensors[name] for name in names if name in tensors), None)

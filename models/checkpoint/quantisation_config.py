@@ -1,7 +1,5 @@
-"""quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt, all in FP8.
-
-Rules can also be written as compressed-tensors.
-"""
+"""Convert quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt, all with FP8
+values. Rules can also be written in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rounding, Rule
 
 SECTION = "quantization_config"
-# Lists of module names in that section.
+# Fields of that section that list module names.
 MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-# Decoded while it is loaded, by other means.
+# Has no rules: it is decoded while it is loaded.
 MXFP4 = "mxfp4"
-# Where an output projection is not named, these formats leave it as it is.
+# Modules that these formats leave unquantised unless they are named.
 HEAD = "re:.*lm_head$"
 ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
 _INSTEAD = "a checkpoint in FP8, or one in bfloat16 with quantization='fp8'"
@@ -27,7 +25,7 @@ _STATIC = Rounding("e4m3", 0, 0, static=True)
 _CHANNELS = Rounding("e4m3", 1, 0)
 _TENSOR = Rounding("e4m3", 0, 0)
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
-# Names of a group of modules in compressed-tensors.
+# Preset schemes of compressed-tensors, named in config_groups.
 _PRESETS = {
     "FP8": LinearScheme(_TENSOR, _STATIC),
     "FP8_DYNAMIC": LinearScheme(_CHANNELS, _TOKEN),
@@ -40,9 +38,9 @@ _MODELOPT = {
 
 
 def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
-    """Return the rules of a checkpoint, None if it is not quantised or in MXFP4.
+    """Return a checkpoint's rules; None if it is not quantised or in MXFP4.
 
-    fields: of config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
+    fields: config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
     """
     config = fields.section(SECTION)
     beside = folder / "hf_quant_config.json"
@@ -143,7 +141,7 @@ def _fp8(config: JsonFields) -> Quantisation:
         scheme = LinearScheme(Rounding("e4m3", rows, columns), Rounding("e4m3", 1, columns))
         scale_name = "weight_scale_inv"
     named = [*_list(config, "modules_to_not_convert"), *_list(config, "ignored_layers")]
-    # A name includes all modules below it, and may lack its beginning.
+    # A name covers all modules below it, and may lack leading parts.
     ignore = [rf"re:(.*\.)?{re.escape(name)}(\..*)?$" for name in named] or [ROUTER]
     return Quantisation("fp8", (Rule((LINEAR,), str(scheme)),), (HEAD, *ignore), scale_name)
 
@@ -158,15 +156,15 @@ def _modelopt(config: JsonFields) -> Quantisation:
 
 
 def _list(config: JsonFields, name: str) -> list[str]:
-    """A list of strings, which may be empty, absent or null."""
+    """Return a list of strings; the field may be empty, missing or null."""
     return config.texts(name) if config.values.get(name) else []
 
 
-# The way back: the section that llm-compressor writes, of which each field has the library's default or the rules'.
+# The inverse: the section as llm-compressor writes it, with the library's defaults for fields without rules.
 
 
 def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
-    """Return the section that states these rules; `read_quantisation` reads the same ones."""
+    """Return the section for these rules; `read_quantisation` reads the same rules from it."""
     return {
         "config_groups": {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)},
         "format": "float-quantized",

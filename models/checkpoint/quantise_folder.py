@@ -1,8 +1,8 @@
-"""Quantise a checkpoint: write a folder in the layout of compressed-tensors, which transformers and others load.
+"""Quantise a checkpoint into a new folder in the format of compressed-tensors, which transformers and others load.
 
-The linears are those that `quantization` would quantise while the checkpoint is loaded, matrices of experts included,
-and codes and scales are the same, except where rows are no multiple of a tile's. Files are read and written a tensor at
-a time, in the source's shards. A folder gets its name when it is complete.
+The quantised linears, including expert matrices, are those that `quantization` would quantise at load time, with the
+same values and scales, except where the number of rows is no multiple of a tile's. Files are processed one tensor at a
+time, in the source's shards. A folder gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from compiled_engine.passes.framework.rounding import codes_of, scales_of
 from compiled_engine.process.progress import Advance, Progress
 from compiled_engine.quantisation import LinearScheme, Quantisation, matches
 
-# Names the matrices of all experts, whether a checkpoint holds them one by one or together.
+# Matches all expert matrices, whether a checkpoint holds them one by one or stacked.
 EXPERTS = r"re:.*\.experts\..*"
 _WEIGHT, _SCALES = ".weight", ".weight_scale"
-_MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers
+_MODULE_FOLDER = re.compile(r"\d+_\w+")  # a module of sentence-transformers
 _NOT_COPIED = ("*.safetensors", INDEX, "config.json", *PICKLE_PATTERNS, "*.gguf", "*.h5", "*.msgpack")
 _CHUNK_ROWS = 1024
 _IN_PARTS = "the checkpoint holds it in parts, or together with others"
@@ -52,23 +52,19 @@ _IN_PARTS = "the checkpoint holds it in parts, or together with others"
 
 @dataclass(frozen=True)
 class QuantisePlan:
-    """The work for one checkpoint.
-
-    schemes: of each tensor of codes to be, by its name in the files. kept: the linears, and matrices of experts, that
-    stay as they are, with the reason. ignore: their targets, as the folder states them.
-    """
+    """The work for one checkpoint."""
 
     path: Path
     rules: Quantisation
-    schemes: Mapping[str, LinearScheme]
-    kept: Mapping[str, str]
-    ignore: tuple[str, ...]
+    schemes: Mapping[str, LinearScheme]  # scheme of each tensor to quantise, by its name in the files
+    kept: Mapping[str, str]  # linears and expert matrices left unquantised, with the reason
+    ignore: tuple[str, ...]  # targets of those, as written to the folder's config
     bytes_before: int
     bytes_after: int
 
 
 def require_unquantised(path: Path) -> None:
-    """Raise ValueError for a folder whose weights are quantised already, or without a config.json."""
+    """Raise ValueError for a folder whose weights are already quantised, or that has no config.json."""
     fields = JsonFields.from_file(path / "config.json")
     beside = path / "hf_quant_config.json"
     if SECTION in fields or beside.is_file():
@@ -80,10 +76,11 @@ def require_unquantised(path: Path) -> None:
 
 
 def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, ...] = ()) -> QuantisePlan:
-    """Return the plan for a checkpoint whose files are complete. config: with rules, as `quantization` gives them.
+    """Return the plan for a checkpoint whose files are complete.
 
-    cache_dir: see `load_weights`. asked: targets to be ignored that must match a linear. Raises ValueError if the
-    tensors do not fit the model, if one of `asked` matches none, or if no linear is left.
+    config: with rules as from the option `quantization`. cache_dir: see `load_weights`. asked: targets to ignore, each
+    of which must match a linear. Raises ValueError if the tensors do not fit the model, if a target matches nothing, or
+    if no linear is left to quantise.
     """
     rules = config.quantisation
     assert rules is not None
@@ -137,7 +134,7 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
 
 
 def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
-    """Write the folder. A folder under the name `out` is complete; an interrupted or failed one is removed.
+    """Write the folder. It appears under the name `out` when complete; an incomplete one is removed.
 
     Raises ValueError for weights that are not finite, OSError if the disk is full or `out` exists.
     """
@@ -157,7 +154,7 @@ def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
 
 
 def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N, K], and scales [R, C] in fp32, computed some rows at a time, so that little memory is used."""
+    """Return quantised values [N, K] and fp32 scales [R, C], computed some rows at a time to save memory."""
     rounding = scheme.weight
     codes_NK = torch.empty(weight_NK.shape, dtype=rounding.dtype)
     scales_RC = torch.empty(rounding.grid(*weight_NK.shape))
@@ -172,8 +169,8 @@ def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torc
 
 
 def _why_not(placements: Sequence[Placement], weight: torch.Tensor) -> str | None:
-    """Return why a linear cannot be written in codes; None if a tensor of the checkpoint is its weight as it is, under
-    the same name."""
+    """Return why a linear cannot be quantised in the files; None if a tensor of the checkpoint is exactly its weight,
+    under the same name."""
     all_of_it = tuple((0, size) for size in weight.shape)
     if [(each.taken, each.placed, each.transposed) for each in placements] != [(all_of_it, all_of_it, False)]:
         return _IN_PARTS
@@ -185,10 +182,10 @@ def _why_not(placements: Sequence[Placement], weight: torch.Tensor) -> str | Non
 def _experts(
     tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], read: Mapping[str, Sequence[Placement]]
 ) -> dict[str, str | None]:
-    """Return the checkpoint's names for matrices of experts, each with why its tensor cannot be written in codes, None
-    if it is one matrix as it is.
+    """Return the checkpoint's names of expert matrices, each with the reason why its tensor cannot be quantised; None
+    if it is a single, unchanged matrix.
 
-    own: the model's parameters by name, of which those of experts have three dimensions.
+    own: the model's parameters by name; those of experts have three dimensions.
     """
     found: dict[str, str | None] = {}
     for name, placements in read.items():
@@ -203,7 +200,7 @@ def _experts(
 
 
 def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
-    """Return the targets that name these modules: those of the rules, all experts if none is quantised, and names."""
+    """Return targets that match exactly these modules: the rules' own, all experts if none is quantised, and names."""
     targets = list(rules.ignore)
     stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)
     if stay and not any(matches(EXPERTS, module) for module in quantised):
@@ -213,7 +210,7 @@ def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tu
 
 
 def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> dict[str, Described]:
-    """The tensors that are written for one of the source."""
+    """Return the tensors to write for one tensor of the source."""
     shape = tuple(tensor.shape)
     if scheme is None:
         return {name: Described("", shape, tensor.nbytes)}
@@ -225,7 +222,7 @@ def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> 
 
 
 def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advance) -> list[str]:
-    """Write one file, and return the names of its tensors."""
+    """Write one file, and return its tensor names."""
     with safe_open(source, framework="pt") as file:
         described: dict[str, Described] = {}
         for name in file.keys():  # noqa: SIM118 (no mapping)
@@ -249,7 +246,7 @@ def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advanc
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """Copy files besides weights and config.json, such as the tokenizer's, and modules of sentence-transformers."""
+    """Copy the other files, such as the tokenizer's, and the module folders of sentence-transformers."""
     for path in sorted(source.iterdir()):
         if path.is_dir() and _MODULE_FOLDER.fullmatch(path.name):
             shutil.copytree(path, folder / path.name)
@@ -259,7 +256,7 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 @contextmanager
 def _complete_folder(out: Path) -> Iterator[Path]:
-    """A new folder next to `out`, which gets that name in the end, and is removed after an error or an interrupt."""
+    """Yield a temporary folder next to `out`, renamed to it at the end, or removed after an error or interrupt."""
     folder = out.with_name(f".{out.name}.{os.getpid()}.incomplete")
     folder.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Quantised weights as a checkpoint holds them: codes and their scales, checked, and placed as their weight is."""
+"""Quantised weights in a checkpoint: check values and scales, and place them where the weight belongs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
 INPUT_SCALE_NAME = "input_scale"
-# Not weights: kv_scales.py reads those of keys and values where the cache is in FP8.
+# Scales of the attention, not of weights; kv_scales.py reads those of keys and values for an FP8 cache.
 KV_SCALES = re.compile(r".*(\.[qkv]_scale|\.[kv]_proj\.output_scale)$")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors that belong to the codes of a weight, by name. scheme: as stated by the checkpoint."""
+    """Names of the tensors that belong to a quantised weight, and its scheme according to the checkpoint."""
 
     scales: str
     input_scale: str | None
@@ -31,7 +31,7 @@ class Stored:
 def find_stored(
     tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None
 ) -> tuple[dict[str, Stored], dict[str, list[str]]]:
-    """Return the tensors that belong to each tensor of codes, by its name, and problems: kind -> names."""
+    """Return the tensors that belong to each quantised tensor, by its name, and problems: kind -> names."""
     found: dict[str, Stored] = {}
     problems: dict[str, list[str]] = {"missing": [], "of another shape": [], "quantised against the rules": []}
     dtypes = {element.dtype for element in ELEMENTS.values()}
@@ -61,7 +61,7 @@ def find_stored(
 
 
 def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
-    """Return the placement of a tensor with values to be decoded, if it holds codes."""
+    """Return the placement, with values to be decoded if its source is quantised."""
     if placement.source not in stored:
         return placement
     beside = stored[placement.source]
@@ -71,10 +71,10 @@ def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
 def place_quantised(
     leaf: Parameter, of_weight: Sequence[Placement], stored: Mapping[str, Stored], tensors: dict[str, torch.Tensor]
 ) -> list[Placement]:
-    """Return the sources of a weight's `leaf` besides the tensors that hold the weight. Scales in `tensors` become
-    those of the leaf's tiles.
+    """Return the placements for one `leaf` of a quantised weight: its 8-bit values, scales or input scale.
 
-    Raises ValueError, with names, if the checkpoint differs from the model's rules.
+    of_weight: placements of the whole weight. Scales in `tensors` are replaced by scales for the leaf's tiles. Raises
+    ValueError, with names, if the checkpoint contradicts the model's rules.
     """
     assert leaf.role in QUANTISED
     name = leaf.name.rpartition(".")[0]
@@ -115,7 +115,7 @@ def _in_tiles(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 
 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Write the values of a part of codes [N, K] into a tensor, on its device and in its dtype."""
+    """Dequantise a part of values [N, K] into a tensor, on its device and in its dtype."""
     codes, scales = sources
     rounding = Rounding.parse(part.decode)
     scales_RC = scales.reshape(rounding.grid(*codes.shape)).to(target.device, torch.float32)

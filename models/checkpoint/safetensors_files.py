@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint folder, memory-mapped: nothing is read before it is used."""
+"""Memory-map the safetensors files of a checkpoint folder: no tensor is read before it is used."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint: those of the index, or the single file, or all there are.
+    """Return the checkpoint's files: those in the index, or the single file, or all safetensors files.
 
-    Raises ValueError when there is none (naming pickle files if any), one of the index is missing, or one is a Git LFS
-    pointer.
+    Raises ValueError if there is none (naming pickle files if any), if a file of the index is missing, or if one is a
+    Git LFS pointer.
     """
     shards = _shards(folder)
     for shard in shards:
@@ -46,9 +46,9 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint by name, in file order, as a view of the mapped file.
+    """Return all tensors by name, in file order, as views of the mapped files.
 
-    Raises ValueError for missing, damaged or empty files, names in two files, and names in the index alone.
+    Raises ValueError for missing, damaged or empty files, names in two files, and names only in the index.
     """
     tensors: dict[str, torch.Tensor] = {}
     problems: list[str] = []
@@ -75,12 +75,12 @@ def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def indexed_files(folder: Path) -> list[str]:
-    """The names of the files that the index in the folder lists. Raises ValueError for a damaged index."""
+    """Return the file names in the folder's index. Raises ValueError for a damaged index."""
     return sorted(set(_weight_map(folder).values()))
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name to file name, as the index states it."""
+    """Read the index: tensor name to file name."""
     section = JsonFields.from_file(folder / INDEX).section("weight_map")
     for name in section.values:
         file_name = section.text(name)

@@ -1,4 +1,4 @@
-"""Write a safetensors file a tensor at a time: names, dtypes and shapes come first, the values in any order."""
+"""Write a safetensors file one tensor at a time: names, dtypes and shapes first, values in any order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Described(NamedTuple):
-    """A tensor to be written. dtype: the format's name, such as BF16."""
+    """A tensor to write. dtype: safetensors' name, such as BF16."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -20,13 +20,13 @@ class Described(NamedTuple):
 
 
 class SafetensorsWriter:
-    """The open file. Its values are zeros where `write` was not called."""
+    """An open file. Tensors not passed to `write` are zeros."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Described]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._places: dict[str, tuple[int, int]] = {}
         end = 0
-        # Tensors of large elements come first, so each begins at a multiple of its element's size.
+        # Sorted by element size, largest first, so that each tensor is aligned to its element size.
         for name in sorted(tensors, key=lambda name: -_element_bytes(tensors[name])):
             dtype, shape, nbytes = tensors[name]
             start, end = end, end + nbytes
@@ -40,7 +40,7 @@ class SafetensorsWriter:
         self._file.truncate(self._begin + end)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the values of a tensor of the stated size. Raises ValueError for another size."""
+        """Write a tensor's values. Raises ValueError unless its size in bytes is the declared one."""
         start, nbytes = self._places[name]
         if tensor.nbytes != nbytes:
             raise ValueError(f"{name} takes {tensor.nbytes} bytes, but {nbytes} were stated")

@@ -1,7 +1,7 @@
-"""Copies memory-mapped host tensors to a CUDA device, several chunks at a time.
+"""Copy memory-mapped host tensors to a CUDA device, several chunks at a time.
 
-A plain copy from mapped pages faults and copies in turn, in one thread. Here each of several threads copies a
-chunk into pinned memory, from where the device fetches it while the thread fills its other buffer.
+A plain copy from mapped pages alternates between page faults and copying, in one thread. Here several threads copy
+chunks into pinned memory; the device fetches a chunk while its thread fills another buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive elements, or rows, of one tensor: `source` in its own dtype, `target` in the parameter's."""
+    """Consecutive elements or rows of one tensor; source and target may differ in dtype."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -32,12 +32,11 @@ class _Chunk:
 def copy_to_device(
     pairs: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, advance: Callable[[int], None]
 ) -> None:
-    """Copy each source (on the CPU) into its target (on the device), of one shape; targets are contiguous, and so are
-    sources, or the rows of those with several.
+    """Copy each source (CPU) into its target (device) of the same shape; the device converts dtypes.
 
-    Where dtypes differ the device converts. Takes 2 * NUM_THREADS * CHUNK_BYTES of pinned memory, or about
-    twice the largest tensor if that is less. `advance` is called for each tensor after the launch of its last chunk;
-    all copies are complete on return.
+    Targets are contiguous, and so are sources or at least each of their rows. Uses 2 * NUM_THREADS * CHUNK_BYTES of
+    pinned memory, or about twice the largest tensor if that is less. `advance` is called once per tensor, after the
+    launch of its last chunk; all copies are complete on return.
     """
     largest_tensor = max(source.nbytes for source, _ in pairs)
     chunk_bytes = min(CHUNK_BYTES, largest_tensor // NUM_THREADS)
@@ -51,10 +50,10 @@ def copy_to_device(
 
 
 def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> Iterator[_Chunk]:
-    """Parts of about chunk_bytes, at least a row where rows alone are contiguous; views, all of them."""
+    """Yield views of about chunk_bytes, at least one row if only rows are contiguous."""
     if source.is_contiguous():
         source, target = source.view(-1), target.view(-1)
-    # In a slice of columns only single rows are contiguous, and no copy may be made to change that.
+    # In a slice of columns only single rows are contiguous; making it contiguous would be a copy.
     count = max(chunk_bytes // source[0].nbytes, 1) if source.dim() else 1
     sources, targets = source.split(count), target.split(count)
     for index, (source_chunk, target_chunk) in enumerate(zip(sources, targets, strict=True), start=1):
@@ -64,7 +63,7 @@ def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> I
 def _copy_chunks(
     chunks: deque[_Chunk], buffer_bytes: int, device: torch.device, advance: Callable[[int], None]
 ) -> None:
-    """Loop of a thread, until no chunk is left, or another thread has failed and cleared them."""
+    """Run one thread's loop until no chunk is left, or another thread has failed and cleared them."""
     buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     events = [torch.cuda.Event() for _ in buffers]
     stream = torch.cuda.Stream(device)
@@ -77,10 +76,10 @@ def _copy_chunks(
                     break
                 fetched.synchronize()
                 staged = buffer[: chunk.source.nbytes].view(chunk.source.dtype).view(chunk.source.shape)
-                # numpy copies without the GIL and in this thread alone; torch would start a pool for each.
+                # numpy copies without the GIL and in this thread alone; torch would start a pool for each thread.
                 np.copyto(_raw(staged), _raw(chunk.source))
                 if chunk.source.dtype != chunk.target.dtype:
-                    staged = staged.to(device, non_blocking=True)  # else copy_ would convert on the CPU
+                    staged = staged.to(device, non_blocking=True)  # otherwise copy_ converts on the CPU
                 chunk.target.copy_(staged, non_blocking=True)
                 fetched.record(stream)
                 if chunk.is_last:

@@ -1,4 +1,4 @@
-"""config.json to the ModelConfig of a textbook model."""
+"""Convert config.json to the ModelConfig of a textbook model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_engine.models.textbook.rope import ROPE_KINDS
 
 
 def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[ModelConfig, str]:
-    """The model of a family that the textbook has, and where its max_model_len, the longest supported, comes from.
+    """Return the model of a textbook family, and the source of its max_model_len, the longest supported.
 
     Raises ValueError for a field that is wrong, missing or not supported.
     """
@@ -74,18 +74,18 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
 
 
 def _only_of_transformers(fields: JsonFields, name: str, allowed: str) -> ValueError:
-    """The error for a value that the textbook lacks, and transformers' code has."""
+    """Return the error for a value that transformers' code supports and the textbook does not."""
     return ValueError(f"{fields.error(name, allowed)}; model_impl='transformers' runs the code of transformers instead")
 
 
 def _attention_scale(fields: JsonFields, default: float | None) -> float | None:
-    """The scale from query_pre_attn_scalar, which Gemma uses instead of the head size."""
+    """Return the scale from query_pre_attn_scalar, which Gemma uses instead of the head size; None without it."""
     scalar = fields.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in fields else default
     return None if scalar is None else scalar**-0.5
 
 
 def _soft_cap(fields: JsonFields, name: str, default: float) -> float:
-    """0 where the field is null; the default where it is absent."""
+    """Return the cap: 0 if the field is null, the default if it is missing."""
     return fields.number(name) if name in fields else 0.0 if name in fields.values else default
 
 
@@ -101,7 +101,7 @@ def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_hea
 
 
 def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> tuple[RopeConfig, float | None]:
-    """The model's, and theta of layers with a window where it is another: by kind of layer in rope_parameters
+    """Return the model's rope, and the theta of sliding-window layers if it differs: per layer type in rope_parameters
     (transformers 5), or in rope_local_base_freq (4)."""
     by_kind = fields.section("rope_parameters")
     if "full_attention" in by_kind and "sliding_attention" in by_kind:
@@ -153,7 +153,7 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
 
 
 def _supported_length(rope: RopeConfig, local_theta: float | None, max_position_embeddings: int) -> tuple[int, str]:
-    """Tokens, and where the number comes from. Gemma 3, which has a local rope, counts the scaling in."""
+    """Return a number of tokens and its source. Gemma 3, which has a local rope, already includes the linear factor."""
     if rope.kind == "linear" and local_theta is None:
         return int(max_position_embeddings * rope.factor), "max_position_embeddings x the linear rope factor"
     if rope.kind == "yarn" and rope.original_max_position_embeddings is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of multimodal models: the fields and the tensors of the text model in them, which runs alone."""
+"""Checkpoints of multimodal models, of which only the text model runs: its config fields and tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compiled_engine.models.checkpoint.quantisation_config import MODULE_LISTS, 
 
 T = TypeVar("T")
 
-# Architectures whose text model, given text alone, computes what the whole does: the model type of the text model
-# where config.json states none.
+# Architectures whose text model computes the same as the whole for text alone, with the text model's type where
+# config.json states none.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
@@ -35,7 +35,7 @@ WRAPPERS = {
     "SmolVLMForConditionalGeneration": "llama",
     "VipLlavaForConditionalGeneration": "llama",
 }
-# Text models that differ from others by positions in three dimensions alone, which are equal for text.
+# Text models that differ from others only in three-dimensional positions, whose dimensions are equal for text.
 _EQUAL_FOR_TEXT = {
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -71,19 +71,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"rms_norm_eps": 1e-6},
 }
-# Fields that the whole does not read.
+# Fields of the text model that the multimodal model ignores.
 _WITHOUT_EFFECT = {"Gemma3ForConditionalGeneration": {"final_logit_softcapping": None}}
-# Fields of the whole that hold for the text model.
+# Fields of the multimodal model that also apply to its text model.
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings")
 _THREE_DIMENSIONS = ("mrope_section", "mrope_interleaved")
-# model.language_model.layers.0 (transformers 5), language_model.model.layers.0 (4), and layers of the whole itself.
+# model.language_model.layers.0 (transformers 5), language_model.model.layers.0 (4), or model.layers.0.
 _TEXT = re.compile(
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?|^model\.(?=(?:layers|embed_tokens|norm)\.)"
 )
 
 
 def text_model(fields: JsonFields) -> tuple[JsonFields, str | None]:
-    """The fields of a causal language model, and the architecture that it is part of; None for no other part.
+    """Return the fields of the causal language model, and the multimodal architecture that contains it, or None.
 
     Raises ValueError for a text model of a type that is not supported.
     """
@@ -115,7 +115,7 @@ def _of_one_dimension(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """The name that a module or tensor of the text model has alone; None for one of another part."""
+    """Return the name that a module or tensor has in the text model alone; None if it belongs to another part."""
     if found := _TEXT.match(name):
         rest = name[found.end() :]
         return rest if rest.startswith("lm_head") else f"model.{rest}"
@@ -123,7 +123,7 @@ def text_name(name: str) -> str | None:
 
 
 def text_tensors(tensors: Mapping[str, T]) -> tuple[dict[str, T], Counter[str]]:
-    """Tensors of the text model by the names that they have there, and how many each other part has."""
+    """Return the text model's tensors under the names they have there, and the number of tensors of each other part."""
     found: dict[str, T] = {}
     unread: Counter[str] = Counter()
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Uses of transformers beyond its public interface, and the versions that have it, in one place."""
+"""All uses of transformers beyond its public interface, and the versions that provide them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-# The versions of transformers that were tried: [OLDEST, NEWEST). pyproject.toml has the same upper bound.
+# Tested versions of transformers: [OLDEST, NEWEST). pyproject.toml has the same upper bound.
 OLDEST, NEWEST = (5, 17), (5, 25)
 
 
 def supported_version() -> str:
-    """Return the installed version of transformers. Raises ValueError for one outside the supported range."""
+    """Return the installed version of transformers. Raises ValueError if it is not supported."""
     found = version("transformers")
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not OLDEST <= numbers < NEWEST:
@@ -33,15 +33,14 @@ def supported_version() -> str:
 
 
 def causal_lm_name(config: PreTrainedConfig) -> str | None:
-    """The class that transformers has for a configuration as a causal language model; None if it has none."""
+    """Return transformers' causal language model class for a configuration; None if it has none."""
     mapping: Any = AutoModelForCausalLM._model_mapping
     return mapping[type(config)].__name__ if type(config) in mapping else None
 
 
 def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
-    """The classes that transformers has for a configuration as a model without a head and as a classifier: the Auto
-    class that makes each, by its name.
-    """
+    """Return transformers' classes for a configuration without a head and as a classifier: the Auto class by the name
+    of the class that it builds."""
     found: dict[str, Any] = {}
     for auto in (AutoModel, AutoModelForSequenceClassification):
         mapping: Any = auto._model_mapping
@@ -52,10 +51,9 @@ def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def fill_buffers(model: PreTrainedModel) -> None:
-    """Give buffers that were made on the meta device their values, on the CPU.
+    """Compute the values of buffers created on the meta device, on the CPU.
 
-    transformers does this after each construction on the meta device: `_init_weights` computes rotary frequencies
-    again.
+    transformers does the same after construction on the meta device: `_init_weights` recomputes rotary frequencies.
     """
     for module in model.modules():
         if not module._buffers:
@@ -68,14 +66,14 @@ def fill_buffers(model: PreTrainedModel) -> None:
 
 
 def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:
-    """Return a pattern of the names of unused tensors in checkpoints: names that transformers declares, and buffers of
-    old checkpoints that the model computes itself."""
+    """Return a pattern for unused tensors in checkpoints: names that transformers declares, and buffers in old
+    checkpoints that the model computes itself."""
     declared = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*declared, r"(^|\.)(inv_freq|position_ids)$")))
 
 
 class Conversions:
-    """transformers' conversion of the names and tensors of a checkpoint to those of a model."""
+    """transformers' conversion of a checkpoint's names and tensors to those of a model."""
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         transforms = get_model_conversion_mapping(model)
@@ -86,10 +84,11 @@ class Conversions:
         self._known = dict.fromkeys(names, True)
 
     def target(self, name: str) -> tuple[str, WeightConverter | None, str]:
-        """Look up a tensor of the checkpoint: its name in the model, and its converter, if any.
+        """Look up a checkpoint's tensor: its name in the model, its converter if any, and the source pattern that it
+        matches.
 
-        Tensors with the same name and converter are converted together; the last of the three identifies the tensor
-        among the converter's sources.
+        Tensors with the same name and converter are converted together; the pattern identifies the tensor among the
+        converter's sources.
         """
         prefix = self._model.base_model_prefix
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
@@ -97,10 +96,10 @@ class Conversions:
 
 
 def in_natural_order(names: Iterable[str]) -> list[str]:
-    """Names with numbers in the order of the numbers: experts in their order."""
+    """Sort names with numbers compared as numbers, so that experts are in order."""
     return sorted(names, key=dot_natural_key)
 
 
 def operations_of(converter: Any) -> list[Any]:
-    """The operations of a converter, in order."""
+    """Return a converter's operations, in order."""
     return list(converter.operations)

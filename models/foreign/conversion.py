@@ -1,7 +1,7 @@
-"""transformers' conversions of checkpoints (renamed, stacked, joined and split tensors) as placements.
+"""Express transformers' checkpoint conversions (renaming, stacking, joining and splitting tensors) as placements.
 
-Each operation of a converter is followed on shapes alone: what becomes of a tensor is a list of pieces, each a part of
-a tensor of the checkpoint with its place in what the operations have made so far.
+The operations of a converter run on shapes alone. Each intermediate tensor is a list of pieces: a part of a
+checkpoint's tensor, and its place in the result so far.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from compiled_engine.models.foreign.compat import Conversions, ignored_tensors, 
 from compiled_engine.models.foreign.placement import Placement, Span, WeightPlan, whole
 
 Shape = tuple[int, ...]
-_BLOCKS = "_blocks"  # what the name of packed values ends in
+_BLOCKS = "_blocks"  # ending of the names of packed MXFP4 values
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part `taken` of a source is placed at `placed`; their last dimensions are the same, or swapped if
-    `transposed`.
-    """
+    """Part `taken` of a source, placed at `placed`; with `transposed`, the last two dimensions are swapped."""
 
     source: str
     taken: tuple[Span, ...]
@@ -32,25 +30,25 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Value:
-    """A tensor in the course of a conversion."""
+    """An intermediate tensor of a conversion."""
 
     shape: Shape
     pieces: tuple[_Piece, ...]
 
     def moved(self, dim: int, by: int, size: int) -> _Value:
-        """The same as part of a larger one, which has `size` in that dimension."""
+        """Return the value shifted by `by` along a dimension, as a part of a larger tensor with `size` there."""
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return _Value(shape, tuple(replace(p, placed=_shifted(p.placed, dim, by)) for p in self.pieces))
 
 
 class UnsupportedConversionError(ValueError):
-    """A conversion that cannot be done by copying parts."""
+    """A conversion that copying parts of tensors cannot express."""
 
 
 def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """Placements of the checkpoint's tensors (name -> shape) in a model of transformers.
+    """Return the placements of a checkpoint's tensors (name -> shape) in a model of transformers.
 
-    Raises UnsupportedConversionError naming the operation.
+    Raises UnsupportedConversionError, naming the operation.
     """
     parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()
@@ -86,7 +84,7 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """The same for the `model` of an Encoder. Tensors of heads that it does not have are left out."""
+    """Return the placements for an Encoder, given its `model`. Tensors of heads that the model lacks are skipped."""
     plan = plan_weights(model, shapes)
     prefix = f"{model.base_model_prefix}."
     has_prefix = any(name.startswith(prefix) for name in shapes)
@@ -102,12 +100,12 @@ def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def _scales_of(name: str) -> str:
-    """The name of the scales of packed values; empty for any other name."""
+    """Return the name of the scales of packed values; empty for any other name."""
     return name.removesuffix(_BLOCKS) + "_scales" if name.endswith(_BLOCKS) else ""
 
 
 def _decoded(source: str, scales: str, target: str, shape: Shape) -> Placement:
-    """Packed rows [E, R, G, 16], of 32 values in 16 bytes, as a parameter [E, 32 G, R]."""
+    """Place packed values [E, R, G, 16], 32 values in 16 bytes, in a parameter [E, 32 G, R]."""
     experts, rows, groups, num_bytes = (*shape, 0, 0, 0, 0)[:4]
     placed = tuple((0, size) for size in (experts, 2 * groups * num_bytes, rows))
     taken = tuple((0, size) for size in shape)
@@ -121,7 +119,7 @@ def _converted(
     target: str,
     parameters: Mapping[str, Shape],
 ) -> dict[str, _Value]:
-    """A converter's results from its sources, by full name of the target."""
+    """Run a converter on its sources; returns its results by full name."""
     values: dict[str, list[_Value]] = {
         pattern: [_whole(name, shapes[name]) for name in names] for pattern, names in sources.items()
     }
@@ -152,7 +150,7 @@ def _converted(
 
 
 def _full(target: str, targets: list[str], name: str) -> str:
-    """The full name of a converter's target; `target` is that of its first."""
+    """Return the full name of a converter's target; `target` is the full name of the first target."""
     concrete = target.replace("*.", "0.")
     return concrete.replace(targets[0], name, 1) if targets[0] in concrete else concrete
 

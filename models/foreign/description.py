@@ -1,7 +1,7 @@
-"""The description of a foreign model, kept as a file: later starts do not import transformers.
+"""Description of a transformers model, cached in a file so that later starts need not import transformers.
 
-The file's name is a digest of everything that it depends on: config.json, dtype, versions, and the source of this
-package.
+The file name is a digest of everything that the description depends on: config.json, dtype, versions, and the source of
+this package.
 """
 
 from __future__ import annotations
@@ -26,38 +26,35 @@ _SOURCE = Path(__file__).parent
 log = logging.getLogger("compiled_engine")
 
 IMPORTING = threading.RLock()
-"""Held by a thread that may import modules of transformers, which import one another in circles: another thread that
-imports some of them at the same time may find one without its names."""
+"""Must be held while transformers is imported: its modules import each other in circles, so a second importing thread
+could see a half-initialised module."""
 
 
 class UnknownArchitectureError(ValueError):
-    """transformers has no model of that name in its own code."""
+    """transformers' own code has no model of that name."""
 
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """A parameter, or a buffer with its `values`. `tied`: the name of the parameter that it is, or empty. `by_columns`:
-    of its last two dimensions the first has its elements in a row."""
+    """A parameter, or a buffer with its values."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    tied: str = ""
+    tied: str = ""  # name of the parameter that it shares; empty: none
     persistent: bool = True
-    by_columns: bool = False
+    by_columns: bool = False  # the last two dimensions are stored column-major
     values: Any = None
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Attention of one layer: heads (0: it does not attend), visible keys per query (None: all), and soft cap and sinks
-    as in attention.inputs.
-    """
+    """One layer's attention; soft_cap and sinks as in attention.inputs."""
 
-    num_heads: int
+    num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
     head_dim: int
-    sliding_window: int | None
+    sliding_window: int | None  # visible keys per query; None: all
     soft_cap: float
     sinks: bool
     causal: bool = True
@@ -65,20 +62,17 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Description:
-    """Sizes, what each layer's attention is like, all tensors, and the states of recurrences.
-
-    max_position_embeddings: tokens of a text. token_types: how many types tokens may have; 0 if the code reads none.
-    """
+    """A model's sizes, each layer's attention, all tensors, and the states of recurrences."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # longest text, in tokens
     layers: tuple[LayerShape, ...]
     parameters: tuple[TensorDescription, ...]
     buffers: tuple[TensorDescription, ...]
-    token_types: int = 0
+    token_types: int = 0  # number of token types; 0: the code reads none
     states: tuple[RowState, ...] = ()
 
     @staticmethod
@@ -94,11 +88,11 @@ class Description:
 
 
 class Skeleton(nn.Module):
-    """The names and shapes of a model's tensors as modules, without its code: to be given memory and weights."""
+    """A module that only holds tensors with a model's names and shapes, to be allocated and loaded."""
 
 
 def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Path | None:
-    """The path of the description; None if none is kept."""
+    """Return the path of the description; None without a cache folder."""
     if cache_dir is None:
         return None
     source = [path.read_bytes() for path in sorted(_SOURCE.glob("*.py"))]
@@ -108,12 +102,12 @@ def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | Non
 
 
 def transformers_version() -> str:
-    """The version of the installed package, which is not imported."""
+    """Return the installed version, without importing the package."""
     return version_of("transformers")
 
 
 def read_file(path: Path) -> str:
-    """Return the text that write_file has written. Raises ValueError if its digest does not match."""
+    """Return the text written by `write_file`. Raises ValueError if its digest does not match."""
     digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     if digest != _digest(text):
         raise ValueError("its digest does not match")
@@ -125,7 +119,7 @@ def _digest(text: str) -> str:
 
 
 def write_file(path: Path | None, text: str) -> None:
-    """Write a file atomically, after its digest; a file that cannot be written is made again next time."""
+    """Write a digest and the text atomically. A failure is only logged: the text is computed again next time."""
     if path is None:
         return
     try:
@@ -138,7 +132,7 @@ def write_file(path: Path | None, text: str) -> None:
 
 
 def skeleton(description: Description) -> Skeleton:
-    """Parameters on the meta device, tied where they are tied, buffers with their values on the CPU."""
+    """Build a skeleton: parameters on the meta device, tied as described, and buffers with their values on the CPU."""
     model = Skeleton()
     made: dict[str, nn.Parameter] = {}
     for item in description.parameters:

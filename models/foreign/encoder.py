@@ -1,7 +1,7 @@
-"""A model of transformers that attends in both directions, with the engine's calling convention.
+"""Bidirectional models of transformers, with the engine's calling convention.
 
-Texts are packed: a batch of one, in which attention alone tells one text from another. The classifier's head is the
-model's own code too: it gets pooled hidden states as those of texts of one token.
+Texts are packed into a batch of one; only attention keeps them apart. A classifier's head is the model's own code: it
+receives pooled hidden states as if they were texts of one token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from compiled_engine.models.foreign.observation import Observation, UnsupportedM
 
 
 class Encoder(nn.Module):
-    """`model`: of transformers. `step`: what attention reads. `layers_path`, `layer_signatures`, `layers_in_tuple`: see
-    `Observation`. token_types: how many types tokens may have; 0 if the code reads none."""
+    """An encoder around transformers' `model`.
+
+    `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`;
+    token_types is the number of token types, 0 if the code reads none.
+    """
 
     def __init__(self, model: Any, observation: Observation, token_types: int) -> None:
         super().__init__()
@@ -44,7 +47,7 @@ class Encoder(nn.Module):
         kv_caches: list[torch.Tensor],
         token_types_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, D]. kv_caches: none. token_types_T: None where all are 0."""
+        """Return hidden states [T, D]. kv_caches: not used. token_types_T: None means all 0."""
         self.step.inputs = attention_inputs
         arguments = {}
         if self.token_types:
@@ -58,12 +61,12 @@ class Encoder(nn.Module):
         return output[0].squeeze(0)
 
     def _counted(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Count positions as RoBERTa does: padding tokens, which a text may hold too, all have the one before the
-        first."""
+        """Count positions as RoBERTa: padding tokens, which may also occur within a text, are skipped and all have the
+        position before the first."""
         padding = self.first_position - 1
         is_padding_T = (input_ids_T == padding).to(positions_T.dtype)
         places_T = torch.arange(positions_T.shape[0], dtype=positions_T.dtype, device=positions_T.device)
-        starts_T = (places_T - positions_T).clamp(min=0)  # where each token's text begins in the step
+        starts_T = (places_T - positions_T).clamp(min=0)  # index of the first token of each token's text
         num_padding_T = is_padding_T.cumsum(0, dtype=positions_T.dtype)
         before_T = num_padding_T[starts_T] - is_padding_T[starts_T]
         counted_T = positions_T + self.first_position - (num_padding_T - before_T)
@@ -75,16 +78,16 @@ class Classifier(Encoder):
 
     @property
     def heads(self) -> list[nn.Module]:
-        """The modules that get what is pooled."""
+        """Modules that run on pooled hidden states."""
         return _heads(self.model)
 
     def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:
-        """Logits [R, L] from pooled hidden states."""
+        """Return logits [R, L] from pooled hidden states."""
         return self.model(inputs_embeds=pooled_RW.unsqueeze(1), hand_on=True).logits
 
 
 class Base:
-    """A mixin of the base model's class, which can return its input as its output."""
+    """Mixin for the base model's class: with hand_on=True, forward returns its input embeddings as its output."""
 
     pooler: Any
 
@@ -95,7 +98,7 @@ class Base:
 
 
 class HandedOn:
-    """The base model's output that a classifier's code receives: hidden states, and what the pooler makes of them."""
+    """Base model output for the classifier's code: hidden states, and the pooler's output from them."""
 
     hidden_states = attentions = cross_attentions = cache = past_key_values = None
 
@@ -108,7 +111,7 @@ class HandedOn:
 
 
 class PoolerOfHead:
-    """A mixin of the class of a base model's pooler: it is part of the head, and the base model does without it."""
+    """Mixin for the class of a base model's pooler: it runs as part of the head only, not in the base model."""
 
     def forward(self, hidden_states: torch.Tensor, *, in_head: bool = False) -> Any:
         return super().forward(hidden_states) if in_head else None  # type: ignore[misc]
@@ -117,9 +120,9 @@ class PoolerOfHead:
 def make_encoder(
     config: PreTrainedConfig, auto: Any, dtype: torch.dtype, *, classifies: bool
 ) -> tuple[Encoder, Observation] | None:
-    """The model on the meta device, and what was observed; None if its attention is causal.
+    """Build the model on the meta device and observe it; None if its attention is causal.
 
-    auto: transformers' class that makes it. Raises UnsupportedModelError for what the engine cannot do.
+    auto: transformers' Auto class for it. Raises UnsupportedModelError for features that the engine lacks.
     """
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=PACKED_NAME, trust_remote_code=False)

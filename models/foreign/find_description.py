@@ -1,4 +1,4 @@
-"""The description of a foreign model: from its file, or from the model's code, which is imported for that."""
+"""Find the description of a transformers model in its file, or create it by importing the model's code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("compiled_engine")
 
 
 def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
-    """Describe the model of config.json's text: from the file if it exists, otherwise with transformers.
+    """Describe the model of a config.json: from the file if it exists, otherwise with transformers.
 
     Raises ValueError for a model that cannot be run, or without a supported version of transformers.
     """

@@ -1,4 +1,4 @@
-"""Our attention and experts as functions of transformers' interfaces, and the arguments of a step on the way there."""
+"""The engine's attention and experts, registered as transformers' interfaces, and a step's arguments for them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attention_or_value, packed_attention_or_value
 from compiled_engine.recurrence.sequences import Sequences
 
-# The arguments of a step on their way to attention, past code that does not know of them.
+# A step's arguments for attention, passed beside transformers' code.
 
 
 class Step:
-    """All attention modules of a model share this object; the model's forward fills it in, except the windows, which
-    are constant.
+    """A step's arguments for attention, shared by all attention modules of a model; the model's forward sets them.
 
-    Keyword arguments would be simpler, but not all families pass them to their attention. rows_R: see
-    recurrence.sequences, None in a model without recurrences.
+    Keyword arguments would be simpler, but not all families pass them on to their attention. Sliding windows are
+    constant. rows_R: see recurrence.sequences; None without recurrences.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None]) -> None:
@@ -32,25 +31,26 @@ class Step:
         self.rows_R: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
-        """The step's requests as recurrences see them."""
+        """Return the step's requests in the form that recurrences take."""
         assert self.inputs is not None
         assert self.rows_R is not None
         return Sequences(self.rows_R, self.inputs.query_start_loc_R1, self.inputs.seq_lens_R)
 
 
-# Experts as a function of transformers' `ExpertsInterface`, as the textbook writes them, which a pass makes one op.
+# Experts for transformers' `ExpertsInterface`, written as in the textbook; a pass turns them into one op.
 
 NAME = "compiled_engine"
 
 
 class UnknownExpertsError(ValueError):
-    """Experts that are more than gated MLPs; the message names the difference."""
+    """Experts that are not plain gated MLPs; the message names the difference."""
 
 
 def all_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute [T, D] from tokens [T, D] with experts and weights [T, X]; `module` has the experts' parameters.
+    """Return [T, D] from tokens [T, D] and the chosen experts and weights [T, X]; `module` holds the experts'
+    parameters.
 
     Every expert computes every token; see models/textbook/experts.py. Raises UnknownExpertsError.
     """
@@ -71,7 +71,8 @@ def all_experts(
 
 
 def experts_by_columns(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(module, name) of weights [E, in, out]: the kernels want [E, out, in] in memory, whatever the shape is."""
+    """Yield (module, name) of expert weights with the shape [E, in, out]. The kernels need the memory order [E, out,
+    in]."""
     for module in model.modules():
         if getattr(module, "is_transposed", False) and hasattr(module, "gate_up_proj"):
             yield from ((module, name) for name in ("gate_up_proj", "down_proj"))
@@ -92,7 +93,7 @@ def _require_known(module: Any) -> None:
 ExpertsInterface.register(NAME, all_experts)
 
 
-# transformers makes masks for known implementations; for this one it makes none.
+# transformers creates masks only for the attention implementations that it knows, so none for this one.
 
 
 def attend(
@@ -106,10 +107,10 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, heads, T, d] in, [1, T, heads, d] out; `module` has `step` and the number of its layer, `layer_idx`.
+    """Attend: q, k, v are [1, heads, T, d], the result is [1, T, heads, d].
 
-    What the other arguments may be was checked when the model was observed; the window is that of the mask, which
-    is not made here.
+    `module` has `step` and its layer number, `layer_idx`. Other arguments were checked when the model was observed. The
+    window is the observed mask's, since no mask is created here.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -123,7 +124,7 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
-# The same for encoders, whose attention modules need not have the number of their layer.
+# Attention of encoders, whose modules may lack a layer number.
 PACKED_NAME = "compiled_engine_packed"
 
 
@@ -138,7 +139,7 @@ def attend_packed(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `attend`, among the tokens of each text; `module` has `step` and `packed_window`."""
+    """Attend within each text, otherwise as `attend`; `module` has `step` and `packed_window`."""
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     own: Any = module

@@ -1,4 +1,4 @@
-"""Mechanisms of language models that the engine does not have, recognised by a model's configuration and modules."""
+"""Detect mechanisms that the engine lacks, from a model's configuration and modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from compiled_engine.models.foreign.recurrence import recurrent_modules
 
-# Names of module classes.
+# Patterns of module class names, and the mechanism that each stands for.
 _MODULES = (
     ("DeltaAttention", "Kimi delta attention"),
     ("Mamba|BambaMixer|FalconH1Mixer", "the scan of a state space model (Mamba)"),
@@ -39,14 +39,15 @@ _MODULES = (
     ("^DbrxExperts$", "experts outside of transformers' ExpertsInterface"),
     ("^Conv1d$", "convolutions over tokens"),
 )
-# Fields that state how often layers run.
+# Config fields for the number of times that layers run.
 _CYCLES = ("n_recurrent_loops", "H_cycles", "L_cycles")
-# The method of embeddings that count positions (RoBERTa's).
+# Method of embeddings that derive positions from token ids (RoBERTa).
 _COUNTS = "create_position_ids_from_input_ids"
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of a text's first token: the one behind that of padding, where padding has one (RoBERTa)."""
+    """Return the position of a text's first token: one after the padding position if the model has one (RoBERTa), else
+    0."""
     for name, module in model.named_modules():
         is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
         if is_padded and name.rpartition(".")[2] == "position_embeddings":
@@ -55,7 +56,7 @@ def first_position(model: nn.Module) -> int:
 
 
 def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, encodes: bool = False) -> tuple[str, ...]:
-    """Name what the model needs and the engine does not have. model: None for one that could not be built."""
+    """Name the mechanisms that the model needs and the engine lacks. model: None if it could not be built."""
     modules = [] if model is None else _outside_recurrences(model)
     classes = {type(module).__name__ for module in modules}
     found = [text for pattern, text in _MODULES if any(re.search(pattern, name) for name in classes)]
@@ -74,11 +75,11 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
         "encoders of images or sound within the decoder": value("vision_config") or value("audio_config"),
     }
     found += [text for text, needed in stated.items() if needed]
-    general = "convolutions over tokens"  # a part of most recurrences
+    general = "convolutions over tokens"  # most recurrences contain one
     return tuple(text for text in found if text != general or len(found) == 1)
 
 
 def _outside_recurrences(model: nn.Module) -> list[nn.Module]:
-    """The modules without the parts of those whose recurrences the engine has functions for."""
+    """Return the modules, without the parts of recurrences that the engine supports."""
     inside = {part for _, module in recurrent_modules(model) for part in module.modules() if part is not module}
     return [module for module in model.modules() if module not in inside]

@@ -1,6 +1,6 @@
-"""Observe a foreign model in one forward on the meta device: each layer's attention, and equal layers.
+"""Observe one forward of a transformers model on the meta device: each layer's attention, and which layers are equal.
 
-Unsupported features are found here, and refused, before a weight is read.
+Unsupported features are found and refused here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compiled_engine.models.foreign.recurrence import (
 
 _NAME = "compiled_engine_observing"
 _TOKENS = 3
-# Arguments of attention that say nothing about its result.
+# Arguments of attention that do not affect its result.
 _WITHOUT_EFFECT = (
     *("dropout", "position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache"),
     *(
@@ -41,28 +41,25 @@ _WITHOUT_EFFECT = (
         "past_key_values",
     ),
 )
-_POSITIONS = 1 << 20  # at which masks are looked at
+_POSITIONS = 1 << 20  # masks are evaluated up to this position
 
 
 class UnsupportedModelError(ValueError):
-    """A model that would not, or not surely, be computed as transformers computes it."""
+    """The engine cannot guarantee transformers' results for this model."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A call of attention. window: the number of keys that a query sees, its own included; None for all. soft_cap 0:
-    none. A layer that does not attend has no heads.
+    """A layer's attention, as called."""
 
-    causal: whether a query sees no later keys. If it does, the window counts the keys on either side.
-    """
-
-    num_heads: int
+    num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
     head_dim: int
+    # Visible keys per query, its own included; None: all. Without causal: keys on each side.
     sliding_window: int | None
-    soft_cap: float
+    soft_cap: float  # 0: none
     sinks: bool
-    causal: bool = True
+    causal: bool = True  # a query sees no later keys
 
 
 _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
@@ -70,28 +67,27 @@ _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
 
 @dataclass(frozen=True)
 class Observation:
-    """`layers_path`: the module list of layers, empty if it was not found; `signatures`: for each of them what it does,
-    equal for layers that do the same; `in_tuple`: whether a layer returns its hidden states in a tuple. `modules`: the
-    attention of each layer that attends. `states`: of recurrences, in the order of the layers."""
+    """Findings about a model."""
 
-    attention: tuple[LayerAttention, ...]
-    modules: tuple[nn.Module, ...]
-    states: tuple[RowState, ...]
-    layers_path: str
-    signatures: tuple[int, ...]
-    in_tuple: bool
+    attention: tuple[LayerAttention, ...]  # by layer
+    modules: tuple[nn.Module, ...]  # attention modules of the layers that have attention
+    states: tuple[RowState, ...]  # states of recurrences, in layer order
+    layers_path: str  # path of the module list of layers; empty: not found
+    signatures: tuple[int, ...]  # by layer; equal for layers that compute the same
+    in_tuple: bool  # layers return their hidden states in a tuple
 
 
 @dataclass(frozen=True, eq=False)
 class _Mask:
-    """A mask that transformers would have made. No layer need use it, so what it hides is looked at when one does."""
+    """A mask that transformers would have created. It is evaluated only when a layer uses it, since it may stay
+    unused."""
 
     tensor: torch.Tensor
     function: Callable[..., Any]
 
     @cached_property
     def sight(self) -> tuple[int | None, bool]:
-        """The number of keys that the mask leaves on a side, None for all; whether it hides all later keys.
+        """Visible keys on each side of a query (None: all), and whether all later keys are hidden.
 
         Raises UnsupportedModelError.
         """
@@ -99,7 +95,7 @@ class _Mask:
 
 
 class _Observer(TorchDispatchMode):
-    """Records calls of attention, masks, and the ops of each layer with what they read."""
+    """Records attention calls, masks, and each layer's ops with their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +116,7 @@ class _Observer(TorchDispatchMode):
 
     def enter(self, layer: int, hidden_states: torch.Tensor | None) -> None:
         self.layer = layer
-        if hidden_states is not None:  # what the layer before left, whichever that was
+        if hidden_states is not None:  # named alike in every layer, so that equal layers have equal signatures
             self._kept.append(hidden_states)
             self._origin[id(hidden_states)] = (layer, "hidden_states")
 
@@ -132,7 +128,7 @@ class _Observer(TorchDispatchMode):
         ops.append((str(func), tree_map(self._described, args), tree_map(self._described, kwargs or {})))
         for place, leaf in enumerate(result if isinstance(result, tuple | list) else [result]):
             if isinstance(leaf, torch.Tensor):
-                self._kept.append(leaf)  # or its id would be given again
+                self._kept.append(leaf)  # kept alive, so that its id is not reused
                 self._origin[id(leaf)] = (self.layer, (len(ops), place))
         return result
 
@@ -164,7 +160,7 @@ class _Observer(TorchDispatchMode):
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)
-        if layer is None and module not in self.modules.values():  # encoders need no number
+        if layer is None and module not in self.modules.values():  # an encoder's modules may lack the number
             layer = len(self.calls)
         strange = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
         found = [mask for mask in self.masks if mask.tensor is attention_mask]
@@ -176,7 +172,7 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
-        self._records = False  # the mask does not matter to the first layer that requests it
+        self._records = False  # evaluating the mask is not part of the layer
         window, causal = found[0].sight
         self._records = True
         if is_causal is not None and is_causal != causal:
@@ -191,7 +187,7 @@ class _Observer(TorchDispatchMode):
 
 
 class _Recurrences:
-    """Implements Functions: records the states that calls need."""
+    """Implements Functions by recording the states that the calls need."""
 
     def __init__(self, paths: Mapping[nn.Module, str]) -> None:
         self.module: Any = None
@@ -240,9 +236,9 @@ class _Recurrences:
 
 
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:
-    """Run the model, which is on the meta device, and say what it did. encodes: it takes no cache.
+    """Run a model that is on the meta device, and return the findings. encodes: the model takes no cache.
 
-    Raises UnsupportedModelError for what the engine cannot do.
+    Raises UnsupportedModelError for features that the engine lacks.
     """
     observer = _Observer()
     AttentionInterface.register(_NAME, observer.attend)
@@ -254,7 +250,7 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     paths = {module: path for path, module in recurrent_modules(model)}
     recurrences = _Recurrences(paths)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    # With recurrences transformers reads whether the mask hides anything, so it has values.
+    # With recurrences transformers reads the mask's values, so it cannot be on the meta device.
     mask = torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu" if paths else "meta")
     try:
         options = {} if encodes else {"use_cache": False}
@@ -310,7 +306,8 @@ def _watched(observer: _Observer, layers: nn.ModuleList) -> Iterator[None]:
 
 
 def _sight_of(mask_function: Callable[..., Any]) -> tuple[int | None, bool]:
-    """The sliding window of a mask, or None; whether it is causal. Raises UnsupportedModelError for another mask."""
+    """Return a mask's sliding window or None, and whether it is causal. Raises UnsupportedModelError for other
+    masks."""
     keys = torch.arange(_POSITIONS + 2)
 
     def seen_by(query: int) -> torch.Tensor:

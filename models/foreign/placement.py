@@ -1,7 +1,7 @@
-"""Placement of each tensor of a checkpoint in a model: plain data, so that later starts do not need transformers.
+"""Placements of checkpoint tensors in a model: plain data, so that later starts do not need transformers.
 
-A checkpoint may store one tensor of the model as several (one per expert), or the other way round. In both cases a part
-of one tensor is a part of the other, so each byte is read once and written to its place, packed or not.
+A checkpoint may store one tensor of the model as several (one per expert), or several as one. In both cases a part of
+one tensor is a part of the other, so each byte is read once and written to its place, packed or not.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """Part `taken` of tensor `source` is part `placed` of parameter `target`; a part is a (start, end) a dimension.
+    """Part `taken` of tensor `source` becomes part `placed` of parameter `target`.
 
-    transposed: the last two dimensions of the source are exchanged. Parts have as many elements, in the same order.
-    decode: how the values are encoded: as mxfp4, in the whole of the source and of the tensors `beside` it, or as codes
-    of a Rounding, as text, with scales in the tensor beside; empty: they are not.
+    A part is a (start, end) for each dimension. Both parts have the same number of elements, in the same order.
     """
 
     source: str
     taken: tuple[Span, ...]
     target: str
     placed: tuple[Span, ...]
-    transposed: bool = False
+    transposed: bool = False  # the source's last two dimensions are swapped
+    # Encoding of the values: empty for none; "mxfp4", then the whole source and `beside` are decoded; or a Rounding as
+    # text, with its scales in `beside`.
     decode: str = ""
     beside: tuple[str, ...] = ()
 
@@ -39,13 +39,13 @@ class Placement:
         return (self.source, *self.beside)
 
     def cut(self, dim: int, places: Sequence[Place]) -> list[Placement]:
-        """The part of the placement in a rank's parameter, which has these places along `dim`.
+        """Return the parts in a rank's parameter, which holds these places along `dim`.
 
-        Raises ValueError where the part of the source is not one along that dimension.
+        Raises ValueError if the source cannot be divided along that dimension.
         """
         if self.decode == "mxfp4":
             raise ValueError(f"{self.source} cannot be divided: it holds values in {self.decode}")
-        back = dim - len(self.placed)  # counted from the last, as a source may lack the first
+        back = dim - len(self.placed)  # negative index, since a source may lack leading dimensions
         if self.transposed and back >= -2:
             back = -3 - back
         (first, end), taken = self.placed[dim], self.taken[back] if len(self.taken) >= -back else None
@@ -64,24 +64,24 @@ class Placement:
         return found
 
     def view(self, source: torch.Tensor) -> torch.Tensor:
-        """The part of the source in the parameter's layout, up to dimensions of one."""
+        """Return the part of the source in the parameter's layout, except for dimensions of size 1."""
         part = _part(source, self.taken)
         return part.mT if self.transposed else part
 
     def place_in(self, target: torch.Tensor) -> torch.Tensor:
-        """The part of the parameter."""
+        """Return the part of the parameter."""
         return _part(target, self.placed)
 
 
 def whole(source: str, target: str, shape: Sequence[int]) -> Placement:
-    """The whole of a tensor is the whole of a parameter."""
+    """Place a whole tensor as a whole parameter."""
     spans = tuple((0, size) for size in shape)
     return Placement(source, spans, target, spans)
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Placements of a checkpoint's tensors; `unexpected` names tensors without a place."""
+    """Placements of a checkpoint's tensors, and the names of tensors without a place."""
 
     placements: tuple[Placement, ...]
     unexpected: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Recurrences of transformers' models: the functions that their modules call, and the engine's functions in the place.
+"""Replace the recurrence functions that transformers' modules call by the engine's.
 
-transformers has each recurrence behind a function of the model's file: `causal_conv1d_fn` for short convolutions,
-`torch_chunk_gated_delta_rule` for gated delta nets. A module that calls one of them gets a class whose forward is the
-same code with other functions under these names.
+transformers' model files call each recurrence through a function: `causal_conv1d_fn` for short convolutions,
+`torch_chunk_gated_delta_rule` for gated delta nets. A module that calls one of them gets a subclass whose forward is
+the same code with other functions under these names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import nn
 from compiled_engine.models.foreign.interfaces import Step
 from compiled_engine.recurrence.op import conv_state_or_value, delta_rule_or_value
 
-# Names of the states, which are buffers of the modules.
+# Names of the module buffers that hold the states.
 CONV_STATE, RULE_STATE = "conv_state", "rule_state"
-# The op's names of activations by transformers' names.
+# Names of activations: transformers' to the op's.
 ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
 
 class Functions(Protocol):
-    """The functions that modules call instead of transformers'; `module` is the one whose forward runs."""
+    """Functions that modules call instead of transformers'; `module` is the module whose forward is running."""
 
     module: Any
 
@@ -38,7 +38,7 @@ class Functions(Protocol):
         activation: str | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """[1, D, T] in and out."""
+        """Apply a causal convolution; input and result are [1, D, T]."""
         ...
 
     def apply_rule(
@@ -51,16 +51,16 @@ class Functions(Protocol):
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Queries, keys [1, T, G, k], values and result [1, T, H, v], g and beta [1, T, H]."""
+        """Apply the gated delta rule: q, k [1, T, G, k], v and result [1, T, H, v], g and beta [1, T, H]."""
         ...
 
 
-# Methods of Functions by the names that transformers' files have for them.
+# Methods of Functions by the function names in transformers' files.
 _NAMES = {"causal_conv1d_fn": "convolve", "torch_chunk_gated_delta_rule": "apply_rule"}
 
 
 class StepFunctions:
-    """Implements Functions for a step: the ops, on the states that the modules have."""
+    """Implements Functions for a step: calls the ops on the modules' states."""
 
     def __init__(self, step: Step) -> None:
         self.module: Any = None
@@ -98,10 +98,10 @@ class StepFunctions:
 
 
 def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module with these functions in its forward."""
+    """Return a subclass whose forward calls these functions."""
     code = inspect.unwrap(theirs.forward)
     assert isinstance(code, FunctionType)
-    # Without the name of a module Dynamo takes the functions from this dictionary, not from that module.
+    # Without __name__ Dynamo looks globals up in this dictionary instead of in the module of that name.
     scope = {name: value for name, value in code.__globals__.items() if name != "__name__"}
     scope |= {name: getattr(functions, method) for name, method in _NAMES.items()}
     own = FunctionType(code.__code__, scope, code.__name__, code.__defaults__, code.__closure__)
@@ -111,12 +111,12 @@ def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module
         functions.module = self
         return own(self, *arguments, **keywords)
 
-    # transformers takes classes of modules that are not its own for custom code.
+    # transformers treats a class whose __module__ is not its own as custom code.
     return type(theirs.__name__, (theirs,), {"__module__": theirs.__module__, "forward": forward})
 
 
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of each that calls one of the functions."""
+    """Yield path and module of each module that calls one of the functions."""
     for path, module in model.named_modules():
         forward = inspect.unwrap(type(module).forward)
         if isinstance(forward, FunctionType) and not _NAMES.keys().isdisjoint(forward.__code__.co_names):
@@ -124,7 +124,7 @@ def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, type[nn.Module]]:
-    """Have modules call these functions. Returns the classes that they had before."""
+    """Make modules call these functions. Returns the modules' previous classes."""
     before = {module: type(module) for _, module in recurrent_modules(model)}
     mixed = {theirs: _class_with(functions, theirs) for theirs in dict.fromkeys(before.values())}
     for module, theirs in before.items():
@@ -134,7 +134,7 @@ def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, typ
 
 @contextmanager
 def functions_used(model: nn.Module, functions: Functions) -> Iterator[None]:
-    """Let modules call these functions while the block runs."""
+    """Make modules call these functions within a `with` block."""
     before = use_functions(model, functions)
     try:
         yield

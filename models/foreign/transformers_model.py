@@ -1,7 +1,8 @@
-"""A causal language model of transformers with the engine's calling convention: its own code, our attention.
+"""Run causal language models of transformers with the engine's calling convention: their own code, the engine's
+attention.
 
-Nothing of transformers is left in a step but the modules' arithmetic: positions, KV caches and attention inputs are
-arguments, there is no mask, no cache object, and a batch of one, which the passes take out of the graph.
+A step uses only the arithmetic of transformers' modules. Positions, KV caches and attention inputs are arguments; there
+is no mask and no cache object, and the batch dimension of one is removed from the graph by the passes.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _OWN_ATTENTION = "its attention does not go through transformers' AttentionInter
 
 
 class CausalLM:
-    """Mixed into the family's class, in front of it: the engine's forward and logits.
+    """Mixin in front of the family's class, with the engine's forward and logits.
 
-    `step`: what attention reads. `layers_path`, `layer_signatures`, `layers_in_tuple`: see `Observation`.
+    `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
     """
 
     step: Step
@@ -53,10 +54,13 @@ class CausalLM:
         kv_caches: list[torch.Tensor],
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches, and with
-        recurrences their states. rows_R: see recurrence.sequences."""
+        """Return hidden states [T, D] after the final norm.
+
+        Writes this step's keys and values into kv_caches, and the states of recurrences. rows_R: see
+        recurrence.sequences.
+        """
         self.step.inputs, self.step.kv_caches, self.step.rows_R = attention_inputs, kv_caches, rows_R
-        # A slice from -T on is the whole: torch 2.11 does not know a size's range while it traces.
+        # torch 2.11 does not know the range of T while tracing; with it, a slice from -T is the whole tensor.
         torch._check(input_ids_T.shape[0] >= 1)
         output = self.base_model(
             input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
@@ -64,13 +68,13 @@ class CausalLM:
         return output[0].squeeze(0)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V]: whatever the family does between hidden states and logits, such as a scale or a cap."""
+        """Return logits [R, V], including the family's own steps such as a scale or a cap."""
         output = super().forward(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False, hand_on=True)  # type: ignore[misc]
         return output.logits.squeeze(0)
 
 
 class Decoder:
-    """A mixin of the family's decoder class, which can return its input as its output."""
+    """Mixin for the family's decoder class: with hand_on=True, forward returns its input embeddings as its output."""
 
     def forward(self, *arguments: Any, hand_on: bool = False, **keywords: Any) -> Any:
         if hand_on:
@@ -79,20 +83,20 @@ class Decoder:
 
 
 class TextAngles:
-    """A mixin of modules that make rotary angles of positions in three dimensions, which are equal for text."""
+    """Mixin for rotary embeddings with three-dimensional positions, which are equal for text."""
 
     inv_freq: torch.Tensor
     attention_scaling: float
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions [3, 1, T] to cos and sin, [1, T, d], in the dtype of x."""
+        """Return cos and sin [1, T, d] in the dtype of x, from positions [3, 1, T]."""
         angles = position_ids[0, ..., None].float() * self.inv_freq.float()
         both = torch.cat((angles, angles), dim=-1)
         return (both.cos() * self.attention_scaling).to(x.dtype), (both.sin() * self.attention_scaling).to(x.dtype)
 
 
 class OrderedHeads:
-    """A mixin of Qwen3-Next's delta nets: splits their projections without shapes that torch 2.11 cannot infer."""
+    """Mixin for Qwen3-Next's delta nets: splits their projections without shapes that torch 2.11 cannot infer."""
 
     num_k_heads: int
     num_v_heads: int
@@ -100,7 +104,8 @@ class OrderedHeads:
     head_v_dim: int
 
     def fix_query_key_value_ordering(self, mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor) -> list[torch.Tensor]:
-        """q, k, v, z by heads, and b, a, of [1, T, ...] each, from what is ordered by the heads of keys."""
+        """Split the fused projections, which are interleaved by key head, into q, k, v, z (per head) and b, a; [1, T,
+        ...] each."""
         group, batch = self.num_v_heads // self.num_k_heads, mixed_ba.shape[:2]
         width = group * self.head_v_dim
         by_head = mixed_qkvz.view(*batch, self.num_k_heads, 2 * self.head_k_dim + 2 * width)
@@ -116,7 +121,7 @@ class OrderedHeads:
 
 
 class HandedOn:
-    """The decoder output that the family's code receives."""
+    """Decoder output for the family's own code: hidden states only."""
 
     cache = past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
     shared_kv_states = None
@@ -129,10 +134,10 @@ class HandedOn:
 
 
 def read_hf_config(config_json: str) -> PreTrainedConfig:
-    """The configuration in the text of a config.json.
+    """Parse the text of a config.json.
 
-    Raises UnknownArchitectureError for an architecture that is neither a causal LM in transformers' code nor a model
-    without a head or a classifier, ValueError for invalid values.
+    Raises UnknownArchitectureError unless transformers' code has the architecture as a causal LM, as a model without a
+    head or as a classifier; ValueError for invalid values.
     """
     supported_version()
     values = json.loads(config_json)
@@ -145,7 +150,7 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
         raise UnknownArchitectureError(f"transformers has no model type {kind!r} (architecture {name!r}){remote}")
     try:
         config = AutoConfig.for_model(kind, **values)
-    except Exception as error:  # each field has checks of its own
+    except Exception as error:  # each field may raise errors of its own
         raise ValueError(f"it is no configuration of a {name}: {' '.join(str(error).split())}") from error
     if name not in (causal_lm_name(config), *encoder_names(config)):
         raise UnknownArchitectureError(f"transformers has no causal language model {name!r} of type {kind!r}{remote}")
@@ -153,10 +158,10 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
 
 
 def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Observation]:
-    """The model on the meta device, its buffers on the CPU, and what was observed of it.
+    """Build the model on the meta device, with its buffers on the CPU, and return it with the observation of it.
 
-    Of an architecture that is no causal LM, an encoder if its attention is not causal, else the causal LM.
-    Raises UnsupportedModelError, with the name, for a model that the engine cannot run.
+    An architecture that is no causal LM becomes an encoder if its attention is bidirectional, and otherwise the causal
+    LM with the same decoder. Raises UnsupportedModelError, with the name, for a model that the engine cannot run.
     """
     whole = read_hf_config(config_json)
     stated = json.loads(config_json)["architectures"][0]
@@ -203,7 +208,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 
 
 def _build_encoder(config: PreTrainedConfig, name: str, dtype: torch.dtype) -> tuple[Encoder, Observation] | None:
-    """Return None if its attention is causal. Raises as build_foreign_model."""
+    """Build an encoder; None if its attention is causal. Raises as `build_foreign_model`."""
     try:
         _require_fixed_angles(config)
         found = make_encoder(config, encoder_names(config)[name], dtype, classifies=name.endswith("Classification"))
@@ -225,15 +230,13 @@ def _experts_by_columns(model: Any) -> None:
 
 
 def _require_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> None:
-    """Raises UnsupportedModelError, naming what is missing."""
+    """Raise UnsupportedModelError, naming the mechanisms that the engine lacks."""
     if missing := missing_mechanisms(config, model):
         raise UnsupportedModelError(f"it needs {', '.join(missing)}, which the engine does not have")
 
 
 def _require_fixed_angles(config: PreTrainedConfig) -> None:
-    """Raises UnsupportedModelError if the code reads a request's length, which a graph for all lengths cannot
-    provide.
-    """
+    """Raise UnsupportedModelError if rotary angles depend on a request's length, since one graph serves all lengths."""
     ropes: Any = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
@@ -251,7 +254,7 @@ def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
                 experts_implementation=NAME,
                 trust_remote_code=False,
             )
-    except KeyError as error:  # a table of its own of classes by implementation
+    except KeyError as error:  # the family has its own table of attention classes
         if error.args != (NAME,):
             raise
         raise UnsupportedModelError(_OWN_ATTENTION) from error
@@ -259,7 +262,7 @@ def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 
 def _require_head_alone(model: Any) -> None:
-    """Raise UnsupportedModelError where logits are not those of the hidden states that the decoder returns."""
+    """Raise UnsupportedModelError unless the head computes logits from the decoder's hidden states alone."""
     config = model.config.get_text_config(decoder=True)
 
     def refuse(module: nn.Module, arguments: Any) -> None:
@@ -280,7 +283,7 @@ def _require_head_alone(model: Any) -> None:
 
 
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
-    """Build and describe the model. Raises what build_foreign_model raises."""
+    """Build and describe the model. Raises as `build_foreign_model`."""
     model, observation = build_foreign_model(config_json, dtype)
     inner, token_types, before = model, 0, 0
     if isinstance(model, Encoder):
@@ -320,8 +323,8 @@ def _one_integer(value: Any) -> int:
 
 
 def _adapt(model: Any, observation: Observation) -> None:
-    # Classes of objects that are there, instead of objects around them: every parameter keeps its name.
-    # A decoder within the base model is what some heads call.
+    # Changing the objects' classes, instead of wrapping the objects, keeps all parameter names.
+    # Some heads call the decoder within the base model.
     for decoder in (model.base_model, getattr(model.base_model, "decoder", None)):
         if isinstance(decoder, nn.Module):
             decoder.__class__ = _mixed(Decoder, type(decoder))
@@ -340,5 +343,5 @@ def _adapt(model: Any, observation: Observation) -> None:
 
 
 def _mixed(ours: type, theirs: type) -> type:
-    # transformers takes classes of modules that are not its own for custom code, which has no weight conversions.
+    # transformers treats a class whose __module__ is not its own as custom code, without weight conversions.
     return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})

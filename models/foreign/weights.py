@@ -1,4 +1,5 @@
-"""Placements of a checkpoint's tensors in a model of transformers, from a file next to its description or computed."""
+"""Placements of a checkpoint's tensors in a transformers model: read from a file beside the description, or
+computed."""
 
 from __future__ import annotations
 
@@ -17,17 +18,16 @@ from compiled_engine.config import ModelConfig, TransformersModel
 from compiled_engine.models.foreign.description import IMPORTING, description_file, read_file, write_file
 from compiled_engine.models.foreign.placement import WeightPlan
 
-# Sections of packed parameters of transformers' models, for division among ranks.
+# Sections of packed parameters, needed to divide them among ranks.
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Give modules with packed parameters the attribute `packed`, like textbook modules.
+    """Set the attribute `packed` on modules with packed parameters, as textbook modules have it.
 
-    Linears named qkv_proj have the rows of q, k and v; modules named gate_up_proj those of gate and up, also for every
-    expert; in_proj_qkv and conv1d of a gated delta net those of its q, k and v. That a family's forward splits them
-    like this is verified by equal log-probabilities.
+    qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up, in experts too; in_proj_qkv and conv1d of
+    a gated delta net those of its q, k and v. Equal log-probabilities verify that a family splits them like this.
     """
     fields = {} if config.transformers is None else json.loads(config.transformers.config)
     for path, module in model.named_modules():
@@ -54,9 +54,9 @@ log = logging.getLogger("compiled_engine")
 def find_weight_plan(
     model: TransformersModel, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], cache_dir: Path | None
 ) -> WeightPlan:
-    """Placements of the checkpoint's tensors (name -> shape).
+    """Return the placements of the checkpoint's tensors (name -> shape).
 
-    Raises ValueError for an unsupported conversion, or one with another shape than the model's.
+    Raises ValueError for an unsupported conversion, or one whose result has a wrong shape.
     """
     beside = description_file(model.config, dtype, cache_dir)
     digest = hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()[:16]

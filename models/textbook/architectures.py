@@ -1,4 +1,4 @@
-"""The textbook architectures by the name that config.json gives them."""
+"""Textbook model classes by the architecture name in config.json."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
 
 
 def build_model(config: ModelConfig) -> LlamaForCausalLM | Eagle3Head:
-    """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
+    """Build the model on the meta device, in config.dtype; `parameters.materialize` allocates its parameters.
 
-    It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and
-    `logits(hidden_RD) -> logits_RV`. A head that drafts takes features too, and has
-    `combine(aux_hidden_states_TE) -> features_TD`. Buffers (rotary frequencies) are fp32 on the CPU.
+    The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and `logits(hidden_RD)
+    -> logits_RV`. A draft head's `forward` also takes features, and the head has `combine(aux_hidden_states_TE) ->
+    features_TD`. Buffers (rotary frequencies) are fp32 on the CPU.
     """
     with torch.device("meta"):
         model = ARCHITECTURES[config.architecture](config) if config.head is None else Eagle3Head(config, config.head)

@@ -1,8 +1,9 @@
-"""EAGLE-3 (Li, Wei, Zhang and Zhang, "EAGLE-3: scaling up inference acceleration of large language models via
-training-time test", 2025): one decoder layer that drafts from hidden states of another model.
+"""EAGLE-3 draft head (Li, Wei, Zhang and Zhang, "EAGLE-3: scaling up inference acceleration of large language models
+via training-time test", 2025): one decoder layer that drafts from the target model's hidden states.
 
-Its input at a position is what the model knows there and the token that comes next. What the model knows are the hidden
-states that enter some of its layers, or, where the model has not been yet, the head's own hidden state.
+At each position the layer reads a feature vector and the embedding of the next token. The features are computed from
+the inputs of some of the target model's layers. For positions that the target model has not computed yet, they are the
+head's own hidden state.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from compiled_engine.models.textbook.layers import RMSNorm, SwiGLU
 from compiled_engine.models.textbook.llama import Attention
 from compiled_engine.models.textbook.rope import RotaryEmbedding
 
-# The one name of its architecture; checkpoints have several, see checkpoint/eagle3_folder.py.
+# The engine's name of the architecture; for those in checkpoints see checkpoint/eagle3_folder.py.
 EAGLE3 = "LlamaForCausalLMEagle3"
 FEATURES = "features_TD"
 
 
 def head_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return what a head reads of a step besides, which the host writes: a vector for each token."""
+    """Return the draft head's additional step input, one vector per token, which the host writes. Empty without a
+    head."""
     return () if model.head is None else (StepTensor(FEATURES, ("tokens", model.hidden_size), model.dtype),)
 
 
 class Eagle3Attention(Attention):
-    """Attention whose queries, keys and values come of vectors twice as long as the result."""
+    """Attention over the concatenation of embedding and features: q, k and v read 2 * hidden_size elements."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
@@ -64,7 +66,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head as the engine calls it; parameter names are those of speculators' checkpoints."""
+    """Draft head with the engine's interface; parameter names are those of checkpoints in speculators' format."""
 
     def __init__(self, config: ModelConfig, head: HeadConfig) -> None:
         super().__init__()
@@ -85,9 +87,9 @@ class Eagle3Head(nn.Module):
         kv_caches: list[torch.Tensor],
         features_TD: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states [T, D] before the final norm, which are the features of the position behind.
+        """Return hidden states [T, D] before the final norm: the features for drafting the following token.
 
-        input_ids_T: of each position the token behind it. features_TD: `combine` of the model's hidden states at the
+        input_ids_T: for each position the next token. features_TD: `combine` of the target model's hidden states at the
         position, or an earlier result of `forward`.
         """
         cos_T1d, sin_T1d = self.rotary_emb(positions_T)
@@ -98,11 +100,11 @@ class Eagle3Head(nn.Module):
         return hidden_TD
 
     def combine(self, aux_hidden_states_TE: torch.Tensor) -> torch.Tensor:
-        """Features [T, D] of the model's hidden states, one behind the other in each row."""
+        """Return features [T, D] from the target model's hidden states, the layers concatenated in each row."""
         features_TD: torch.Tensor = self.fc(self.input_norm(aux_hidden_states_TE))
         return features_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] over the draft vocabulary, of the token behind the one that was the input."""
+        """Return logits [R, Vd] over the draft vocabulary, for the token after the input token."""
         logits_RV: torch.Tensor = self.lm_head(self.norm(hidden_RD))
         return logits_RV

@@ -1,6 +1,6 @@
-"""A mixture of experts (Shazeer et al., 2017): a router sends each token to a few gated MLPs out of many.
+"""Mixture of experts (Shazeer et al., 2017): a router sends each token to a few of many gated MLPs.
 
-X counts the experts of a token, E all of them.
+Shape letters: E experts, of which X are chosen for each token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compiled_engine.config import ExpertsConfig, ModelConfig
 
 
 class Experts(nn.Module):
-    """All experts of a layer, each tensor in one parameter."""
+    """All experts of a layer; each parameter stacks one matrix of every expert."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Experts(nn.Module):
         self.packed = {"gate_up_proj": (I, I)}
 
     def forward(self, x_TD: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
-        """The weighted sum over experts of their outputs for each token.
+        """Return the weighted sum of the experts' outputs for each token.
 
-        Every expert computes every token, since the code must not depend on the values of weights_TE; unchosen experts
-        have a weight of 0. The compiler leaves them out.
+        Every expert computes every token, so that the traced code does not depend on the values of weights_TE; experts
+        that were not chosen have weight 0. The compiler removes the unneeded work.
         """
         x_ETD = x_TD.expand(self.gate_up_proj.shape[0], -1, -1)
         gate_ETI, up_ETI = torch.bmm(x_ETD, self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
@@ -36,8 +36,8 @@ class Experts(nn.Module):
         return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]]:
-        """Yield the name of each tensor that a checkpoint holds, the parameter that it is a part of, and the part, a
-        (start, end) for each dimension. Names are relative to this module."""
+        """Yield, for each tensor in a checkpoint: its name, the parameter that contains it, and its place there as
+        (start, end) of each dimension. Names are relative to this module."""
         _, D, I = self.down_proj.shape  # noqa: E741
         for expert in range(self.down_proj.shape[0]):
             one = expert, expert + 1
@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Router and experts in the place of an MLP."""
+    """Router and experts, in the place of a dense MLP."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Gemma 2: Llama with norms before and after each block, a gelu gate, and caps on attention's scores and on the logits.
+"""Gemma 2: Llama with norms before and after each block, a GELU gate, and soft caps on attention scores and logits.
 
-The weights of its norms count from 1, and its embeddings are scaled by the root of the hidden size.
+RMSNorm scales by 1 + weight, and embeddings are multiplied by the square root of the hidden size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compiled_engine.models.textbook.rope import RotaryEmbedding
 
 
 class RMSNorm(layers.RMSNorm):
-    """The product with 1 + weight is in fp32 as well, and rounded after it."""
+    """RMSNorm with the factor 1 + weight, applied in fp32 before the result is rounded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_fp32 = x.float()
@@ -27,7 +27,7 @@ class RMSNorm(layers.RMSNorm):
 
 
 class GeGLU(layers.SwiGLU):
-    """The gated MLP (Shazeer, 2020) with gelu, approximated by a tanh: down(gelu(gate(x)) * up(x))."""
+    """Gated MLP (Shazeer, 2020) with the tanh approximation of GELU: down(gelu(gate(x)) * up(x))."""
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         gate_TI = self.gate_proj(x_TD)
@@ -66,7 +66,7 @@ class Gemma2Model(nn.Module):
         super().__init__()
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=config.dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD)
-        # Rounded to the model's dtype, as the model was trained.
+        # Rounded to the model's dtype, as in training.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=config.dtype, device="cpu").item()
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.dtype)
         self.layers = LayerStack(self.make_layer(config, layer, attention) for layer in range(config.num_layers))

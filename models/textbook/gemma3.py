@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of q and k, and rotary angles of their own in layers with a window."""
+"""Gemma 3 (text): Gemma 2 with norms of q and k, and separate rotary frequencies for sliding-window layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Attention(llama.Attention):
 
 
 class Gemma3Model(gemma2.Gemma2Model):
-    """The stack passes both pairs of angles, global and local, and each layer takes its own."""
+    """Model whose layers receive both rotary tables, global and local; each layer uses its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, Attention)

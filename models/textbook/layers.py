@@ -1,4 +1,4 @@
-"""The few layers that all decoder-only families share, as the textbook writes them, and their stack."""
+"""Layers shared by the textbook's decoder-only models, and the stack that applies them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from torch import nn
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import ModelConfig
 
-# A stack of decoder layers, which are all applied in the same way; the compiler relies on that.
+# The compiler relies on all decoder layers being applied in the same way.
 
 
 class LayerStack(nn.ModuleList):
     """Decoder layers, each applied to the previous layer's result.
 
-    The compiler traces few of the identical layers (graphs/compiler/traced_layers.py), selected by `only` during a
-    trace. An attribute that differs from layer to layer, such as a number, makes the layers differ: then all are
-    traced.
+    The compiler traces only a few of the identical layers (graphs/compiler/traced_layers.py) and selects them with
+    `only`. Layers are not identical if an attribute, such as a number, differs between them; then all are traced.
     """
 
     only: Sequence[int] | None = None
@@ -32,7 +31,7 @@ class LayerStack(nn.ModuleList):
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Raises ValueError unless there is a cache for each layer."""
+        """Apply the layers in order. Raises ValueError unless there is one KV cache per layer."""
         if len(kv_caches) != len(self):
             raise ValueError(f"there are {len(kv_caches)} KV caches for {len(self)} layers")
         for layer in range(len(self)) if self.only is None else self.only:
@@ -43,7 +42,7 @@ class LayerStack(nn.ModuleList):
 class RMSNorm(nn.Module):
     """Root mean square normalisation over the last dimension (Zhang and Sennrich, 2019), computed in fp32.
 
-    The result is rounded to the input's dtype before the weight scales it, as transformers has it.
+    The result is rounded to the input's dtype before it is multiplied by the weight, as in transformers.
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
@@ -59,14 +58,14 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x_THd: torch.Tensor, cos_T1d: torch.Tensor, sin_T1d: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al., 2021) in the rotate-half layout: element i pairs with i + d/2."""
+    """Apply rotary position embedding (Su et al., 2021) in the rotate-half layout: element i pairs with i + d/2."""
     first, second = x_THd.chunk(2, dim=-1)
     rotated_THd = torch.cat((-second, first), dim=-1)
     return x_THd * cos_T1d + rotated_THd * sin_T1d
 
 
 class SwiGLU(nn.Module):
-    """The gated MLP (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
+    """Gated MLP (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

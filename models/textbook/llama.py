@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2: they differ in biases and sliding windows, which the config states."""
+"""Llama, Mistral and Qwen2, which differ only in biases and sliding windows; the config states both."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class Attention(nn.Module):
         return self.o_proj(out_THd.flatten(-2))
 
     def normalise_heads(self, q_THd: torch.Tensor, k_TKd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm of heads, which Qwen3 overrides; the identity here."""
+        """Normalise the heads of q and k: the identity here, overridden by models such as Qwen3."""
         return q_THd, k_TKd
 
 
-# Builds a module of the layer with this number.
+# Builds an attention or MLP module, given the config and the layer's index.
 MakeModule = Callable[[ModelConfig, int], nn.Module]
 
 
 def make_swiglu(config: ModelConfig, layer: int) -> nn.Module:
-    """The MLP of a layer of these families."""
+    """Build a layer's MLP: a SwiGLU."""
     return SwiGLU(config)
 
 
@@ -83,11 +83,11 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """attention, mlp: make those of each layer."""
+    """Embedding, decoder layers and final norm; `attention` and `mlp` build the modules of each layer."""
 
     def __init__(self, config: ModelConfig, attention: MakeModule = Attention, mlp: MakeModule = make_swiglu) -> None:
         super().__init__()
-        # Not initialised: nn.Embedding(V, D) would, which on the meta device imports the compiler (0.8 s).
+        # nn.Embedding(V, D) would initialise the weight, which on the meta device imports the compiler (0.8 s).
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=config.dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.dtype)
@@ -108,9 +108,9 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The model as the engine calls it; parameter names are those of the checkpoint.
+    """Llama with the engine's interface; parameter names are those of the checkpoint.
 
-    model: all but the output projection, for families that differ in it; None is a LlamaModel.
+    model: everything except the output projection; None builds a LlamaModel.
     """
 
     def __init__(self, config: ModelConfig, model: nn.Module | None = None) -> None:
@@ -128,12 +128,12 @@ class LlamaForCausalLM(nn.Module):
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm.
+        """Return hidden states [T, D] after the final norm.
 
-        kv_caches has one [N, 2, P, K, d] for each layer; this step's keys and values are written into it.
+        kv_caches: [N, 2, P, K, d] for each layer; this step's keys and values are written into them.
         """
         return self.model(input_ids_T, positions_T, attention_inputs, kv_caches)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] of the rows of hidden states that need them, in the model's dtype."""
+        """Return logits [R, V] in the model's dtype, for the rows of hidden states to be sampled."""
         return self.lm_head(hidden_RD)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama, with q, k and v, and gate and up, each in one tensor of the checkpoint."""
+"""Phi-3 and Phi-4: Llama with q, k and v stored as one tensor, and gate and up as another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class PackedSwiGLU(nn.Module):
-    """The gated MLP (Shazeer, 2020), gate and up computed by one linear."""
+    """Gated MLP (Shazeer, 2020) with gate and up computed by one linear."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

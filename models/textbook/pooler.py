@@ -1,4 +1,4 @@
-"""The head of a model that pools: linears after its pooling, in fp32."""
+"""Head of a pooling model: linear layers after the pooling, in fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compiled_engine.pooling import Dense
 
 
 class Pooler(nn.Module):
-    """From pooled hidden states [R, W] to results [R, L] before their activation, which requests may choose."""
+    """Maps pooled hidden states [R, W] to results [R, L], before the final activation, which a request may choose."""
 
     def __init__(self, head: tuple[Dense, ...]) -> None:
         super().__init__()

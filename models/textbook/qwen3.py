@@ -1,4 +1,4 @@
-"""Qwen3: Llama, with an RMSNorm over each head of q and k before they are rotated."""
+"""Qwen3: Llama with an RMSNorm over each head of q and k before the rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3, with a mixture of experts in the place of each MLP, or of most of them."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts in the place of all or most MLPs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_engine.models.textbook.layers import SwiGLU
 
 
 def make_mlp(config: ModelConfig, layer: int) -> nn.Module:
-    """A mixture of experts, or the MLP of a layer without."""
+    """Build a layer's mixture of experts, or its MLP if the config lists the layer as dense."""
     if layer in config.experts.dense_layers:
         return SwiGLU(config)
     return SparseMLP(config, config.experts)

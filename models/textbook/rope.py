@@ -1,6 +1,6 @@
-"""Rotary position embedding: the angle of every pair of elements at every position, for each kind of scaling.
+"""Rotary position embedding with the scalings default, linear, llama3 and yarn.
 
-The frequencies are those of transformers, so that checkpoints give the same results.
+Frequencies are computed as in transformers, so that checkpoints give the same results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians a position for each of the head_dim / 2 pairs (fp32, on the CPU), and what scales cos and sin.
+    """Return radians per position for each of the head_dim / 2 pairs (fp32, CPU), and the factor on cos and sin.
 
     Raises ValueError for an unknown kind, and for llama3 or yarn without original_max_position_embeddings.
     """
@@ -41,7 +41,7 @@ def _original_length(rope: RopeConfig) -> int:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Scale frequencies as Llama 3.1: stretch long wavelengths by the factor, keep short ones, blend between."""
     original = _original_length(rope)
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -51,11 +51,11 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """YaRN (Peng et al., 2023): pairs that turn often are kept, the others stretched, with a ramp between."""
+    """Scale frequencies as YaRN (Peng et al., 2023): keep fast-rotating pairs, stretch slow ones, blend between."""
     original = _original_length(rope)
 
     def pair_with_turns(turns: float) -> float:
-        """The (fractional) pair that makes this many full turns over the original length."""
+        """Return the (fractional) index of the pair that makes this many full turns over the original length."""
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
@@ -70,7 +70,7 @@ def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions to cos and sin: computed once a forward in fp32, then rounded to the model's dtype."""
+    """Computes cos and sin from positions in fp32, once per forward, and rounds them to the model's dtype."""
 
     inv_freq: torch.Tensor
 
@@ -81,7 +81,7 @@ class RotaryEmbedding(nn.Module):
         self.dtype = dtype
 
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos_T1d and sin_T1d, to be broadcast over heads; p counts pairs, of which there are d / 2."""
+        """Return cos_T1d and sin_T1d, to be broadcast over heads. p indexes the d / 2 pairs."""
         angles_Tp = positions_T[:, None].float() * self.inv_freq
         angles_T1d = torch.cat((angles_Tp, angles_Tp), dim=-1).unsqueeze(1)
         cos_T1d = angles_T1d.cos() * self.attention_factor

@@ -32,7 +32,7 @@ def endless(number: int) -> str:
 
 
 def processes() -> set[psutil.Process]:
-    """Those that this one has started."""
+    """Return the child processes of this one."""
     return set(psutil.Process().children())
 
 

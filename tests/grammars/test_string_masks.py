@@ -39,7 +39,7 @@ def grammar(schema: dict[str, Any], **more: Any) -> str:
 
 
 def compare(compiler: GrammarCompiler, schema: dict[str, Any], rng: random.Random, most: int, eos: int) -> int:
-    """Write a text of random tokens, mostly long ones; how many masks were known beforehand."""
+    """Write a text of random tokens, mostly long ones; return how many masks were known without the matcher."""
     compiled = compiler.compile(grammar(schema))
     one, other = compiler.constraint(compiled), compiler.constraint(compiled)
     other.strings = None

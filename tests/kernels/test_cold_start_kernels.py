@@ -1,4 +1,4 @@
-"""The kernels of a cold start are compiled side by side, here on a CPU: every part runs, and nothing is left of it."""
+"""Kernels of a cold start are compiled in parallel, here on a CPU: every part runs, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypat
 def test_its_kernels_stay_apart_from_a_piece_that_another_thread_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For which Triton's folder is the piece's meanwhile."""
+    """Meanwhile Triton's folder is the piece's."""
     from triton.runtime.cache import get_cache_manager
 
     kept: list[Path] = []
@@ -105,7 +105,7 @@ def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of a cold start."""
+    """Ctrl-C arrives in the middle of a cold start."""
     started, go_on = [], threading.Event()
 
     def way_of_sampling() -> None:

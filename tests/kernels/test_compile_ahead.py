@@ -24,7 +24,7 @@ if triton.knobs.runtime.interpret:
 
 
 def started(workers: KernelWorkers) -> psutil.Process:
-    """Start the workers; the process that will fork them."""
+    """Start the workers, and return the process that will fork them."""
     before = psutil.Process().children()
     workers.start()
     (new,) = [process for process in psutil.Process().children() if process not in before]
@@ -43,7 +43,7 @@ def make_kernel(module: str = "compiled_engine.nowhere") -> Any:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The threads that compiled, a name for each kernel."""
+    """Return the names of the threads that compiled, one per kernel."""
     names: list[str] = []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_cache_hook", lambda **about: names.append(threading.current_thread().name)
@@ -104,7 +104,7 @@ def test_kernels_of_others_are_launched_as_ever(hopper: Path, compiled: list[str
 
 
 def test_two_engines_start_one_after_the_other(hopper: Path, compiled: list[str]) -> None:
-    """Else the first to end would take the other's hook away, and leave its own."""
+    """Otherwise the first to finish would remove the other's hook, and leave its own."""
     hook, inside, leave = triton.knobs.runtime.jit_cache_hook, threading.Event(), threading.Event()
 
     def start_first() -> None:
@@ -141,7 +141,7 @@ def test_nothing_is_compiled_for_a_start_that_has_failed(hopper: Path, compiled:
 
 
 def test_what_is_compiled_already_is_not_launched_either(hopper: Path, compiled: list[str]) -> None:
-    """It would read what kernels before it, of another specialization, have not written."""
+    """It would read data that skipped kernels have not written."""
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     for asked_for in (1, 0):
         with ThreadPoolExecutor(1) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
@@ -163,8 +163,8 @@ def test_the_hook_is_given_back_when_a_part_fails(hopper: Path, compiled: list[s
 def test_workers_compile_what_this_process_then_finds(
     hopper: Path, compiled: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kernels of the engine, by two processes, for one caller after another; one of this test's, which no worker can
-    import, by a thread."""
+    """Two processes compile the engine's kernels, for one caller after another. A kernel of this test, which no worker
+    can import, is compiled by a thread."""
     caplog.set_level("DEBUG", "compiled_engine")
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(3) as threads:

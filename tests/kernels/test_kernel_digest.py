@@ -35,7 +35,7 @@ if triton.knobs.runtime.interpret:
 
 
 def functions() -> dict[str, Any]:
-    """The engine's JIT functions that are imported, by module and name."""
+    """Return the engine's imported JIT functions, by module and name."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("compiled_engine."):

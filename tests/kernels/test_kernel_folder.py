@@ -34,13 +34,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answer_of(source: Path) -> int:
-    """As a new process would load it."""
+    """Load the library as a new process would, without this process's cache, and return its answer."""
     answer: int = load_library.__wrapped__(source).answer()
     return answer
 
 
 def damage(path: Path) -> None:
-    """In a file of its own: this process may have mapped the one that is there."""
+    """Damage a file by replacing it, since this process may have mapped the present one."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.unlink()
@@ -101,7 +101,7 @@ def test_threads_that_build_one_file_at_the_same_time_do_not_damage_it(root: Pat
 
 
 def test_a_library_that_is_there_is_not_replaced(root: Path) -> None:
-    """Another process may run it."""
+    """Another process may be running it."""
     from triton.runtime.cache import get_cache_manager
 
     with kernels_in(kernel_folder(root)):
@@ -142,7 +142,7 @@ def test_kernels_of_a_thread_stay_apart_from_a_piece_that_another_loads(root: Pa
 
 
 def test_no_process_sees_a_library_change_its_inode(root: Path) -> None:
-    """Several build the same libraries at the same time, each with bytes of its own."""
+    """Several processes build the same libraries at the same time, with different bytes."""
     from triton.runtime.cache import get_cache_manager
 
     def build(number: int) -> list[int]:
@@ -169,7 +169,7 @@ PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definiti
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_threads_get_the_launchers_that_they_load(kept: bool, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that have been loaded before, and without a folder of the engine's."""
+    """Holds for launchers that have been loaded before, and without a folder of the engine's too."""
     from triton.runtime.build import compile_module_from_src
 
     def wrong(thread: int) -> list[int]:
@@ -191,7 +191,7 @@ def test_threads_get_the_launchers_that_they_load(kept: bool, root: Path, monkey
 def test_a_launcher_stays_what_it_is_when_another_is_loaded_again(
     kept: bool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one thread, which shows it every time."""
+    """A single thread reproduces the fault every time."""
     from triton.runtime.build import compile_module_from_src
 
     monkeypatch.setenv(VARIABLE, str(root / "other"))
@@ -202,7 +202,7 @@ def test_a_launcher_stays_what_it_is_when_another_is_loaded_again(
 
 
 def test_kernels_of_tests_side_by_side_are_in_such_a_folder() -> None:
-    """Also those that are launched without an engine."""
+    """Holds for kernels that are launched without an engine too."""
     from triton.runtime.cache import get_cache_manager
 
     manager = get_cache_manager("00" * 32)

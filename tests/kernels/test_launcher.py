@@ -39,7 +39,7 @@ GRIDS = st.lists(st.integers(1, 2**16), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def pointers(draw: st.DrawFn) -> torch.Tensor | None:
-    """Some of MEMORY, from one of 64 places in it, or nothing."""
+    """A part of MEMORY, starting at one of 64 places, or None."""
     start, dtype = draw(st.integers(0, 63)), draw(st.sampled_from(DTYPES))
     size = dtype.itemsize
     return None if draw(st.booleans()) and start < 8 else MEMORY[start * size : (start + 1) * size].view(dtype)
@@ -73,7 +73,7 @@ def make_kernel() -> Any:
 
 
 class Recording(Hopper):
-    """Notes what each launch of a compiled kernel is handed."""
+    """Records the arguments of each launch of a compiled kernel."""
 
     utils = SimpleNamespace(
         get_device_properties=Hopper.utils.get_device_properties,
@@ -105,7 +105,7 @@ def addresses(launch: tuple[Any, ...]) -> list[Any]:
 
 
 def test_this_triton_is_known() -> None:
-    """Where this fails: try the tests with the new version in TRITON_VERSIONS."""
+    """If this fails, run the tests with the new version in TRITON_VERSIONS."""
     assert triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS))
     assert isinstance(make_kernel(), Launcher)
 
@@ -126,7 +126,7 @@ def test_what_a_compiled_kernel_is_called_with() -> None:
 def test_a_launch_takes_what_was_compiled_for_its_specialization(
     many: list[tuple[tuple[int, ...], list[Any], dict[str, Any]]],
 ) -> None:
-    """Nothing is compiled: a kernel is here what Triton would compile it for."""
+    """Nothing is compiled: a kernel is represented by the specialization that Triton would compile."""
     kernel, called = make_kernel(), []
     jit_function = kernel.jit_function
     with pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,7 @@ OF_DRAFTS = {"ngram_kernel", "verify_kernel", "draft_decode_kernel"}
 
 
 class Asked(KernelWorkers):
-    """Workers that note what they are to compile, and compile nothing."""
+    """Workers that record the kernels to compile, and compile nothing."""
 
     def __init__(self) -> None:
         super().__init__(0, None)
@@ -60,7 +60,7 @@ def llm() -> Any:
 
 
 def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
-    """The step that a GPU's runner would have, of the model of an engine on a CPU."""
+    """Return the step of a GPU's runner, for the model of an engine on a CPU."""
     executor = llm.core.executor
     assert isinstance(executor, InProcessExecutor)
     runner: Runner = executor.runner

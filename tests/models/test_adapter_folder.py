@@ -43,7 +43,7 @@ def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
 
 
 def merged_logits(base: Path, adapter: Path, tmp_path: Path) -> torch.Tensor:
-    """Of transformers' model, on a checkpoint with the tensors that `merge` returns."""
+    """Return the logits of transformers' model on a checkpoint with the tensors that `merge` returns."""
     folder = tmp_path / "merged"
     folder.mkdir()
     merged = merge(read_adapter(adapter), map_tensors(base), torch.float32)
@@ -75,7 +75,7 @@ def test_merged_is_what_peft_computes(way: str, base: tuple[Path, torch.nn.Modul
 
 
 def test_alpha_is_8_where_the_config_has_none(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
-    """As LoraConfig has it."""
+    """8 is the default of PEFT's LoraConfig."""
     adapter = make_adapter(tmp_path / "adapter", base[1], rank=4)
     fields = json.loads((adapter / CONFIG).read_text())
     del fields["lora_alpha"]
@@ -84,7 +84,7 @@ def test_alpha_is_8_where_the_config_has_none(base: tuple[Path, torch.nn.Module]
 
 
 def test_a_pattern_names_the_end_of_a_module(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
-    """And nothing within: `self_attn` is no linear."""
+    """A pattern matches no inner part of a name: `self_attn` is no linear."""
     patterns = {"self_attn": 2, "self_attn.q_proj": 16}
     adapter = make_adapter(tmp_path / "adapter", base[1], rank=4, lora_alpha=8)
     fields = json.loads((adapter / CONFIG).read_text()) | {"alpha_pattern": patterns}
@@ -126,7 +126,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved_by_peft(base: Path, folder: Path, seed: int = 0, **config: Any) -> torch.Tensor:
-    """Write an adapter with random values; its logits by PEFT."""
+    """Write an adapter with random values; return its logits, computed by PEFT."""
     peft = pytest.importorskip("peft")
     config = {"r": 4, "target_modules": ["q_proj"]} | config
     adapted = peft.get_peft_model(load_checkpoint(base, torch.float32), peft.LoraConfig(**config)).eval()
@@ -158,7 +158,7 @@ OUTPUT_AND_EMBEDDING: dict[str, dict[str, Any]] = {
 def test_output_projection_and_embedding_are_merged_each_for_itself(
     what: str, is_tied: bool, base: tuple[Path, torch.nn.Module], tied: Path, tmp_path: Path
 ) -> None:
-    """Where they are tied in the base model, too: PEFT's matrices and tensors belong to one of them."""
+    """Even if the base model ties them: PEFT's matrices and tensors belong to one of the two."""
     path = tied if is_tied else base[0]
     expected = saved_by_peft(path, tmp_path / "adapter", **OUTPUT_AND_EMBEDDING[what])
     assert ("lm_head.weight" in map_tensors(path)) != is_tied
@@ -190,7 +190,7 @@ def test_engine_merges_while_it_loads(base: tuple[Path, torch.nn.Module], tmp_pa
 
 
 def assert_prompt_has(output: RequestOutput, expected_TV: torch.Tensor) -> None:
-    """Log-probabilities of the prompt."""
+    """Compare the log-probabilities of the prompt."""
     assert output.prompt_logprobs is not None
     for position, token_id in enumerate(IDS[1:], 1):
         found = output.prompt_logprobs[position]
@@ -324,7 +324,7 @@ def test_what_overflows_when_it_is_merged_is_refused(base: tuple[Path, torch.nn.
 def test_tensors_stay_as_they_were_read_when_their_file_is_written_anew(
     base: tuple[Path, torch.nn.Module], tmp_path: Path
 ) -> None:
-    """As a trainer does that saves again into the same file."""
+    """A trainer may save into the same file again."""
     folder = make_adapter(tmp_path / "adapter", base[1])
     expected = {name: each.b_NR.clone() for name, each in read_adapter(folder).linears.items()}
     adapter = read_adapter(folder)
@@ -334,7 +334,7 @@ def test_tensors_stay_as_they_were_read_when_their_file_is_written_anew(
 
 
 def test_shapes_alone_are_read_without_the_values(tmp_path: Path) -> None:
-    """In little memory, whatever size the file has."""
+    """Memory stays small whatever the size of the file."""
     linear = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(200_000, 8, bias=False)}).requires_grad_(False)
     folder = make_adapter(tmp_path / "adapter", linear, 16)
     assert (folder / WEIGHTS).stat().st_size > 12_000_000
@@ -426,7 +426,7 @@ def test_replaced_files_have_another_digest(base: tuple[Path, torch.nn.Module], 
 
 
 def _later(path: Path) -> None:
-    """Other bytes, as many, at the same place."""
+    """Overwrite with the same number of other bytes, in the same file."""
     status = path.stat()
     path.write_bytes(bytes(status.st_size))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
@@ -439,7 +439,7 @@ def _longer(path: Path) -> None:
 
 
 def _moved_there(path: Path) -> None:
-    """As a copy that keeps the time of its original is."""
+    """Replace by a copy that keeps the original's modification time."""
     status, new = path.stat(), path.with_suffix(".new")
     new.write_bytes(bytes(status.st_size))
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -54,7 +54,7 @@ def stated(path: Path) -> dict[str, Any]:
 )  # fmt: skip
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "PhiForCausalLM"])
 def test_an_override_is_a_changed_file(fields: Any, given: Any, same: Any, architecture: str, tmp_path: Path) -> None:
-    """For models of the textbook, and for those of transformers."""
+    """Holds for textbook models and for those of transformers."""
     kind = {"PhiForCausalLM": "phi"}.get(architecture, "qwen3")
     fields = {**fields, "model_type": kind}
     plain = write(tmp_path / "plain", architecture, **fields)
@@ -143,7 +143,7 @@ def test_a_reranker_is_made_of_a_decoder(tmp_path: Path) -> None:
 
 
 def test_the_compile_cache_sees_what_overrides_change() -> None:
-    """As with a changed file: a constant of the graph makes another entry, an input of the graph does not."""
+    """A changed constant of the graph makes another entry, a changed input does not, as with a changed file."""
 
     def factors(**overrides: Any) -> dict[str, Any]:
         return graph_config(resolve(EngineOptions(device="cpu", hf_overrides=overrides)))
@@ -156,7 +156,7 @@ def test_the_compile_cache_sees_what_overrides_change() -> None:
 
 
 def test_an_engine_runs_with_overrides() -> None:
-    """Another rotary embedding gives other tokens, and the end of sequences is the one that was given."""
+    """Another rotary embedding gives other tokens, and generation ends at the overriding end-of-sequence token."""
     options: dict[str, Any] = {
         "mode": "eager",
         "device": "cpu",

@@ -66,7 +66,7 @@ def test_three_spellings_are_one_head(target: ModelConfig, tmp_path: Path) -> No
 
 
 def test_what_is_absent(target: ModelConfig, tmp_path: Path) -> None:
-    """Layers are the usual ones, the vocabulary is the model's, and speculators add to the norm."""
+    """Defaults: the usual layers, the model's vocabulary, and for speculators norm_before_residual."""
     written = head_config(BUNDLED_MODEL_PATH)
     del written["eagle_aux_hidden_state_layer_ids"]
     embedding = {EMBEDDING: torch.zeros(4096, 256)}

@@ -1,4 +1,4 @@
-"""What each rank has of experts in FP8: its part of the values that a folder's codes stand for, and of their codes."""
+"""Parts of FP8 experts on each rank: its part of the dequantised values, and of the 8-bit values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OPERANDS = {
 
 
 def whole_matrices(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's parameters of experts, from a checkpoint's matrices."""
+    """Return the model's parameters of experts, built from a checkpoint's matrices."""
     found: dict[str, Any] = {}
     for name in filter(OF_EXPERT.fullmatch, values):
         path, expert, part = OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ def whole_matrices(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def spread_out(codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, tile: Rounding) -> torch.Tensor:
-    """The values, by the place of each element."""
+    """Dequantise: multiply each element by its tile's scale."""
     _, num_rows, k = codes_ENK.shape
     row_N = torch.arange(num_rows) // (tile.rows or num_rows)
     column_K = torch.arange(k) // (tile.columns or k)

@@ -56,7 +56,7 @@ def test_another_version_of_transformers_has_descriptions_of_its_own(
 
 @pytest.fixture(scope="module", params=IN_TESTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A family's folder, and its model as transformers has it."""
+    """A family's folder, and its model in transformers."""
     folder = tmp_path_factory.mktemp(request.param)
     return folder, write_checkpoint(folder, family(request.param))
 
@@ -227,7 +227,7 @@ def test_other_versions_of_transformers_are_refused(
 
 
 class OwnHead(OlmoForCausalLM):
-    """Its head runs a layer once more."""
+    """A model whose head runs a layer once more."""
 
     def forward(self, **keywords: Any) -> Any:
         output = super().forward(**keywords)

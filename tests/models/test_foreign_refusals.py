@@ -45,7 +45,7 @@ CAUSES = (
 
 
 def outcome(kind: str, values: dict[str, Any], folder: Path) -> str:
-    """accepted, or the refusal."""
+    """Return "accepted", or the refusal."""
     names = {"model_type": kind, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}
     (folder / "config.json").write_text(json.dumps(values | names))
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": None, "load_format": "dummy", "seed": 0}
@@ -110,7 +110,7 @@ def test_a_refusal_names_the_mechanism(kind: str, mechanism: str, tmp_path: Path
 
 
 class ThingAssistantConfig(PreTrainedConfig):
-    """Of a model that drafts with the keys and values of another."""
+    """Configuration of a model that drafts with another model's keys and values."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ class ThingAssistantConfig(PreTrainedConfig):
     ids=str,
 )
 def test_a_mechanism_that_a_config_states_is_named_without_the_model(stated: dict[str, Any], mechanism: str) -> None:
-    """By one field alone."""
+    """A single field suffices."""
     assert missing_mechanisms(PreTrainedConfig(**stated), None) == (mechanism,)
 
 

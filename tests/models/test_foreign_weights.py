@@ -54,7 +54,7 @@ def test_experts_of_a_checkpoint_are_written_into_their_places(tmp_path: Path) -
 
 @pytest.mark.parametrize("transposed", [True, False])
 def test_what_has_its_shape_already_is_not_transposed(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the converter looks at the shape, as for checkpoints of either layout."""
+    """Some converters check the shape, since checkpoints exist in either layout."""
 
     class Model(torch.nn.Module):
         base_model_prefix = ""
@@ -108,7 +108,7 @@ def test_tensors_that_do_not_fit_are_named(edit: Any, parts: tuple[str, ...], ch
 
 
 def changed(name: str, folder: Path, new: dict[str, torch.Tensor], **config: Any) -> Path:
-    """A tiny checkpoint with further tensors and other fields."""
+    """Write a tiny checkpoint with additional tensors and changed fields."""
     write_checkpoint(folder, family(name))
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | new, folder / "model.safetensors")
@@ -137,7 +137,7 @@ def greedy(folder: Path) -> list[int]:
 def test_what_published_checkpoints_hold_besides_is_ignored(
     name: str, tensor: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Masks, frequencies and heads for several tokens, which transformers ignores too."""
+    """Masks, frequencies and multi-token heads are ignored, as in transformers."""
     plain = changed(name, tmp_path / "plain", {})
     besides = changed(name, tmp_path / "besides", {tensor: torch.ones(3, dtype=dtype)})
     assert greedy(besides) == greedy(plain)

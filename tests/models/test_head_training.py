@@ -68,7 +68,7 @@ def test_agreement_counts_steps_whose_earlier_steps_agree() -> None:
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends with the head of a run that was not interrupted."""
+    """A resumed run ends with the head of an uninterrupted one."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(60):

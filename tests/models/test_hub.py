@@ -68,7 +68,8 @@ print(json.dumps([answer(call) for call in json.load(sys.stdin)]))
 
 
 def ask(calls: list[Any], **environment: str) -> list[Any]:
-    """What comes of each call in a process with these variables: of the command line, or options for `resolve`."""
+    """Make each call in a process with these variables, and return the results. A call is a command line, or options
+    for `resolve`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -87,7 +88,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def fill_cache(cache: Path, name: str, files: dict[str, bytes], commit: str = COMMIT) -> Path:
-    """A snapshot with these files, which main stands for, in the layout of huggingface_hub."""
+    """Write a snapshot with these files for revision main, in huggingface_hub's layout."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     for folder in (snapshot, repository / "refs", repository / "blobs"):
@@ -270,7 +271,7 @@ def test_an_error_of_the_command_is_one_line(online: dict[str, Any]) -> None:
 def test_a_token_opens_a_gated_model_and_a_half_download_goes_on(
     hub: PlayedHub, tmp_path: Path, sharded: dict[str, bytes]
 ) -> None:
-    """In a cache of its own, which HF_HUB_CACHE names."""
+    """Uses its own cache, named by HF_HUB_CACHE."""
     last = max(name for name in sharded if name.endswith(".safetensors"))
     half = {name: content for name, content in sharded.items() if name != last}
     snapshot = fill_cache(tmp_path, "org/half", half)
@@ -287,7 +288,7 @@ def test_a_token_opens_a_gated_model_and_a_half_download_goes_on(
 
 
 def test_offline_a_prepared_cache_is_enough(offline: dict[str, Any], home: Path, sharded: dict[str, bytes]) -> None:
-    """And what it lacks is an error that says what that is."""
+    """A file that the cache lacks is an error that names it."""
     assert offline["whole"]["revision"] == offline["bare"]["revision"] == COMMIT
     assert offline["generate"]["code"] == 0, offline["generate"]["stderr"]
     first = min(name for name in sharded if name.endswith(".safetensors"))
@@ -310,7 +311,8 @@ def test_without_a_network_the_cache_is_enough(tmp_path: Path, sharded: dict[str
 def test_an_adapter_is_downloaded_by_its_name_and_revision(
     online: dict[str, Any], offline: dict[str, Any], home: Path, hub: PlayedHub, adapters: list[dict[str, bytes]]
 ) -> None:
-    """Without what else its repository holds. A second process finds it in the cache, also offline."""
+    """Other files of the repository are not downloaded. A second process finds the adapter in the cache, even
+    offline."""
     new, old = adapters
     found, tagged = online["adapter"], online["old adapter"]
     assert hub.files_sent("org/sql") == new.keys()

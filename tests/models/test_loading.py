@@ -58,7 +58,7 @@ def read(path: Path, dtype: str = "auto", load_format: str = "auto") -> ModelCon
 
 
 def described(model: nn.Module, packed: Packed) -> list[Parameter]:
-    """All that the model has, and these beside it."""
+    """Return the model's parameters, and these packed ones in addition."""
     own = {parameter.name: parameter for parameter in parameters_of(model)}
     return [*own.values(), *(pack(name, tuple(own[member] for member in names)) for name, names in packed.items())]
 
@@ -79,7 +79,7 @@ def assert_holds(model: nn.Module, oracle: nn.Module) -> None:
 
 
 def expect_error(path: Path, *parts: str) -> None:
-    """load_weights raises a ValueError with every part in its message, and leaves all parameters alone."""
+    """Expect load_weights to raise a ValueError with every part in its message, and to change no parameter."""
     config = read(path)
     model = build_model(config)
     weights = materialize(model, parameters_of(model), CPU)
@@ -202,7 +202,8 @@ def test_parameters_that_the_model_does_not_have_are_refused(single: Path) -> No
 
 
 def test_what_is_made_of_tensors_follows_them(tmp_path: Path) -> None:
-    """After an update of the checkpoint the same code fills the same memory; what is only made of has none."""
+    """After an update of the checkpoint, derived parameters are recomputed in the same memory; their inputs take
+    none."""
     make_checkpoint(tmp_path, "qwen2")
     config = read(tmp_path, "bfloat16")
     model = build_model(config)
@@ -229,7 +230,7 @@ def test_what_is_made_of_tensors_follows_them(tmp_path: Path) -> None:
 
 
 def test_few_tensors_at_a_time_are_there_only_for_others() -> None:
-    """Each once, whatever is made of it. On the meta device they take no memory."""
+    """Each input of derived parameters is read once. On the meta device inputs take no memory."""
     meta = torch.device("meta")
     like = torch.empty(STAGED_BYTES // 2, dtype=torch.bfloat16, device=meta)
     model = nn.ParameterDict({name: nn.Parameter(like, requires_grad=False) for name in "abc"})

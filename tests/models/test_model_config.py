@@ -38,7 +38,7 @@ SMALLEST: dict[str, Any] = {
 
 
 def write(folder: Path, architecture: str = "LlamaForCausalLM", **fields: Any) -> Path:
-    """A config.json with SMALLEST and these fields; a field that is `...` is left out."""
+    """Write a config.json with SMALLEST and these fields; a field with the value `...` is left out."""
     values = {"architectures": [architecture], "model_type": ARCHITECTURES.get(architecture, "llama")}
     values |= SMALLEST | fields
     folder.mkdir(exist_ok=True)
@@ -58,7 +58,7 @@ def read(path: Path, **arguments: Any) -> tuple[ModelConfig, dict[str, str]]:
 
 
 def expect_error(path: Path, *parts: str, **arguments: Any) -> None:
-    """A ValueError whose message has every part."""
+    """Expect a ValueError whose message has every part."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked below)
         read(path, **arguments)
     for part in parts:
@@ -198,7 +198,7 @@ def test_of_two_spellings_the_one_with_a_value_counts(tmp_path: Path) -> None:
 
 
 def test_the_length_of_gemma_3_has_the_linear_factor_in_it(tmp_path: Path) -> None:
-    """Only its full layers are scaled."""
+    """Its linear factor applies to full-attention layers only."""
     scaling = {"rope_type": "linear", "factor": 8.0}
     folder = write(tmp_path, "Gemma3ForCausalLM", model_type="gemma3_text", rope_scaling=scaling)
     assert read(folder)[0].max_model_len == 512

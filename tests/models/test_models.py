@@ -97,7 +97,7 @@ def load(path: Path, device: str = "cpu", dtype: str = "auto") -> tuple[nn.Modul
 
 
 def new_kv_caches(config: ModelConfig, device: str = "cpu") -> list[torch.Tensor]:
-    """Filled with noise, as recycled blocks are: reading a slot before it is written shows."""
+    """KV caches filled with noise, as recycled blocks are, so that reading an unwritten slot shows."""
     shape = (NUM_BLOCKS, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     generator = torch.Generator().manual_seed(7)
     noise = torch.randn(shape, generator=generator).to(device, config.dtype)
@@ -107,7 +107,7 @@ def new_kv_caches(config: ModelConfig, device: str = "cpu") -> list[torch.Tensor
 def attention_inputs(
     counts: list[int], computed: list[int], block_tables: list[list[int]], device: str = "cpu"
 ) -> AttentionInputs:
-    """For rows that compute `counts` tokens each after `computed` ones."""
+    """Inputs for rows that compute `counts` tokens each after `computed` ones."""
     slots = [
         blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         for count, start, blocks in zip(counts, computed, block_tables, strict=True)
@@ -134,7 +134,7 @@ def run_steps(
     steps: list[list[int]],
     device: str = "cpu",
 ) -> list[torch.Tensor]:
-    """Log-probabilities [length, V] of each sequence; a step says how many tokens of each it computes."""
+    """Return log-probabilities [length, V] of each sequence. A step gives the number of tokens to compute for each."""
     kv_caches = new_kv_caches(config, device)
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
     per_sequence = NUM_BLOCKS // len(sequences)
@@ -211,7 +211,7 @@ def test_bfloat16_on_a_gpu_is_as_exact_as_transformers(family: str, tmp_path: Pa
 
 
 def check_bfloat16(path: Path, family: str, device: str, **config_overrides: Any) -> None:
-    """Our distance from the fp32 log-probabilities is about that of transformers in bf16."""
+    """Check that the distance from the fp32 log-probabilities is about that of transformers in bf16."""
     exact_oracle = make_checkpoint(path, family, dtype=torch.bfloat16, **config_overrides).to(device)
     oracle = load_checkpoint(path, torch.bfloat16).to(device)
     model, config = load(path, device, "bfloat16")

@@ -145,7 +145,7 @@ def test_stages_on_gpus_that_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_stages_are_shown() -> None:
-    """What they have is the model, the tied table twice; each layer is in one of them."""
+    """Together the stages hold the model, the tied embedding twice; each layer is in one of them."""
     arguments = ["config", "--device", "cpu", "--pipeline-parallel-size", "3", "--tensor-parallel-size", "2"]
     shown = CliRunner().invoke(app, arguments).stdout
     assert "3 stages" in shown
@@ -186,7 +186,7 @@ def test_config_shows_what_a_draft_model_takes_of_a_rank(bundled_model_path: Pat
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_rank_reads_its_share_and_no_more(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each rank copies out of the mapped files are its slices; together they are the checkpoint."""
+    """Each rank copies its slices out of the mapped files; together they are the checkpoint."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 132, "attention_bias": True}
     make_checkpoint(tmp_path, "llama", **shape)
     options = {"device": "cpu", "mode": "eager", "tensor_parallel_size": num_ranks}

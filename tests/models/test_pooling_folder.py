@@ -102,7 +102,7 @@ def write_dense(path: Path, **config: Any) -> None:
 
 
 def test_a_linear_has_the_defaults_of_sentence_transformers(tmp_path: Path) -> None:
-    """A bias and tanh."""
+    """The defaults are a bias and tanh."""
     write_dense(tmp_path)
     (dense,) = read(tmp_path).head
     assert (dense.source, dense.in_size, dense.out_size, dense.bias, dense.activation) == (
@@ -129,7 +129,8 @@ def test_a_transformer_states_its_length_and_lower_case(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("length", "found"), [(20, 20), (1e30, int(1e30)), (None, None), ("long", None)])
 def test_the_length_may_be_the_tokenizers(length: Any, found: int | None, tmp_path: Path) -> None:
-    """As sentence-transformers reads it, unless the transformer states its own; other folders do not mean it so."""
+    """sentence-transformers reads it unless the transformer module has a length; in other folders it has no such
+    meaning."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
     assert stated_length(tmp_path) is None
     (tmp_path / "modules.json").write_text("[]")
@@ -199,7 +200,7 @@ def test_the_logits_of_tokens_that_judge_are_activated_as_stated(
 
 
 def test_the_template_of_a_pair_is_that_of_its_architecture_alone(tmp_path: Path) -> None:
-    """Others get both texts as the tokenizer joins them; those whose chat template writes pairs are refused."""
+    """Other models get both texts as the tokenizer joins them; models whose chat template writes pairs are refused."""
     modules = [{"path": "", "type": "Transformer"}, {"path": "1", "type": "LogitScore"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "1").mkdir()

@@ -152,7 +152,7 @@ def test_smaller_tiles_divide_the_stored_ones_and_the_share(rows: int, columns: 
 
 
 def test_scales_of_blocks_are_not_read_in_another_order() -> None:
-    """As many scales in another shape than that of the blocks, such as their transpose, are refused."""
+    """The right number of scales in another shape, such as the transposed one, is refused."""
     rules = read(BLOCK)
     codes = torch.zeros(256, 384, dtype=torch.float8_e4m3fn)
     for shape, problems in (((2, 3), []), ((3, 2), ["x.weight_scale_inv ([3, 2] instead of [2, 3])"])):

@@ -37,7 +37,7 @@ OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def decoded(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
-    """The tensors with codes decoded: the scale of an element is that of its tile."""
+    """Return dequantised tensors: an element's scale is its tile's."""
     tensors = load_all(folder)
     rows, columns = TILES[scheme]
     for name, codes in list(tensors.items()):
@@ -122,7 +122,7 @@ def test_compressed_tensors_decodes_each_matrix(scheme: str, tmp_path: Path) -> 
 
 
 def test_some_experts_may_stay(tmp_path: Path) -> None:
-    """Their names are in the folder's list, and the others are quantised."""
+    """The folder's list names these; the others are quantised."""
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
     of_one = r"re:model\.layers\.1\.mlp\.experts\.2\."
     others = ("--ignore", "lm_head", "--ignore", r"re:.*\.gate$")

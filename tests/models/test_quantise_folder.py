@@ -62,7 +62,7 @@ def plan_of(folder: Path, scheme: str = "fp8") -> QuantisePlan:
 
 
 def load(folder: Path) -> Any:
-    """The model with decoded weights; every tensor of the folder is matched with one of the model's."""
+    """Load the model with dequantised weights; every tensor of the folder matches one of the model's."""
     config = read(folder)
     model = build_model(config)
     weights = materialize(model, parameters_of(model), torch.device("cpu"))
@@ -116,7 +116,7 @@ def test_shards_keep_their_names_and_have_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", SAME)
 def test_transformers_loads_and_computes_it(scheme: str, bundled_model_path: Path, tmp_path: Path) -> None:
-    """Its logits are those of the values that the codes stand for, with inputs rounded as the folder says."""
+    """Its logits match the dequantised weights, with inputs rounded as the folder's config tells."""
     pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
     assert quantise(bundled_model_path, tmp_path / "fp8", "--scheme", scheme).exit_code == 0
     layout = LAYOUTS[ROUNDED[scheme]]
@@ -131,7 +131,7 @@ def test_transformers_loads_and_computes_it(scheme: str, bundled_model_path: Pat
 
 
 class Watching:
-    """Progress that notes the private memory after each tensor, and may fail after one."""
+    """Progress that records the private memory after each tensor, and may fail after one."""
 
     def __init__(self, fail_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.fail_at, self.error = fail_at, error
@@ -148,13 +148,13 @@ class Watching:
 
 
 def private_bytes() -> int:
-    """Memory of this process without mapped files."""
+    """Return this process's memory without mapped files."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
 def test_memory_is_that_of_some_tensors(tmp_path: Path) -> None:
-    """Not that of the checkpoint, all in one file; the allocator may keep a few that were freed."""
+    """Memory does not grow with the checkpoint, which is a single file; the allocator may keep a few freed tensors."""
     make_checkpoint(tmp_path / "plain", "llama", hidden_size=770, intermediate_size=3072, num_hidden_layers=8)
     plan, watching, before = plan_of(tmp_path / "plain"), Watching(), private_bytes()
     write_folder(plan, tmp_path / "fp8", watching)
@@ -164,7 +164,7 @@ def test_memory_is_that_of_some_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", [None, "model.language_model."], ids=["transformers 4", "transformers 5"])
 def test_of_a_multimodal_checkpoint_the_text_model_is_quantised(prefix: str | None, tmp_path: Path) -> None:
-    """Linears of other parts stay, and are listed by their names, so that nobody takes them for quantised ones."""
+    """Linears of other parts stay, and the folder lists their names, so that they are not taken for quantised ones."""
     write_checkpoint(tmp_path / "plain", family("gemma3"))
     if prefix is not None:
         tensors = load_file(tmp_path / "plain" / "model.safetensors")

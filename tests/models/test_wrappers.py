@@ -25,7 +25,7 @@ IDS = [7, 30, 2, 99, 41, 5, 11, 64, 3]
 
 
 def write(folder: Path, case: Family, *, prefix: str | None = None) -> Any:
-    """The checkpoint as transformers writes it, or with that prefix in front of the text model's names."""
+    """Write the checkpoint as transformers does, or with that prefix before the text model's names."""
     oracle = write_checkpoint(folder, case)
     if prefix is not None:
         tensors = load_file(folder / "model.safetensors")
@@ -37,7 +37,7 @@ def write(folder: Path, case: Family, *, prefix: str | None = None) -> Any:
 
 @pytest.fixture(scope="module", params=WRAPPERS, ids=lambda case: case.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint's folder, and the whole as transformers has it."""
+    """A checkpoint's folder, and the whole model in transformers."""
     folder = tmp_path_factory.mktemp(request.param.name)
     return folder, write(folder, request.param)
 

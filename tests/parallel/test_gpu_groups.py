@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Memory:
-    """The memory of all ranks that is made by one call of each. See torch.distributed._symmetric_memory."""
+    """Memory that all ranks create together in one call. See torch.distributed._symmetric_memory."""
 
     def __init__(self, count: int) -> None:
         self.parts: dict[int, torch.Tensor] = {}
@@ -26,7 +26,7 @@ class Memory:
 
 
 class Handle:
-    """barriers: the channels of this rank's barriers."""
+    """A rank's handle to the memory. barriers: channels of this rank's barriers."""
 
     def __init__(self, memory: Memory, rank: int) -> None:
         self._memory = memory
@@ -45,7 +45,7 @@ class Handle:
 
 
 class Fabric:
-    """Stands for torch and its symmetric memory in the module; each thread is a rank. used: the kernels that summed."""
+    """Replaces torch and its symmetric memory in the module; each thread is a rank. used: the kernels that summed."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -78,7 +78,7 @@ class Fabric:
         return SimpleNamespace(empty=empty, rendezvous=rendezvous)
 
     def total(self, kind: str, buffer: torch.Tensor, how: str, name: str) -> torch.Tensor:
-        """The sum of what the ranks have in their buffers."""
+        """Return the sum of the ranks' buffers."""
         assert (how, name) == ("sum", "the group's name")
         own = self.memories[1, 0].parts[self.local.rank]
         assert not buffer.numel() or buffer.data_ptr() == own.data_ptr()
@@ -99,7 +99,7 @@ class Fabric:
 
 
 class Over(ThreadGroup):
-    """See NcclGroup."""
+    """Stands in for NcclGroup."""
 
     def __init__(self, group: ThreadGroup) -> None:
         super().__init__(group.rank, group._parts, group._barrier)
@@ -136,7 +136,7 @@ def rows_of_rank(rank: int, num_rows: int, width: int = 4, dtype: torch.dtype = 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_sums_go_through_the_workspace_in_parts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4096 bytes hold 256 rows of 16 bytes. What was given is left as it was."""
+    """4096 bytes hold 256 rows of 16 bytes. Inputs are not changed."""
 
     def work(group: SymmetricMemoryGroup, over: Over) -> Any:
         assert (group.kind, group.rank, group.size) == ("symmetric memory", over.rank, count)
@@ -180,7 +180,7 @@ def test_small_sums_are_one_exchange(count: int, nbytes: int, kind: str, monkeyp
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_columns_are_side_by_side_in_the_order_of_the_ranks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a workspace for 256 rows; nobody overwrites what another still reads."""
+    """The workspace holds 256 rows; no rank overwrites rows that another still reads."""
 
     def work(group: SymmetricMemoryGroup, over: Over) -> Any:
         found = [group.gather_columns(rows_of_rank(group.rank, num_rows)) for num_rows in (1, 256, 600)]
@@ -224,7 +224,7 @@ def test_rows_are_summed_by_their_ranks_and_gathered(
 
 
 def test_kernels_get_a_buffer_for_the_rows_that_they_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No flag is raised in it yet; it ends with the group."""
+    """No flag is raised in it yet; it is freed with the group."""
 
     def work(group: SymmetricMemoryGroup, over: Over) -> Any:
         pushed = group.pushed

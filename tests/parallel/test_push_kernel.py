@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
 
 class Ranks:
-    """The memory of all ranks, one of which is `own`. epoch, tagged_epoch: of the last exchange of each kind."""
+    """Memory of all ranks, one of which is `own`. epoch, tagged_epoch: last exchange of each kind."""
 
     def __init__(self, num_ranks: int, rank: int, dtype: torch.dtype, epoch: int = 0, tagged_epoch: int = 0):
         self.num_ranks, self.rank, self.dtype = num_ranks, rank, dtype
@@ -71,18 +71,18 @@ class Ranks:
 
 
 def after(epoch: torch.Tensor) -> int:
-    """The epoch after an int32 one, which wraps around."""
+    """Return the epoch after an int32 one, which wraps around."""
     return int(epoch + 1)
 
 
 def tagged(row_D: torch.Tensor, epoch: int) -> torch.Tensor:
-    """Two elements a word, the first in the lowest bits, the epoch in the highest: [D / 2]."""
+    """Pack two elements per word, the first in the lowest bits, the epoch in the highest: [D / 2]."""
     pairs = row_D.view(torch.int32)
     return torch.stack([pairs, torch.full_like(pairs, epoch)], 1).view(torch.int64).squeeze(1)
 
 
 def check(num_ranks: int, rank: int, dtype: torch.dtype) -> None:
-    """Batches of several sizes, one after the other: each slot counts its own epochs."""
+    """Check batches of several sizes in a row: each slot counts its own epochs."""
     generator = torch.Generator().manual_seed(rank)
     ranks, weight = Ranks(num_ranks, rank, dtype), torch.randn(D, generator=generator).to(dtype)
     for num_tokens in (3, 1, 4, 2, 2):
@@ -90,7 +90,7 @@ def check(num_ranks: int, rank: int, dtype: torch.dtype) -> None:
 
 
 def check_whole_rows(ranks: Ranks, weight: torch.Tensor, num_tokens: int, generator: torch.Generator) -> None:
-    """In bfloat16 they travel in tagged words."""
+    """Check whole rows; in bfloat16 they are sent in tagged words."""
     dtype, with_tags = ranks.dtype, ranks.dtype == torch.bfloat16
     *parts, residual = (torch.randn(num_tokens, D, generator=generator).to(dtype) for _ in range(ranks.num_ranks + 1))
     ranks.others_write(parts, with_tags)
@@ -102,7 +102,7 @@ def check_whole_rows(ranks: Ranks, weight: torch.Tensor, num_tokens: int, genera
 
 
 def check_divided(ranks: Ranks, inner: bool = False) -> None:
-    """The same, of the rows of the sum that are this rank's, in turn with exchanges of whole rows in the same slots."""
+    """Check this rank's rows of the sum, alternating with exchanges of whole rows in the same slots."""
     num_ranks, rank, dtype = ranks.num_ranks, ranks.rank, ranks.dtype
     generator = torch.Generator().manual_seed(rank)
     weight, inner_weight = torch.randn(2, D, generator=generator).to(dtype)
@@ -133,8 +133,8 @@ def check_divided(ranks: Ranks, inner: bool = False) -> None:
 
 
 def check_waits() -> None:
-    """For the flag of a rank that comes late, although very many exchanges in between raised none: 2 ** 31 - 1 tagged
-    ones have gone by, and one more goes."""
+    """Check that the kernel waits for a late rank's flag, although 2 ** 31 - 1 tagged exchanges in between, and one
+    more, raised none."""
     generator = torch.Generator().manual_seed(0)
     ranks, weight = Ranks(2, 0, torch.bfloat16, 0, 2**31 - 1), torch.ones(D, dtype=torch.bfloat16)
     check_whole_rows(ranks, weight, 1, generator)

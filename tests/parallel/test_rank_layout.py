@@ -55,7 +55,7 @@ def test_a_rank_is_named_by_what_there_are_several_of(layout: RankLayout, rank: 
 
 @given(st.integers(1, 6), st.integers(0, 40))
 def test_rows_are_divided_among_ranks_without_gap(size: int, num_rows: int) -> None:
-    """In equal parts as long as there are enough, the first ranks first."""
+    """Parts are equal as long as there are enough rows, and the first ranks come first."""
     slices = [rows_of(rank, size, num_rows) for rank in range(size)]
     assert [row for part in slices for row in range(num_rows)[part]] == list(range(num_rows))
     lengths = [part.stop - part.start for part in slices]
@@ -216,7 +216,7 @@ def test_a_single_rank_joins_no_group(size: int, tmp_path: Path, monkeypatch: py
 
 
 class Nccl:
-    """See NcclGroup. agrees: whether all ranks have symmetric memory."""
+    """Stands in for NcclGroup. agrees: whether all ranks have symmetric memory."""
 
     kind, rank, size = "NCCL", 0, 2
     agrees = True
@@ -233,7 +233,7 @@ class Nccl:
 
 
 class Symmetric:
-    """See SymmetricMemoryGroup."""
+    """Stands in for SymmetricMemoryGroup."""
 
     reaches = True
 

@@ -57,7 +57,7 @@ Outputs = list[tuple[list[int], list[TokenLogprobs | None]]]
 
 
 def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | FakeGroup, *, broken: bool) -> Outputs:
-    """Three steps of a request of each kind: tokens and log-probabilities."""
+    """Return three steps of a request of each kind: tokens and log-probabilities."""
     sampler = Sampler(RowFields(NUM_ROWS, "cpu"), VOCAB_SIZE, processors=[Doubled()], group=group)
     masked = ["min_tokens" not in kind and kind in (KINDS["masked"], KINDS["masked, filtered"]) for kind in kinds]
     for row, kind in enumerate(kinds):
@@ -84,7 +84,7 @@ def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | F
 
 
 def check(kinds: list[dict[str, object]], seed: int, num_ranks: int, *, broken: bool = False) -> list[list[int]]:
-    """Returns how many numbers a row each rank handed out, by rank."""
+    """Return the numbers per row that each rank sent, by rank."""
     expected = outputs_of(kinds, seed, FakeGroup(), broken=broken)
 
     def work(group: ThreadGroup) -> tuple[Outputs, list[int]]:

@@ -94,7 +94,7 @@ def test_shards_follow_from_shapes() -> None:
 
 
 class Layer(nn.Module):
-    """An embedding of six tokens, a divided product, and one whose input is divided; both with a bias."""
+    """An embedding of six tokens, a divided product, and a product with a divided input; both with a bias."""
 
     def __init__(self, share: int) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def fail_in(group: FakeGroup) -> None:
 
 
 def test_collectives_go_to_the_innermost_group() -> None:
-    """Until it is left, however that is."""
+    """A group applies until it is left, by whatever way."""
     outer, inner = FakeGroup(), FakeGroup(2)
     with pytest.raises(RuntimeError, match="a collective was called outside of a group of ranks"):
         current_group()

@@ -40,7 +40,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def imported(package: Path, cache: Path | str, *arguments: str, **environment: str) -> Path:
-    """Import it in a new process; where its bytecode belongs there."""
+    """Import the package in a new process; return where its bytecode belongs there."""
     path = os.pathsep.join([str(package.parent), *sys.path])
     changed = {"PYTHONPATH": path, "COMPILED_ENGINE_CACHE_DIR": str(cache), **environment}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -49,7 +49,7 @@ def imported(package: Path, cache: Path | str, *arguments: str, **environment: s
 
 
 def bytecode(folder: Path) -> dict[str, int]:
-    """Its files below a folder, and when they were written."""
+    """Return the bytecode files below a folder, with their modification times."""
     return {path.name.partition(".")[0]: path.stat().st_mtime_ns for path in folder.rglob("*.pyc")}
 
 
@@ -109,7 +109,7 @@ def test_a_cache_below_the_working_directory_stays_where_it_is(package: Path) ->
 
 
 def test_another_installation_in_the_same_place_has_its_own(package: Path, tmp_path: Path) -> None:
-    """Whose files may have the times and sizes of the one before."""
+    """Its files may have the times and sizes of the previous installation's."""
     places = []
     for version in ("1", "2"):
         (package.parent / f"torch-{version}.dist-info").mkdir()

@@ -20,7 +20,7 @@ def test_its_owner_goes_on_meanwhile() -> None:
 
 
 def test_what_it_called_is_not_kept() -> None:
-    """It may refer to whoever keeps the result, and to much memory through that."""
+    """The function may refer to the owner of the result, and so to much memory."""
 
     class Owner:
         value: InBackground[None]

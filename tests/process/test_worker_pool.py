@@ -1,4 +1,4 @@
-"""Who asks first is served first, and nobody waits for workers that are gone."""
+"""Callers are served in the order of their requests, and none waits for workers that are gone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Workers:
 
 
 class Turn(Future[Any]):
-    """What the pool makes for a question that has to wait."""
+    """The pool's future for a request that must wait."""
 
     made: list[Turn]
 
@@ -93,14 +93,14 @@ processes.workers[0].ask({})
 
 
 def is_asleep(process: psutil.Process) -> bool:
-    """Whether a process below it runs `sleep`."""
+    """Return whether a process below it runs `sleep`."""
     with suppress(psutil.NoSuchProcess):  # one that was listed may have ended
         return any(child.name() == "sleep" for child in process.children(recursive=True))
     return False
 
 
 def test_a_worker_ends_in_its_work_when_its_parent_is_killed(tmp_path: Path) -> None:
-    """And with it what it has started."""
+    """Its child processes end too."""
     (tmp_path / "slow_worker.py").write_text(WORKER)
     with subprocess.Popen([sys.executable, "-c", PARENT], env=os.environ | {"PYTHONPATH": str(tmp_path)}) as parent:
         process = psutil.Process(parent.pid)
@@ -177,7 +177,7 @@ def main():
 
 
 def test_processes_import_from_the_folder_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a notebook's: "" in sys.path is the folder that the process is in."""
+    """For prompts and notebooks "" in sys.path is the process's current folder."""
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_a_prompt.py").write_text(ECHO)
@@ -223,7 +223,7 @@ def main():
 def test_what_is_imported_before_a_fork_asks_cuda_nothing(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the forks cannot use CUDA; Inductor asks for a GPU when it is imported."""
+    """Otherwise the forks could not use CUDA; Inductor queries the GPU when it is imported."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "asks_nothing.py").write_text(ASKS_NOTHING.format(program=program))
     processes = WorkerProcesses("asks_nothing", 1)

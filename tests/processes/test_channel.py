@@ -22,7 +22,7 @@ Ends = tuple[Connection[bytearray], socket.socket]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """A connection whose messages are their bytes, and the other end."""
+    """Return a connection whose messages are plain bytes, and the other end."""
     own, other = socket.socketpair()
     connection: Connection[bytearray] = Connection(own, lambda payload: payload)
     with other:
@@ -32,7 +32,7 @@ def ends() -> Iterator[Ends]:
 
 
 def test_a_message_may_have_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no more, whichever side is asked. One that is announced is refused before it comes."""
+    """Both sides refuse a longer message, and a receiver does so before its bytes arrive."""
     monkeypatch.setattr(channel, "LARGEST_MESSAGE", 5)
     assert frame(b"12345") == b"\0\0\0\x0512345"
     with pytest.raises(MessageTooLargeError, match="a message must have at most 5 bytes, got 6"):
@@ -86,7 +86,7 @@ def test_a_connection_never_waits_unless_it_is_told_to(ends: Ends) -> None:
 
 
 def test_what_a_socket_does_not_take_is_sent_later(ends: Ends) -> None:
-    """In order, with what is sent meanwhile."""
+    """It stays in order with later messages."""
     connection, other = ends
     sent = bytes(range(256)) * (1 << 13)
     assert not connection.has_unsent
@@ -134,7 +134,7 @@ def test_a_reader_stays_awake_only_as_long_as_it_is_told(monkeypatch: pytest.Mon
 
 
 def test_what_was_taken_in_is_read_later_in_order() -> None:
-    """And the writer has its room again."""
+    """The writer gets its room back."""
     rings = RingDescriptors.make(1, 32)
     full: list[int] = []
 

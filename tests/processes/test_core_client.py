@@ -39,7 +39,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 class ScriptedEnd:
-    """The other end of a client's connection; see RunningCore. waited_s: how long its end was waited for."""
+    """The other end of a client's connection; see RunningCore. waited_s: timeout with which its end was awaited."""
 
     address = None
 
@@ -67,7 +67,7 @@ class ScriptedEnd:
 
 
 class Client:
-    """A client with what it has passed on."""
+    """A client that records what it passes on."""
 
     def __init__(self, core: ScriptedEnd) -> None:
         self.outputs: list[StepOutputs] = []
@@ -88,7 +88,7 @@ def request(length: int = 3) -> EngineRequest:
 
 
 def with_client(main: Callable[[CoreClient, ScriptedEnd, Client], Awaitable[None]]) -> None:
-    """Run it with a client that is attached to its event loop."""
+    """Run a coroutine with a client that is attached to its event loop."""
     core = ScriptedEnd()
     held = Client(core)
 
@@ -195,7 +195,7 @@ def test_what_the_core_takes_slowly_arrives_whole() -> None:
 
 
 def test_calls_get_their_own_answers() -> None:
-    """In whichever order these come, and none gets that of one that was given up."""
+    """Answers may come in any order; an answer to an abandoned call is dropped."""
 
     async def main(client: CoreClient, core: ScriptedEnd, held: Client) -> None:
         names = ("first", "second", "third", "fourth")
@@ -284,7 +284,7 @@ def test_a_closed_client_reports_no_death() -> None:
 
 
 def test_the_next_event_loop_goes_on() -> None:
-    """With what the one before has left unsent, or not read; its calls are those of nobody."""
+    """It sends and reads what the previous loop has left; the previous loop's calls get no answer."""
     core = ScriptedEnd()
     held = Client(core)
     client = held.client

@@ -60,7 +60,7 @@ def engine() -> Iterator[AsyncLLM]:
 
 
 def other_end(engine: AsyncLLM) -> tuple[Connection[ToApi], Started]:
-    """A connection to the core, as another process would have one."""
+    """Return a connection to the core, as another process would have."""
     assert engine.address is not None
     return wait_started(ForeignCore(engine.address))
 
@@ -86,7 +86,7 @@ def receive_for_ever(connection: Connection[ToApi]) -> None:
     ids=["too long", "no message", "field missing", "for the other end"],
 )
 def test_who_sends_what_is_no_message_is_dropped(engine: AsyncLLM, llm: LLM, data: bytes) -> None:
-    """Requests of others go on."""
+    """Requests of other processes continue."""
 
     async def main() -> list[RequestOutput]:
         connection, _ = other_end(engine)
@@ -149,7 +149,7 @@ def test_a_request_that_the_core_refuses_ends(engine: AsyncLLM) -> None:
 
 
 def test_a_request_is_aborted_by_its_owner_alone(engine: AsyncLLM, llm: LLM) -> None:
-    """Whatever another process says of it."""
+    """Aborts from other processes are ignored."""
     (owner, started), (other, _) = other_end(engine), other_end(engine)
     request_id = f"{started.client}:mine"
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -171,7 +171,7 @@ def test_a_request_is_aborted_by_its_owner_alone(engine: AsyncLLM, llm: LLM) -> 
 
 
 class ServedCore(ScriptedCore):
-    """What a CoreServer asks of a core; every request says as many tokens as it may, slowly."""
+    """Provides what a CoreServer needs of a core; every request generates its maximum of tokens, slowly."""
 
     bell = None
     num_slots = 1 << 20
@@ -188,7 +188,7 @@ class ServedCore(ScriptedCore):
 
 @contextmanager
 def served(core: ServedCore) -> Iterator[tuple[Connection[ToApi], Started]]:
-    """A further process's connection to the core."""
+    """Serve the core, and connect a further process to it."""
     starter, own = socket.socketpair()
     with starter, socket.create_server(("127.0.0.1", 0)) as listener:
         starter_end = Connection(own, decode_to_core)
@@ -207,7 +207,7 @@ def served(core: ServedCore) -> Iterator[tuple[Connection[ToApi], Started]]:
 
 
 def test_a_process_is_told_the_limits_of_the_model() -> None:
-    """So that it can refuse a request before it sends it. An encoder computes a text in one step."""
+    """It can then refuse a request before sending it. An encoder computes a text in one step."""
     generates, pools = ServedCore(1), ServedCore(1)
     pooling = Pooling("embed", ("mean",), (), "normalise")
     pools.config = replace(pools.config, model=replace(pools.config.model, causal=False, pooling=pooling))

@@ -44,7 +44,7 @@ VOCABULARY = GrammarVocabulary("{}", 100, frozenset({1}))
 
 
 class HeldCore(ServedCore):
-    """Steps only as often as it is allowed to. Every request says two tokens a step; some are refused."""
+    """Steps only as often as it is allowed to. Every request generates two tokens per step; some are refused."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -81,7 +81,7 @@ class HeldCore(ServedCore):
 
 
 class Served:
-    """A server in a thread, and its starter's connection. Sockets of others hold little."""
+    """A server in a thread, and its starter's connection. The sockets of other connections have small buffers."""
 
     def __init__(self, core: HeldCore, masks: dict[str, TokenMask]) -> None:
         own, other = socket.socketpair()
@@ -143,7 +143,7 @@ def add(request_id: str, most: int = 6, **more: Any) -> Add:
 
 
 def step(connection: Connection[ToApi], number: int, steps: int = 1) -> list[ToApi]:
-    """Have the core step; what the process hears until the call is answered, which comes before the steps."""
+    """Let the core step, and return the messages until the call's answer, which precedes those of the steps."""
     return ask(connection, number, ControlCall("allow", {"steps": steps}))
 
 
@@ -166,7 +166,7 @@ def stepped(connection: Connection[ToApi], count: int) -> list[ToApi]:
 
 
 def said(messages: list[ToApi]) -> dict[str, list[int]]:
-    """The tokens of each request."""
+    """Return the tokens of each request."""
     found: dict[str, list[int]] = {}
     for message in messages:
         for output in message.outputs if isinstance(message, Stepped) else ():
@@ -175,7 +175,7 @@ def said(messages: list[ToApi]) -> dict[str, list[int]]:
 
 
 def test_each_process_hears_of_its_own_requests(core: HeldCore, served: Served) -> None:
-    """In columns, and with more; nothing comes to who has none."""
+    """Outputs are in columns, or carry more; a process without outputs gets no message."""
     first, second, third = served.starter, *(served.join()[0] for _ in range(2))
     say(first, add("0:a"), add("0:b", logprobs=1), add("0:c", 4))
     say(second, add("1:a", logprobs=1), add("1:b", 4))
@@ -217,7 +217,7 @@ def test_a_process_is_told_whether_priorities_count(core: HeldCore, policy: Any)
 
 
 def test_a_mask_is_its_requests_alone(core: HeldCore, served: Served, masks: dict[str, TokenMask]) -> None:
-    """Taken once, whether or not the request is refused."""
+    """It is removed once, whether or not the request is refused."""
     mine, late = OneOf([[5]], 100), OneOf([[6]], 100)
     masks |= {"0:a": mine, "0:b": late}
     say(served.starter, add("0:a"), add("0:c"), add("0:b"))
@@ -255,7 +255,7 @@ def test_an_abort_tells_the_core_whether_the_output_is_complete(core: HeldCore, 
 
 
 def test_what_has_ended_is_not_ended_again(core: HeldCore, served: Served) -> None:
-    """Neither by a late abort nor when its process goes; its id is free again."""
+    """Neither a late abort nor the end of its process does so; its id is free again."""
     other, _ = served.join()
     say(other, add("1:a", 2), add("1:b", 2), add("1:c", 60))
     wait_until(lambda: len(core.live) == 3)

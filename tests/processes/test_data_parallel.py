@@ -56,13 +56,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def cores_below(process: psutil.Process) -> list[psutil.Process]:
-    """The processes of engine cores, those of replicas last."""
+    """Return the processes of engine cores, replicas last."""
     return running("core_main", process)
 
 
 @pytest.fixture
 def cores() -> Callable[[], list[psutil.Process]]:
-    """Those that are started from now on: servers of other tests may run."""
+    """Return the cores started from now on, since servers of other tests may run."""
     before = {process.pid for process in cores_below(psutil.Process())}
     return lambda: [process for process in cores_below(psutil.Process()) if process.pid not in before]
 
@@ -72,7 +72,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def logprobs(outputs: list[RequestOutput]) -> list[float]:
-    """All that there are, in order."""
+    """Return all log-probabilities, in order."""
     rows = [
         row
         for output in outputs
@@ -96,7 +96,7 @@ def one() -> Iterator[LLM]:
 
 
 def test_the_tokens_are_those_of_one(one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
-    """Twice: the second time each prompt goes where it was, and is found there."""
+    """Runs twice: the second time each prompt goes to the same replica, and finds its prefix cached."""
     with LLM(**TWO) as two:
         for _ in range(2):
             same(two.generate(TEXTS, PARAMS, use_tqdm=False), one.generate(TEXTS, PARAMS, use_tqdm=False))
@@ -120,7 +120,7 @@ def test_the_tokens_are_those_of_one(one: LLM, cores: Callable[[], list[psutil.P
 
 
 def kill_a_replica(two: LLM, one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
-    """Its requests go on in the other one, which serves later ones alone."""
+    """Kill a replica; its requests continue on the other one, which then serves alone."""
     wanted = one.generate(TEXTS[: len(LONG)], LONG, use_tqdm=False)
 
     def kill() -> None:

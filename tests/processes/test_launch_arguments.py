@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass
 class Launcher:
-    """Takes the place of start_process: the processes sleep. `given`: the arguments of each start."""
+    """Replaces start_process: the processes sleep. `given`: the arguments of each start."""
 
     given: list[dict[str, Any]] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -138,7 +138,7 @@ def test_how_a_worker_is_seen(launcher: Launcher) -> None:
 
 
 def test_all_are_killed_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all within one time: a rank that its device blocks holds up nobody."""
+    """All share one timeout, so that a rank blocked by its device delays no other."""
     monkeypatch.setattr(ranks, "_END_S", 0.2)
     told: list[Any] = []
 
@@ -163,7 +163,7 @@ def test_all_are_killed_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 def test_signs_of_life_are_each_ranks_own() -> None:
-    """In memory that another process made."""
+    """The memory was created by another process."""
     watched = Heartbeats(3)
     assert [watched.last_s(rank) for rank in range(3)] == [0.0] * 3
     before = time.monotonic()
@@ -280,7 +280,7 @@ class Replica(ScriptedEnd):
 
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> list[Replica]:
-    """The replicas that are launched."""
+    """Return the launched replicas."""
     found: list[Replica] = []
 
     def launch(device: str, environment: Any) -> Replica:
@@ -362,7 +362,7 @@ def test_a_replica_that_cannot_start_ends_the_others(replicas: list[Replica], mo
 
 
 class Core:
-    """Keeps its arguments. See EngineCore."""
+    """Stands in for EngineCore, and keeps its arguments."""
 
     def __init__(self, config: Any, executor: Any, clock: Any, start_s: float, features: Any = ()) -> None:
         self.config, self.executor, self.start_s = config, executor, start_s

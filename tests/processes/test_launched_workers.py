@@ -99,7 +99,7 @@ def test_options_that_are_wrong_leave_nothing(
 
 
 def test_they_import_from_the_folder_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a notebook's: "" in sys.path is the folder that the process is in."""
+    """For prompts and notebooks "" in sys.path is the process's current folder."""
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_a_prompt.py").write_text("from faulty_rank import FaultyRank\n")
@@ -143,7 +143,7 @@ def test_one_that_is_killed_while_it_waits_is_named() -> None:
 @pytest.mark.parametrize("program", [HERE, ELSEWHERE])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_they_end_with_who_launched_them(program: str, number: signal.Signals) -> None:
-    """They import meanwhile, or wait."""
+    """At that time they import, or wait."""
     # A job in the background of a shell is born deaf to Ctrl-C.
     hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     with subprocess.Popen([sys.executable, "-c", hears + program], stderr=subprocess.DEVNULL) as driver:

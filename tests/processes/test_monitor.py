@@ -23,7 +23,7 @@ from compiled_engine.processes.wire import Answered, Ready, encode
 
 
 class Worker:
-    """See WorkerChild: in whatever state the test says."""
+    """Stands in for WorkerChild, in a state that the test sets."""
 
     def __init__(self) -> None:
         self.socket, self.other = socket.socketpair()
@@ -48,7 +48,7 @@ class Worker:
 
 
 class Watched:
-    """Two workers under a monitor. signs: when each gave its last sign of life; None: now."""
+    """Two workers under a monitor. signs: time of each one's last heartbeat; None: now."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -64,7 +64,7 @@ class Watched:
         assert self.monitor.wait_ready() == [Ready(5, "key")] * 2
 
     def passes(self, seconds: float) -> None:
-        """Time goes by in small steps, each of which the monitor sees."""
+        """Let time pass in small steps, each seen by the monitor."""
         self.clock.wait_for_looks(self.monitor)
         for _ in range(int(seconds / 0.5)):
             self.clock.now += 0.5
@@ -77,7 +77,7 @@ class Watched:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The workers that the monitor has ended."""
+    """Return the workers that the monitor has ended."""
     found: list[Any] = []
     monkeypatch.setattr(monitor, "end_all", found.extend)
     return found
@@ -112,7 +112,7 @@ def test_workers_with_signs_of_life_run_on(watched: Watched) -> None:
 
 @pytest.mark.parametrize(("dying", "within_s"), [(False, 6.0), (True, 1.0)])
 def test_silence_is_a_failure_after_a_while(watched: Watched, ended: list[Any], dying: bool, within_s: float) -> None:
-    """Sooner of a process that runs no more. All workers are ended with it."""
+    """The limit is shorter for a process that no longer runs. All workers are ended."""
     watched.start()
     watched.passes(1.0)
     watched.workers[1].dying = dying
@@ -194,7 +194,7 @@ def test_what_a_start_raises_is_raised_as_it_is(watched: Watched, kind: str, rai
 
 
 def test_answers_are_by_rank_and_number(watched: Watched) -> None:
-    """One that nobody waits for is dropped."""
+    """An answer that is not expected is dropped."""
     watched.start()
     first, second = watched.monitor.expect(1), watched.monitor.expect(2)
     watched.workers[1].say(Answered(2, "d"))

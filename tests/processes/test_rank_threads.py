@@ -55,7 +55,7 @@ Prepare = Callable[[list[ScriptedRunner]], None]
 
 @pytest.fixture
 def ranks(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Makes an executor, see rank_threads."""
+    """Factory of executors, see rank_threads."""
     monkeypatch.setattr(monitor, "_APART_S", 0.3)
 
     def make(prepare: Prepare = lambda runners: None, capacity: int = 1 << 16, **layout: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_step_that_fails_awaits_no_masks(ranks: Any) -> None:
 
 
 def apart(runners: list[ScriptedRunner]) -> None:
-    """All fail in the same step; one of them has run the model more often."""
+    """All ranks fail in the same step, but one of them has run the model more often."""
     for runner in runners:
         runner.fails[1] = KeyError("injected")
     runners[1].runs_begun = runners[1].runs_ended = 1
@@ -160,7 +160,7 @@ def apart_in_both(runners: list[ScriptedRunner]) -> None:
 
 
 def inside(runners: list[ScriptedRunner]) -> None:
-    """One of them fails inside a run of the model, where another may wait for it."""
+    """One rank fails inside a run of the model, where another may wait for it."""
     for runner in runners:
         runner.fails[1] = KeyError("injected")
     runners[0].runs_begun = runners[1].runs_begun = runners[0].runs_ended = 2
@@ -231,7 +231,7 @@ def test_more_steps_than_there_is_room_for_are_executed(ranks: Any) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("full", [False, True])
 def test_the_end_of_a_rank_ends_every_wait(ranks: Any, rank: int, full: bool) -> None:
-    """Neither for its results, nor for room for steps."""
+    """Waits for results and for room end."""
 
     def prepare(runners: list[ScriptedRunner]) -> None:
         runners[0].waits_for[1] = threading.Event()  # which nobody sets

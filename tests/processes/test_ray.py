@@ -79,7 +79,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def cores(temporary: Path) -> list[psutil.Process]:
-    """Of the cluster that was started with this folder in its environment; their parents are its actors."""
+    """Return the cores of the cluster started with this folder in its environment; their parents are its actors."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -133,7 +133,7 @@ def test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed(
 
 @pytest.fixture
 def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is in it. It believes that it has GPUs, and names them to no process."""
+    """A cluster that this process is in, and which believes that it has GPUs, but does not name them to any process."""
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -146,7 +146,7 @@ def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def unfit_actor(fails_early: bool) -> Any:
-    """Of a node without what a core needs: where the actor is made, or later."""
+    """An actor on a node that lacks something a core needs; it fails at its creation, or later."""
 
     class Unfit(ReplicaActor):  # local, so that the nodes need not import this file
         def __init__(self) -> None:

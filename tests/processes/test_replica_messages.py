@@ -49,7 +49,7 @@ def request(name: str, length: int = 3, priority: int = 0, seed: int | None = 1)
 
 
 def heard(core: FakeCore) -> list[ToCore]:
-    """All messages so far."""
+    """Return all messages so far."""
     found: list[ToCore] = []
     while core.connection.wait_readable(0):
         found += core.connection.receive()
@@ -113,7 +113,8 @@ def test_masks_of_python_are_refused_wherever_they_are(own: bool) -> None:
 
 
 def seeds_of(seed: int, given: tuple[int | None, ...]) -> list[int | None]:
-    """The seeds with which replicas of an engine with this seed get requests with the given ones."""
+    """Return the seeds of requests as replicas get them, for an engine with this seed and requests with the given
+    ones."""
     core = FakeCore()
     engine = engine_of([core], replace(config(), model=replace(config().model, seed=seed)))
     for number, each in enumerate(given):
@@ -209,7 +210,7 @@ def test_a_replica_that_cannot_be_understood_is_lost() -> None:
 
 
 def answering(cores: list[FakeCore], *answers: dict[str, Any] | None) -> None:
-    """Each core answers its next question in a thread of its own, unless its answer is None."""
+    """Let each core answer its next call in a thread, unless its answer is None."""
 
     def answer(core: FakeCore, value: Any) -> None:
         assert core.connection.wait_readable(20)
@@ -267,7 +268,7 @@ def test_a_call_that_only_a_later_replica_fails_forgets_no_prompts() -> None:
 
 
 def test_the_end_comes_once_and_to_all() -> None:
-    """On close, and on garbage collection."""
+    """Tested for close and for garbage collection."""
 
     class Closing(FakeCore):
         def close(self, timeout_s: float) -> None:
@@ -328,5 +329,5 @@ def test_what_is_left_of_a_request(said: EngineOutput, rest: tuple[tuple[int, ..
 
 
 def replace_rest(left: EngineRequest) -> EngineRequest:
-    """The request as it was asked."""
+    """Return the request as it was submitted."""
     return EngineRequest(left.request_id, left.prompt_token_ids, left.sampling_params, priority=left.priority)

@@ -51,7 +51,8 @@ def config() -> EngineConfig:
 
 
 def token_of(seed: int | None, position: int) -> int:
-    """What a request says at a position: of its seed and the position alone, like the engine's noise."""
+    """Return a request's token at a position: a function of its seed and the position alone, like the engine's
+    noise."""
     assert seed is not None
     return (seed * 7 + position * 13) % 101
 
@@ -92,7 +93,7 @@ class FakeCore:
                         self.say(Answered(number, {}))
 
     def step(self, most: int) -> None:
-        """A token or a few for each request that runs, in columns where it is no more than that."""
+        """Generate one or a few tokens for each running request, in columns if possible."""
         self.listen()
         columns, others = [], []
         for request_id, (request, said, position) in list(self.requests.items())[:most]:
@@ -557,7 +558,7 @@ def test_who_has_never_answered_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def filled(cores: list[FakeCore], engine: Replicas, policy_priorities: bool = False) -> list[str]:
-    """As many requests as the replicas take, then four that wait; the names of all."""
+    """Add as many requests as the replicas accept, then four that wait; return all names."""
     names = [f"r{number}" for number in range(len(cores) * AHEAD * MOST + 4)]
     for number, name in enumerate(names):
         params = SamplingParams(max_tokens=3, seed=1)

@@ -18,7 +18,7 @@ def never() -> None:
 
 
 def received(ring: RingDescriptors, count: int) -> tuple[list[list[bytes]], list[threading.Thread]]:
-    """What each reader gets, in threads of their own."""
+    """Return each reader's messages, which a thread per reader adds, and the threads."""
     found: list[list[bytes]] = [[] for _ in ring.bells]
 
     def read(index: int) -> None:
@@ -39,7 +39,7 @@ def received(ring: RingDescriptors, count: int) -> tuple[list[list[bytes]], list
     num_readers=st.integers(1, 3),
 )
 def test_messages_arrive_whole_and_in_order(sizes: list[int], capacity: int, num_readers: int) -> None:
-    """Also those that are longer than the ring."""
+    """Includes messages longer than the ring."""
     messages = [random.Random(index).randbytes(size) for index, size in enumerate(sizes)]
     ring = RingDescriptors.make(num_readers, capacity)
     found, threads = received(ring, len(messages))

@@ -94,7 +94,7 @@ def test_a_failure_is_told_even_if_a_process_cannot_be_ended(monkeypatch: pytest
 
 
 class Clock:
-    """Stands for a module. `pace`: seconds that pass from look to look."""
+    """Replaces the time module. `pace`: seconds that pass between readings."""
 
     def __init__(self) -> None:
         self.now, self.pace, self.looks = 100.0, 0.0, 0
@@ -139,7 +139,7 @@ def test_a_process_that_stood_still_does_not_blame_its_workers(
 
 
 def left() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
+    """Return the numbers of this process's anonymous descriptors and threads."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sum(link.startswith("anon_inode") for link in links), threading.active_count()
 
@@ -202,12 +202,12 @@ GPU_FAULTS = [("kill", "was killed by SIGKILL"), ("stop", "no sign of life"), ("
 
 
 def free_memory(num_gpus: int) -> list[int]:
-    """Bytes of each."""
+    """Return free bytes of each GPU."""
     return [torch.cuda.mem_get_info(device)[0] for device in range(num_gpus)]
 
 
 def wait_until_free(before: list[int]) -> None:
-    """So many bytes of each GPU were free before the engine started."""
+    """Wait until each GPU has the free bytes that it had before the engine started."""
     wait_until(
         lambda: all(now > b - (256 << 20) for now, b in zip(free_memory(len(before)), before, strict=True)), SOON_S
     )

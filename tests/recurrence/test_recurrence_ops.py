@@ -20,7 +20,8 @@ LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
 
 
 def in_steps(whole: list[list[torch.Tensor]]) -> list[tuple[list[torch.Tensor], Sequences]]:
-    """The packed inputs of each step, with a row of padding behind, and its sequences. whole: of each request."""
+    """Return the packed inputs of each step, followed by a padding row, and its sequences. whole: inputs of each
+    request."""
     steps, done = [], [0, 0, 0]
     for counts in STEPS:
         requests = [number for number in range(3) if counts[number]]
@@ -38,7 +39,7 @@ def in_steps(whole: list[list[torch.Tensor]]) -> list[tuple[list[torch.Tensor], 
 
 
 def unpacked(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of each request; those of padding are zeros."""
+    """Return the outputs of each request; those of padding must be zeros."""
     found: list[list[torch.Tensor]] = [[], [], []]
     for counts, out_T in zip(STEPS, outputs, strict=True):
         *parts, padding = out_T.split([*filter(None, counts), 1])

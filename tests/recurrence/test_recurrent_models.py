@@ -30,7 +30,7 @@ DRAWN = pytest.mark.product(one_in=1000)
     scope="module", params=[name if name in ALWAYS else pytest.param(name, marks=DRAWN) for name in FAMILIES]
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A family's folder, and its model as transformers has it."""
+    """A family's folder, and its model in transformers."""
     folder = tmp_path_factory.mktemp(request.param)
     return folder, write_checkpoint(folder, family(request.param))
 

@@ -27,7 +27,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def check_writes(lengths: list[tuple[int, int]], device: torch.device, triton: bool | None = None) -> None:
-    """Rows of a field are written from their start, some of them several times; again and again without a wait."""
+    """Write rows of a field from their start, some several times, repeatedly and without waiting."""
     writes = StagedWrites(device, triton)
     field, other = writes.field(10, 12), writes.field(5)
     numbers, large = writes.field(10, dtype=torch.float32, initial=0.5), writes.field(10, dtype=torch.int64)
@@ -87,7 +87,7 @@ def test_staged_writes_arrive_on_a_gpu(seed: int) -> None:
 
 
 def check_large(device: str, triton: bool | None = None) -> None:
-    """More than a buffer holds, and writes that are copies."""
+    """Write more than a buffer holds, and writes long enough to be copies."""
     writes = StagedWrites(torch.device(device), triton)
     lengths = [MAX_WORDS + 100, LONG_WORDS + 1, *[LONG_WORDS] * (MAX_WORDS // LONG_WORDS), LONG_WORDS - 1, 3]
     field = writes.field(len(lengths), MAX_WORDS + 100)

@@ -37,7 +37,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": Tru
 
 
 class ByPosition:
-    """Forces token extra_args["force"] + position, by a table on the device, where a request asks for it."""
+    """Forces token extra_args["force"] + position, using a table on the device, for requests that have this
+    argument."""
 
     def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.base_N = torch.full((max_num_rows,), -1, dtype=torch.int64, device=device)
@@ -70,7 +71,7 @@ class ByPosition:
 
 
 class Forbid:
-    """Takes the tokens in extra_args["forbid"] away; an object, not a factory."""
+    """Forbids the tokens in extra_args["forbid"]; an object, not a factory."""
 
     def __init__(self) -> None:
         self.token_ids: dict[int, list[int]] = {}
@@ -245,7 +246,7 @@ def test_what_makes_a_batch_general() -> None:
 
 
 def test_a_large_batch_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row in one of them, whatever the order; padding in none."""
+    """Each row is in one part, in any order; padding is in none."""
     monkeypatch.setattr(row_chunks, "__defaults__", (3 * 40,))
     (processor,) = build_processors([ByPosition], 12, 40, torch.device("cpu"))
     sampler = Sampler(RowFields(12, "cpu"), 40, processors=[processor, Forbid()])

@@ -17,7 +17,7 @@ WHOLE = VocabularySlice.of(2, None)
 
 
 class Noted:
-    """Applies to the rows in `rows`; keeps what it is called with, and turns a logit l into `scale` * l + row."""
+    """Applies to the rows in `rows`, records its calls, and maps a logit l to `scale` * l + row."""
 
     def __init__(self, rows: set[int], scale: float, log: list[tuple[Any, ...]]) -> None:
         self.rows, self.scale, self.log = rows, scale, log

@@ -82,7 +82,8 @@ def test_a_row_has_no_memory_of_the_request_before() -> None:
 @pytest.mark.parametrize("temperature", [0, 1e-5, 1.0, 1e37])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
 def test_degenerate_logits(temperature: float, filters: dict[str, Any]) -> None:
-    """Minus infinity for all but one: that one. For all, or NaN: none, and no failure."""
+    """If all but one are minus infinity, that token is chosen. If all are, or one is NaN, there is no token, and no
+    failure."""
     params = SamplingParams(temperature=temperature, **filters)
     single_V = torch.full((VOCAB_SIZE,), -torch.inf)
     single_V[11] = -1e30
@@ -101,7 +102,8 @@ def test_degenerate_logits(temperature: float, filters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_the_raw_log_softmax(dtype: torch.dtype) -> None:
-    """Whatever bias, penalties and temperature do; only for rows that ask; 0 for the chosen token alone."""
+    """Bias, penalties and temperature do not matter. Only requesting rows have log-probabilities; 0 is the chosen token
+    alone."""
     counts = [None, 0, 1, 5, -1, None]
     logits_RV = random_logits(len(counts), 8).to(dtype)
     sampler = make_sampler()
@@ -127,7 +129,7 @@ def test_logprobs_are_the_raw_log_softmax(dtype: torch.dtype) -> None:
 
 
 def all_logprobs(logits_TV: torch.Tensor, token_ids_T: torch.Tensor, k: int) -> list[TokenLogprobs]:
-    """As of a prompt: every position's, k each."""
+    """Return k log-probabilities for every position, as for a prompt."""
     return [*LogprobRows.of_array(logprob_rows(logits_TV, token_ids_T.int(), k).numpy())]
 
 

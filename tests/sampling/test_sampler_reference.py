@@ -41,7 +41,7 @@ def reference_noise(seed: int, position: int, token_id: int) -> float:
 
 
 def reference_logits(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
-    """After bias, bans and penalties."""
+    """Return the logits after bias, bans and penalties."""
     logits = list(logits)
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
@@ -65,7 +65,7 @@ def reference_logits(logits: list[float], params: SamplingParams, prompt: list[i
 
 @dataclass
 class Choice:
-    """A token, and by how much (in scores or probabilities) something else would have come out."""
+    """A token, and the margin (in scores or probabilities) by which it was chosen."""
 
     token_id: int
     margin: float
@@ -196,7 +196,7 @@ def test_a_row_depends_on_nothing_but_itself(data: st.DataObject) -> None:
 
 
 def draw_many(logits_V: torch.Tensor, params: SamplingParams, count: int) -> np.ndarray:
-    """How often each token comes, over neighbouring seeds and positions."""
+    """Count each token over neighbouring seeds and positions."""
     num_rows = 500
     sampler = make_sampler(len(logits_V), num_rows)
     for row in range(num_rows):
@@ -256,7 +256,7 @@ def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should() -> Non
 
 
 def warped(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """transformers' warpers in vLLM's order."""
+    """Apply transformers' warpers in vLLM's order."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
     if params.min_p > 0:
         warpers.append(MinPLogitsWarper(params.min_p))
@@ -294,7 +294,7 @@ def test_kept_tokens_are_those_of_transformers(seed: int, requests: list[Samplin
 
 
 def test_equal_logits_at_the_border_are_kept_together() -> None:
-    """With top_k 1, both of two equal best tokens come, and never a third."""
+    """With top_k 1, both of two equal best tokens are drawn, and never a third."""
     logits_V = torch.tensor([0.0, 5.0, 1.0, 5.0])
     counts = draw_many(logits_V, SamplingParams(top_k=1), 2000)
     assert counts[[0, 2]].tolist() == [0, 0]

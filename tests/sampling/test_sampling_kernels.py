@@ -95,7 +95,7 @@ def marked(name: str) -> Any:
 
 
 def check_all() -> None:
-    """Run by the next fixture in a process whose Triton interprets: prints what went wrong, by case."""
+    """Print failures by case; the next fixture runs this in a process with Triton's interpreter."""
     found = {}
     for name, check in IN_THE_INTERPRETER.items():
         try:
@@ -150,7 +150,7 @@ def compile_for_hopper(kernel: Any, num_warps: int = 4, types: dict[str, str] | 
 
 
 def test_compiled_for_hopper(pytestconfig: pytest.Config) -> None:
-    """Needs no GPU; without --all kernels that read logits read those of one type."""
+    """Needs no GPU. Without --all, kernels that read logits are compiled for one dtype."""
     both = (("*bf16", 151_936), ("*fp32", 4099))
     for element, vocab in both if pytestconfig.getoption("--all") else both[:1]:
         logits = {"logits_ptr": element}
@@ -249,7 +249,7 @@ def test_penalties_take_memory_when_they_are_first_asked_for() -> None:
 
 
 def test_longer_bad_words_leave_other_tails_alone() -> None:
-    """A request with longer bad words comes while others are under way."""
+    """A request with longer bad words arrives while others are running."""
     logits_V = torch.zeros(40)
     logits_V[[7, 8]] = torch.tensor([9.0, 5.0])
     sampler = Sampler(RowFields(4, "cpu"), 40)
@@ -297,7 +297,7 @@ def test_edits_and_logprobs_on_a_gpu(num_samples: int, vocab_size: int) -> None:
 
 @pytest.mark.gpu
 def test_memory_of_logprobs_on_their_way_is_not_given_to_others() -> None:
-    """Nobody may wait for them: ranks that do not report drop them at once, and upload the next step."""
+    """Results may be dropped at once, as on ranks that do not report, before the next step is uploaded."""
     logits_RV, token_ids_R = torch.zeros(4, 512, device="cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
     shape = logprob_rows(logits_RV, token_ids_R, 1).shape
     torch.cuda.synchronize()
@@ -367,7 +367,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_plain_sampling_in_a_cuda_graph() -> None:
-    """Captured once with padding alone; replayed with other rows, parameters and positions."""
+    """Captured once with only padding; replayed with other rows, parameters and positions."""
     vocab_size, size = 32_001, 16
     fields = RowFields(32, "cuda")
     sampler = Sampler(fields, vocab_size)
@@ -397,7 +397,7 @@ def test_plain_sampling_in_a_cuda_graph() -> None:
 
 @pytest.mark.gpu
 def test_a_step_in_flight_keeps_its_parameters() -> None:
-    """Rows are given to other requests while the GPU is still busy with what came before."""
+    """Rows are given to other requests while the GPU is still busy with earlier steps."""
     vocab_size = 4099
     logits_SV = cases.strided_logits(4, vocab_size, torch.float32, 0).cuda()
     logits_SV[:, 8:10] = 0

@@ -25,7 +25,7 @@ def noise_of(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) ->
 
 
 def test_hash_is_splitmix64() -> None:
-    """The first outputs for seed 1234567 as others publish them, and the definition in Python's own integers."""
+    """Compares with published outputs for seed 1234567, and with the definition in Python's integers."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert splitmix64(uint64(1234567), np.arange(4, dtype=np.uint64)).tolist() == published
 
@@ -51,7 +51,7 @@ def test_extreme_bits_give_finite_noise() -> None:
 
 
 def test_noise_is_accurate_from_tail_to_tail() -> None:
-    """Against 64-bit floats, for hashes of every magnitude from either end."""
+    """Compares with 64-bit floats, for hashes of every magnitude from either end."""
     generator = np.random.default_rng(0)
     distance = 2.0 ** generator.uniform(1, 63, 200_000)
     near_zero = distance.astype(np.uint64)
@@ -97,7 +97,7 @@ def test_neighbours_are_uncorrelated_and_never_equal(neighbour: str, start: int)
 
 
 def test_noise_is_a_pure_function_of_its_arguments() -> None:
-    """One at a time or in any shape: the same to the bit."""
+    """One at a time or in arrays of any shape, results are bit-identical."""
     positions, token_ids = np.arange(7, dtype=np.uint64), np.arange(500, dtype=np.uint64)
     together = noise_of(uint64(11), positions[:, None], token_ids)
     for row, position in enumerate(positions):

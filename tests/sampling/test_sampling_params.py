@@ -210,7 +210,7 @@ def test_wrong_types(given: dict[str, Any], name: str, value: Any, allowed: str)
 
 
 def assert_refused(given: dict[str, Any], kind: type[Exception], beginning: str, end: str) -> None:
-    """By the constructor and, of one field after the other, by an assignment, which changes nothing."""
+    """Check that the constructor refuses the values, and that assigning each field is refused and changes nothing."""
     with pytest.raises(kind) as error:
         SamplingParams(**given)
     assert str(error.value).startswith(beginning)
@@ -289,7 +289,7 @@ def test_arguments_may_be_given_by_position() -> None:
 
 
 def test_parameters_of_python_alone() -> None:
-    """The others are options of the command line too; there `--seed` is the engine's."""
+    """All other parameters are command-line options too; there `--seed` is the engine's."""
     flags = {each.name: each.flag for each in declarations(SamplingParams) if each.flag != ""}
     assert flags == {"stop_token_ids": "--stop-token-id"} | dict.fromkeys(
         (

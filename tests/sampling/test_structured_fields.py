@@ -82,7 +82,7 @@ def test_fields_have_their_names() -> None:
 
 @pytest.mark.parametrize("name", ["regex", "grammar"])
 def test_the_bytes_of_a_text(name: str) -> None:
-    """As they are in UTF-8."""
+    """Bytes are counted in UTF-8."""
     StructuredOutputs(**{name: "é" * (MAX_BYTES // 2)})
     with pytest.raises(ValueError, match=f"must have at most {MAX_BYTES} bytes, got {MAX_BYTES + 1}"):
         StructuredOutputs(**{name: "é" * (MAX_BYTES // 2) + "a"})
@@ -95,14 +95,14 @@ def test_the_bytes_of_all_choices() -> None:
 
 
 def nested(depth: int) -> str:
-    """Arrays and objects in turn, within an object."""
+    """Nest arrays and objects alternately within an object."""
     opened = "".join('{"a":' if level % 2 == 0 else "[" for level in range(depth))
     closed = "".join("}" if level % 2 == 0 else "]" for level in reversed(range(depth)))
     return f"{opened}1{closed}"
 
 
 def test_the_depth_of_a_schema() -> None:
-    """Brackets in strings are text, whatever is escaped in them, and what stands beside each other adds nothing."""
+    """Brackets in strings do not count, whatever is escaped there, nor do adjacent arrays and objects add up."""
     StructuredOutputs(json=nested(MAX_DEPTH))
     with pytest.raises(ValueError, match=f"at most {MAX_DEPTH} arrays and objects within each other"):
         StructuredOutputs(json=nested(MAX_DEPTH + 1))

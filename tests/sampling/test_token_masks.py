@@ -24,7 +24,7 @@ RANDOM: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 20, "igno
 
 
 class LetThrough:
-    """A logits processor that likes nothing so much as token 0."""
+    """A logits processor that strongly prefers token 0."""
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         return params.extra_args is not None
@@ -44,7 +44,7 @@ def llm(request: pytest.FixtureRequest, one_thread: None) -> Iterator[LLM]:
 
 
 def one_of(llm: LLM, texts: Sequence[str] = TEXTS) -> OneOf:
-    """One of the texts, then the end."""
+    """A mask that allows one of the texts, then the end."""
     tokenizer = llm.get_tokenizer()
     end = tokenizer.eos_token_id
     assert isinstance(end, int)
@@ -154,7 +154,7 @@ def test_a_request_is_aborted_in_flight(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[list[int]]:
-    """The tokens of three requests that run alone, the first and the last with a mask."""
+    """Return the tokens of three requests that run alone, the first and the last with a mask."""
     good = SamplingParams(**RANDOM, token_mask=ByLastToken(llm.config.model.vocab_size))
     params = [good, SamplingParams(**RANDOM), good]
     return [generate(llm, [p], [s])[0].token_ids for p, s in zip(PROMPTS, params, strict=True)]

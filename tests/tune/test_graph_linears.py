@@ -32,13 +32,13 @@ LFM2 = [
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    """Strict: every matrix that a value is multiplied with must be in a small-batch linear."""
+    """Return a strict configuration: every matrix multiplication must be a small-batch linear."""
     given: dict[str, Any] = {"load_format": "dummy", "mode": "compiled", "device": "cpu", "dtype": "bfloat16"}
     return resolve(EngineOptions(model=folder, **given | {"strict_passes": True} | options))
 
 
 def few_layers(folder: Path, shape: str) -> Path:
-    """The config.json of a shape with its first layers: the others call the same linears."""
+    """Write a shape's config.json with its first layers only; the others call the same linears."""
     path = write_shape(folder, shape) / "config.json"
     values = json.loads(path.read_text()) | {"num_hidden_layers": 4}
     if "layer_types" in values:
@@ -88,7 +88,7 @@ def test_a_family_has_all_linears_that_its_graph_calls(name: str, tmp_path: Path
 
 
 def family_folder(folder: Path, name: str) -> Path:
-    """The config.json of a family."""
+    """Write the config.json of a family."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -115,7 +115,7 @@ def test_the_profile_that_ships_is_whole() -> None:
 
 
 class QuickChain:
-    """Whose linears are all right, and each slower than the one before it."""
+    """A chain whose linears are all correct, and each slower than the previous one."""
 
     times = itertools.count(1.0)
 
@@ -143,7 +143,7 @@ def test_bounds_are_those_of_the_device_at_hand(module: Any, monkeypatch: pytest
 
 
 def test_a_weight_without_candidates_keeps_the_tiles_of_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a router's, with too few rows for several tokens."""
+    """Such as a router's weight, with too few rows for several tokens."""
     monkeypatch.setattr(linear_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
     monkeypatch.setattr(linear_tuning, "Chain", QuickChain)
     router, down = layer(128, 2048, norm=True), layer(2048, 8192, residual=True)
@@ -156,7 +156,7 @@ LIBRARY, OURS = "library", "ours"
 
 
 def times_of(times: dict[tuple[int, str], float]) -> type[QuickChain]:
-    """Chains that take these microseconds, by tokens and kernel; at other numbers all take the same."""
+    """Return chains that take these microseconds, by tokens and kernel; at other numbers all take the same."""
 
     class TimedChain(QuickChain):
         def __init__(self, cases: list[LinearCase], layers: int | None = None) -> None:
@@ -215,7 +215,7 @@ def test_the_tiles_that_gain_at_their_worst_end_are_the_best() -> None:
 
 
 def test_hoppers_linear_is_compared_with_the_tiles_just_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not with those of the rule, which a device without a profile has."""
+    """The rule's tiles are for devices without a profile."""
     compared: list[Any] = []
 
     class Chain(QuickChain):
