@@ -95,11 +95,10 @@ class DraftModel(StepFeature):
 
     query_lens: tuple[int, ...] = (FIRST,)
 
-    def __init__(self, config: EngineConfig, parts: RunnerParts, *, known: bool) -> None:
-        """config: of the draft model. known: the drafts are to be known before a step's batch is made. Raises what the
-        compiler and the loader raise."""
+    def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
+        """config: of the draft model. Raises what the compiler and the loader raise."""
         states, group, progress, timeline = parts.states, parts.group, parts.progress, parts.timeline
-        self.config, self._states, self._sampler, self._known = config, states, parts.sampler, known
+        self.config, self._states, self._sampler = config, states, parts.sampler
         self._lengths = parts.config.speculation.lengths  # the numbers of drafts that steps may have, ascending
         self._num_drafts = self._lengths[-1]
         self.compiled: CompiledModel | None = None
@@ -158,13 +157,8 @@ class DraftModel(StepFeature):
         self.model.close()
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Stage what the passes of the step are over; run them, if the drafts are to be known."""
-        self._drafting = drafting = self.stage(step)
-        if self._known:
-            self._drafting = None
-            self._states.writes.apply()
-            self.draft(drafting)
-            self.read_prompts(drafting)
+        """Stage what the passes of the step are over."""
+        self._drafting = self.stage(step)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Make the step's drafts, by one launch, and read its prompts."""

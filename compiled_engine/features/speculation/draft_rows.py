@@ -9,10 +9,10 @@ In a batch each of these tokens has a row of its own, with the request's blocks 
 token. K and V of the whole batch are written before any row attends. So attention and sampling serve drafts as they
 serve decodes. A wrong draft leaves K and V behind the newest token, where the next step writes before anything reads.
 
-On a CPU steps end when they are launched: the host knows the drafts when it makes the batch, and a draft that there is
-not has no row. On a GPU the host knows the most that there may be, and a row whose draft does not exist is one of
-padding. If no request of a step computes a prompt, each has as many rows as any other, one behind the other, so that
-attention reads the keys of a request once for all of them.
+The host knows how many drafts there may be, and a row whose draft does not exist is one of padding. n-grams on a CPU
+are known when the batch is made: a draft that does not exist has no row there. If no request of a step computes a
+prompt, each has as many rows as any other, one behind the other, so that attention reads the keys of a request once for
+all of them.
 """
 
 from __future__ import annotations

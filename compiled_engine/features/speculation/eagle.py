@@ -1,9 +1,8 @@
-"""Drafts of an EAGLE-3 head where the host does not know the tokens: what depends on them is read on the device.
+"""Drafts of an EAGLE-3 head, which reads what the model knows of the tokens that are verified.
 
-As in eagle_on_host.py, `prefill_head` computes the tokens of a step behind it, with the model's hidden states, and
-`draft` makes the drafts of the next one. Both depend on the device alone. A graph holds each, for batches of decodes:
-the first reads the inputs that the step has left in its buffers, as many rows as the step had, those of wrong drafts
-included. Their entries are behind the newest token, where the next drafts are written before anything reads.
+`prefill_head` computes the tokens of a step behind it, with the model's hidden states, and `draft` makes the drafts of
+the next one. Both depend on the device alone: the host does not know the tokens. A CUDA graph holds each of them, for
+batches of decodes.
 """
 
 from __future__ import annotations
@@ -174,7 +173,14 @@ def launch_begin_drafts(
 
 
 class EagleDrafter(StepFeature):
-    """A head's passes, see the module's docstring. Implements `GraphStep`.
+    """The passes of a head. Implements `GraphStep`.
+
+    The head has a KV cache of its own under the block tables of the requests. Its entry of a position comes of the
+    model's hidden states there and of the token behind. `prefill_head` computes all tokens of a step: prompts, newest
+    tokens, and drafts, whose entries of the time when they were drafted it replaces. So where a block is in the prefix
+    cache, the head's entries are there too; only the last one may belong to another token behind the block, which makes
+    drafts worse, but no token wrong. Entries of wrong drafts are behind the newest token, where the next drafts are
+    written before anything reads.
 
     Drafts are sampled by temperature and noise alone: a filter of the request counts when they are verified.
     """
@@ -183,7 +189,7 @@ class EagleDrafter(StepFeature):
         """config: of the head. Raises what the compiler and the loader raise."""
         engine, states, buffers = parts.config, parts.states, parts.buffers
         self.config, self._states, self._sampler, self._steps = config, states, parts.sampler, buffers
-        self._loaded = load_head(config, parts, parts.trace, parts.on_attention)
+        self._loaded = load_head(config, parts)
         self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
         self._token_ids_V = self._loaded.token_ids_V.to(config.device)
         self._lengths = engine.speculation.lengths

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from compiled_engine.attention.op import OnAttention
-from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
+from compiled_engine.config import EngineConfig, GraphMode
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
 from compiled_engine.runner import kv_cache
@@ -51,23 +49,17 @@ class EagleHead:
         self.model.close()
 
 
-def load_head(
-    config: EngineConfig,
-    parts: RunnerParts,
-    trace: Callable[[ModelConfig], nn.Module],
-    on_attention: OnAttention | None,
-) -> EagleHead:
-    """Compile and load a head. config: of the head. trace, on_attention: see RunnerParts. Raises what the compiler and
-    the loader raise."""
+def load_head(config: EngineConfig, parts: RunnerParts) -> EagleHead:
+    """Compile and load a head. config: of the head. Raises what the compiler and the loader raise."""
     group, progress, timeline = parts.group, parts.progress, parts.timeline
     embedding_VD, compiled = embedding_of(parts.module, config), None
     if config.compile.enabled:
-        compiled = compile_in_turn(config, group, trace, progress, timeline)
+        compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
     shared = {} if embedding_VD is None else {EMBEDDING: embedding_VD}
     with timeline.span("load weights"):
         model, named = load_model(config, compiled, group, progress, shared)
         token_ids_V = draft_tokens(config.model)
     most_tokens, recorded = config.scheduler.max_num_batched_tokens, config.graph.mode is GraphMode.RECORDED
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-    forward = ModelForward(model, compiled, named, on_attention, most_tokens, recorded)
+    forward = ModelForward(model, compiled, named, parts.on_attention, most_tokens, recorded)
     return EagleHead(config, compiled, forward, kv_cache.allocate(config, 1), token_ids_V, num_parameters)

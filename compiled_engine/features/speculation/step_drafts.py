@@ -11,7 +11,6 @@ import torch
 from compiled_engine.features.speculation.draft_model import DraftModel
 from compiled_engine.features.speculation.draft_rows import DraftedSteps, StepRows
 from compiled_engine.features.speculation.eagle import EagleDrafter
-from compiled_engine.features.speculation.eagle_on_host import EagleOnHost
 from compiled_engine.features.speculation.graph_keys import StepKeys
 from compiled_engine.features.speculation.ngram import Ngrams, NgramsOnHost
 from compiled_engine.features.speculation.verification import Acceptance, verify
@@ -24,26 +23,24 @@ from compiled_engine.runner.input_batch import InputBatch, make_batch
 def drafting(parts: RunnerParts) -> list[StepFeature]:
     """Return what verifies drafts, and what makes them: nothing for an engine without drafts.
 
-    On a CPU without captured graphs the drafts are known before a step's batch is made: a draft that does not exist
-    has no row there.
+    Drafts are made on the device. n-grams are an exception on a CPU without captured graphs: they are found before a
+    step's batch is made, and a draft that does not exist has no row. That pays there, since many requests have none.
     """
     config = parts.config
     if not config.speculation.num_tokens:
         return []
-    known = config.device.type != "cuda" and not config.graph.captures
-    rows = StepDrafts(parts, known=known)
-    draft = config.draft
-    if draft is None:
+    if (draft := config.draft) is None:
+        known = config.device.type != "cuda" and not config.graph.captures
         ngrams = NgramsOnHost if known else Ngrams
-        return [rows, ngrams(config.speculation, parts.states, parts.buffers)]
+        return [StepDrafts(parts, known=known), ngrams(config.speculation, parts.states, parts.buffers)]
     with parts.timeline.span("draft model"):
-        if draft.model.head is None:
-            return [rows, DraftModel(draft, parts, known=known)]
-        return [rows, EagleOnHost(draft, parts) if known else EagleDrafter(draft, parts)]
+        drafter = DraftModel(draft, parts) if draft.model.head is None else EagleDrafter(draft, parts)
+    return [StepDrafts(parts, known=False), drafter]
 
 
 class StepDrafts(StepFeature):
-    """A request has a row for its newest token and one for each draft. known: see `drafting`."""
+    """A request has a row for its newest token and one for each draft. known: whether the host knows the drafts
+    when it makes a batch; otherwise a request has a row for each that it may have."""
 
     def __init__(self, parts: RunnerParts, *, known: bool) -> None:
         config = parts.config
