@@ -37,9 +37,7 @@ def shrink_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, split of K, tile of a member's ranks): z[split, token, member * RANK + r] for
-    the ranks in use.
-    """
+    """Program (token, split of K, tile of a member's ranks): z[split, token, member * RANK + r] for ranks in use."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     TILES: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R

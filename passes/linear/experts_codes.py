@@ -39,9 +39,7 @@ def scaled(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return rows of codes from column k on times their scales, in fp32. scale_row_N: row of the
-    scales for each row.
-    """
+    """Return rows of codes from column k on times their scales, in fp32. scale_row_N: the scales' row of each row."""
     ROWS: tl.constexpr = w_NK.shape[0]
     BLOCK_K: tl.constexpr = w_NK.shape[1]
     if TILE_COLUMNS == 0:

@@ -152,9 +152,7 @@ def tiles_for(
 
 
 def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the shape whose rows and columns differ by the smallest factors, each up to NEAR; None if
-    there is none.
-    """
+    """Return the shape whose rows and columns differ by the smallest factors, each at most NEAR; None without one."""
 
     def factors(other: tuple[int, int]) -> list[float]:
         return [max(here / there, there / here) for here, there in zip(shape, other, strict=True)]

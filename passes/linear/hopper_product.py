@@ -1,6 +1,4 @@
-"""Hopper kernel for linears of over 64 tokens: where it is fastest by the device's profile, its tiles,
-and its launch.
-"""
+"""Hopper kernel for linears of over 64 tokens: where it is fastest by the device's profile, tiles and launch."""
 
 from __future__ import annotations
 

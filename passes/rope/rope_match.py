@@ -52,9 +52,7 @@ class _Turn(NamedTuple):
 
 
 def match_rotation(value: fx.Node) -> Rotated | str:
-    """Return the parts of a value that is a rotation, possibly normed or scaled afterwards, or why it
-    does not match.
-    """
+    """Return the parts of a value that is a rotation, possibly normed or scaled after it, or why it does not match."""
     for product, scale in factors(value):
         if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
             found = _match_turn(product)
