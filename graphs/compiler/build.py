@@ -1,6 +1,4 @@
-"""Builds a cache entry: traces each callable, runs the passes for each range, splits, and compiles the
-unique pieces.
-"""
+"""Builds a cache entry: traces each callable, runs each range's passes, splits, and compiles the unique pieces."""
 
 from __future__ import annotations
 
@@ -48,9 +46,8 @@ from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
-# Our stages in torch's structured trace (TORCH_TRACE=folder): tlparse shows them next to Dynamo's and Inductor's.
-
-# Lowered graphs, each pass's diff; of each range its graph after the passes, its plan and its forward; output code.
+# Files of an entry that go into torch's structured trace (TORCH_TRACE=folder), where tlparse shows them beside Dynamo's
+# and Inductor's: the lowered graph and each pass's diff; each range's graph, plan and forward; output code.
 _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "forward.py", "pieces/*.py")
 
 

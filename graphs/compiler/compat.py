@@ -21,7 +21,7 @@ from torch._inductor.utils import clear_caches
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Dynamo would import these, some 400 modules, during a trace. Other threads prepare kernels by then, and compete for the
+# Dynamo would import these, some 400 modules, during a trace. By then other threads prepare kernels and compete for the
 # GIL, which Python releases at each file it reads.
 _IMPORTED_BY_TRACES = (
     "torch._dynamo.repro.after_dynamo",

@@ -1,4 +1,4 @@
-"""Choice of the CUDA graph for a batch: a pure function of the batch's shape, as tables built once."""
+"""Chooses the CUDA graph of a batch: a pure function of the batch's shape, from tables built once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIXED_KINDS = {
 
 
 class Dispatcher:
-    """Defined for every batch: the key of the smallest size that holds it, graphs of decodes before any other."""
+    """Maps every batch shape to the smallest graph that holds it, preferring graphs of decodes."""
 
     def __init__(
         self,
@@ -27,8 +27,11 @@ class Dispatcher:
         query_lens: Sequence[int] = (),
         rare: Sequence[int] = (),
     ):
-        """fields: what passes add to the keys; there is a graph of each size for each combination. query_lens, rare:
-        see SpeculationConfig.verified and .rare."""
+        """Build the tables.
+
+        fields: added to the keys by passes; each size has a graph for every combination. query_lens, rare: see
+        SpeculationConfig.verified and .rare.
+        """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
 
@@ -59,13 +62,13 @@ class Dispatcher:
         )
         self._decode_table = _table(self.decode_keys)
         self._verify_tables = {number: _table(keys) for number, keys in verify_keys.items()}
-        # By query tokens of a request and size, short contexts first.
+        # (query tokens per request, size) -> keys, short contexts first.
         self._short_keys: dict[tuple[int, int], list[GraphKey]] = {}
         for key in self.short_keys:
             self._short_keys.setdefault((key.max_query_len, key.num_tokens), []).append(key)
         self._token_table = _table(self.token_keys)
         plain_keys = self.decode_keys + self.verify_keys + self.short_keys + self.token_keys
-        # By the sizes of the fields: for each key without them the one with them.
+        # Sizes of the fields -> {key without fields: key with them}.
         self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
         for sizes in product(*((0, *field.sizes) for field in self._fields)):
             names = (field.name for field in self._fields)
@@ -74,7 +77,7 @@ class Dispatcher:
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """Every key that `dispatch` may return."""
+        """All keys that `dispatch` may return."""
         return tuple(key for keys in self._with_fields.values() for key in keys.values())
 
     def dispatch(
@@ -87,8 +90,8 @@ class Dispatcher:
     ) -> GraphKey | None:
         """Return the key of the graph that serves the batch; None if it runs without one.
 
-        uniform_query_len: tokens of each request if all are decodes and have the same number, else None. longest: of
-        the contexts, with this step's tokens. values: of the further fields, by name; 0 where there is none.
+        uniform_query_len: tokens per request if all are decodes with equally many, otherwise None. longest: the longest
+        context, this step's tokens included. values: of further fields, by name; 0 if missing.
         """
         key = self._plain_key(num_tokens, num_requests, uniform_query_len, longest)
         if not values or key is None:
@@ -109,13 +112,13 @@ class Dispatcher:
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
     def _shortest(self, key: GraphKey, longest: int) -> GraphKey:
-        """The key for the shortest contexts of at least this length, of as many decodes as `key`."""
+        """Return the key for the shortest sufficient contexts, with as many decodes as `key`."""
         short_keys = self._short_keys.get((key.max_query_len, key.num_tokens), ())
         return next((short for short in short_keys if longest <= short.max_seq_len), key)
 
 
 def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """Index n: the smallest key of at least n tokens. The keys come in ascending order."""
+    """Return a list whose item n is the smallest key of at least n tokens. keys: ascending."""
     table: list[GraphKey] = []
     for key in keys:
         table += [key] * (key.num_tokens + 1 - len(table))

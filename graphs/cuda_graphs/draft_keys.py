@@ -1,4 +1,4 @@
-"""Keys of an engine with drafts: the graphs of its steps, and of the passes of a draft model or a head beside them."""
+"""Graph keys of an engine with drafts: of its steps, and of the passes of a draft model or head."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import dataclass, replace
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key
 
-# Tokens of a request in the first pass of a draft model.
+# Tokens per request in a draft model's first pass.
 FIRST = 2
 
 
 @dataclass(frozen=True)
 class StepKeys:
-    """The keys of the graphs of steps, by the keys that the dispatcher finds. no_head: for steps that no head reads;
-    read: for other steps. They differ if a head may rest."""
+    """The keys of step graphs, by the dispatcher's key. The two tables differ if the draft head can be skipped."""
 
-    no_head: Mapping[GraphKey, GraphKey]
-    read: Mapping[GraphKey, GraphKey]
+    no_head: Mapping[GraphKey, GraphKey]  # for steps in which the draft head does not run
+    read: Mapping[GraphKey, GraphKey]  # for all other steps
 
     @classmethod
     def of(cls, dispatcher: Dispatcher, longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
-        """sizes_read: see SpeculationConfig. These steps are rare, so their graphs serve contexts of any length, up to
-        `longest`."""
+        """Make the tables. sizes_read: see SpeculationConfig.
+
+        Steps without drafts in which the head runs are rare, so each of their graphs serves contexts of any length up
+        to `longest`.
+        """
         keys = {key: key for key in dispatcher.keys}
         if sizes_read is None:
             return cls(keys, keys)
@@ -37,27 +39,29 @@ class StepKeys:
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
-        """All keys, each once."""
+        """All keys, without duplicates."""
         return tuple(dict.fromkeys((*self.no_head.values(), *self.read.values())))
 
 
 def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
-    """Return the keys of the graphs in which a head computes the tokens of steps that it reads, by those of the steps.
+    """Return the keys of the graphs in which a head processes the tokens of a step, by the step's key.
 
-    One of them serves contexts of any length up to `longest`, and steps with further fields too.
+    Each serves contexts of any length up to `longest`, and steps with further fields.
     """
     decodes = (key for key in keys if key.is_decode)
     return {key: replace(key, prefills_head=True, short=False, max_seq_len=longest, extra=()) for key in decodes}
 
 
 def model_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> tuple[GraphKey, ...]:
-    """Return the keys of the graphs that hold all passes of a draft model, for each number of drafts. dispatcher: for
-    rows of the first pass."""
+    """Return the keys of the graphs with all passes of a draft model, for each number of drafts.
+
+    dispatcher: for rows of the first pass.
+    """
     keys = [key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode]
     return tuple(replace(key, drafts=length) for length in lengths if length for key in keys)
 
 
 def head_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> tuple[GraphKey, ...]:
-    """Return the keys of the graphs that hold the passes in which a head drafts, for each number of drafts."""
+    """Return the keys of the graphs with a head's drafting passes, for each number of drafts."""
     keys = [key for key in dispatcher.keys if key.is_decode]
     return tuple(replace(key, drafts=length) for length in lengths if length for key in keys)

@@ -161,8 +161,8 @@ def push(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with one kernel. All ranks launch it together; rank r owns every num_ranks-
-    th row from r on.
+    """Compute `reference` with one kernel, launched by all ranks together; rank r owns every num_ranks-th row from r
+    on.
     """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)

@@ -106,9 +106,7 @@ class TensorParallel(GraphPass):
 
 
 def _sum_of_experts(product: fx.Node) -> fx.Node | None:
-    """Return the weighted sum over experts after their second product, of which each rank has a part;
-    None without one.
-    """
+    """Return the weighted sum over experts after their second product, of which each rank has a part, or None."""
     weighted = only_user(product)
     total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
     is_sum = total is not None and is_call(total, aten.sum.dim_IntList) and list(arg(total, 1)) == [0]

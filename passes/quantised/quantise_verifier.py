@@ -196,7 +196,7 @@ def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | Non
         )
         largest = torch.zeros(rows * columns, device=values.device)
         largest.scatter_reduce_(0, place.flatten(), values.abs().flatten(), "amax")
-        # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, which rounds ties differently.
+        # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, and ties differ.
         scales = (largest / torch.full_like(largest, rounding.largest))[place]
     else:
         scales = static.expand(values.shape)
