@@ -21,7 +21,7 @@ _FILES = "files"
 
 class WorkFolder:
     """An empty folder `path` below `parent` (None: the system's temporary folder). Raises OSError if
-    it cannot be made.
+    making it fails.
     """
 
     def __init__(self, parent: Path | None, prefix: str) -> None:

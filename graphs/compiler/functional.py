@@ -23,9 +23,7 @@ def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
 
 
 def write_out_constants(module: fx.GraphModule) -> None:
-    """Replace scalar tensor constants, which tracing makes of NumPy scalars, by aten.full. Not for use
-    in fake modes.
-    """
+    """Replace scalar tensor constants, which tracing makes of NumPy scalars, by aten.full. Call outside fake modes."""
     for node in module.graph.find_nodes(op="get_attr"):
         constant = getattr(module, str(node.target))
         if constant.dim() == 0:

@@ -42,9 +42,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Plan:
-    """The calls of a compiled callable. Value i is input i for the first len(inputs) values; steps
-    define the others.
-    """
+    """The calls of a compiled callable. Value i is input i for i < len(inputs); steps define the other values."""
 
     arguments: tuple[str, ...]  # names of the callable's arguments, in order; inputs are parts of them
     inputs: tuple[Input, ...]

@@ -60,9 +60,7 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
 
 
 def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
-    """Return the sort key for captures: graphs without attention first, decodes last, large graphs
-    before small ones.
-    """
+    """Return the sort key for captures: graphs without attention first, decodes last, large before small ones."""
     return key.kind is GraphKind.FULL, key.is_decode, -key.num_tokens, -key.max_seq_len
 
 

@@ -107,7 +107,7 @@ class Repeat(Generic[T]):
 
 
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
-    """Return the sequence as repetitions of up to `longest` items, taking greedily the one that covers
+    """Return the sequence as repetitions of up to `longest` items; greedily takes the one that covers
     most items next.
     """
     folded: list[Repeat[T]] = []
