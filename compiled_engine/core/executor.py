@@ -43,9 +43,7 @@ class Executor(Protocol):
         ...
 
     def sample(self, masks: TokenMasks) -> None:
-        """Launch the sampling of the last submitted step, if it awaits masks. Call it before
-        submitting another step.
-        """
+        """Launch the sampling of the last submitted step, if it awaits masks. Call it before submitting another."""
         ...
 
     def call(self, call: ControlCall) -> list[Any]:

@@ -90,9 +90,7 @@ class PlanFeature:
         raise NotImplementedError
 
     def built(self, builder: StepBuilder) -> None:
-        """Note a built step, which is planned unless it is empty, and adjust the builder's settings
-        for the whole step.
-        """
+        """Note a built step, which is planned unless empty, and adjust the builder's settings for the whole step."""
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         """Add to the extras of an admitted request's NewRequest; the request holds its resources.
@@ -107,9 +105,7 @@ class PlanFeature:
         """Note a step that is about to be sent to the ranks, and add to its output's extras."""
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Begin to make the late inputs of requests that sample late. All their tokens are known; some
-        may have ended.
-        """
+        """Begin to make the late inputs of requests that sample late. Their tokens are known; some may have ended."""
 
     def take_late(self) -> TokenMasks:
         """Wait for the late inputs that were begun last, and return them."""

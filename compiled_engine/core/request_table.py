@@ -145,8 +145,6 @@ class RequestTable:
         return tuple(removed)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, naming the fault, unless each request and its resources are accounted
-        for exactly once.
-        """
+        """Raise RuntimeError, naming the fault, unless each request and what it holds are accounted for once."""
         check_requests(self._requests.values(), self.running, len(self.waiting))
         self._kv_cache.check_integrity(self.running)

@@ -431,7 +431,5 @@ class Scheduler:
             self._kv_cache.check_all_free()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, naming the fault, unless each request and its resources are accounted
-        for exactly once.
-        """
+        """Raise RuntimeError, naming the fault, unless each request and what it holds are accounted for once."""
         self._requests.check_integrity()

@@ -1,18 +1,18 @@
 """Drafts: guesses of a request's next tokens, which one step verifies together.
 
-A step computes a request's newest token and the drafts behind it, and samples a token behind each of them. The noise of
-sampling is a function of seed, position and token id, so the token that comes next does not depend on the step that
-computes it: a draft is right exactly if it is that token. A step yields the drafts up to the first wrong one, and the
-token sampled in its place. So drafts change no token, greedy or sampled, whatever they are.
+A step computes a request's newest token and the drafts after it, and samples a token after each. Sampling noise is a
+function of seed, position and token id, so the next token does not depend on the step that computes it: a draft is
+right exactly if it is that token. A step yields the drafts up to the first wrong one, and the token sampled in its
+place. Drafts therefore change no token, greedy or sampled.
 
-In a batch each of these tokens has a row of its own, with the request's blocks and with a context that ends at the
-token. K and V of the whole batch are written before any row attends. So attention and sampling serve drafts as they
-serve decodes. A wrong draft leaves K and V behind the newest token, where the next step writes before anything reads.
+In a batch, each of these tokens has a row with the request's blocks and a context that ends at the token. K and V of
+the whole batch are written before any row attends, so attention and sampling handle drafts as they do decodes. A wrong
+draft leaves K and V after the newest token, which the next step overwrites before they are read.
 
-On a CPU steps end when they are launched: the host knows the drafts when it makes the batch, and a draft that there is
-not has no row. On a GPU the host knows the most that there may be, and a row whose draft does not exist is one of
-padding. If no request of a step computes a prompt, each has as many rows as any other, one behind the other, so that
-attention reads the keys of a request once for all of them.
+On a CPU a step has ended when its launch returns: the host knows the drafts when it makes the batch, and a missing
+draft has no row. On a GPU the host only knows the maximum number of drafts, and a row whose draft is missing is
+padding. If no request of a step computes a prompt, all have equally many consecutive rows, so attention reads a
+request's keys once for all its rows.
 """
 
 from __future__ import annotations
@@ -39,26 +39,22 @@ from compiled_engine.runner.input_batch import (
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.gumbel import splitmix64
 
-# The index of a hash that is no token's.
+# In place of a token id in a hash; larger than any token id.
 NO_TOKEN = 1 << 62
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step with drafts. Suffix A: rows.
+    """The rows of a step with drafts. Suffix A: rows."""
 
-    request_A: int, the index of a row's request in the step; those of a request follow one another in the order of its
-    tokens, rows of one token come first. number_A: see InputBuffers.draft_numbers_R. lens_A: tokens. exists_A: False
-    for padding. query_len: rows of each request if all have as many, of a token each; else None. lasting: whether later
-    steps with the same StepShares have these rows.
-    """
-
+    # Index of the row's request in the step. A request's rows are consecutive, in token order; rows of one token come
+    # first.
     request_A: np.ndarray
-    number_A: np.ndarray
-    lens_A: np.ndarray
-    exists_A: np.ndarray
-    query_len: int | None
-    lasting: bool
+    number_A: np.ndarray  # see InputBuffers.draft_numbers_R
+    lens_A: np.ndarray  # tokens
+    exists_A: np.ndarray  # False for padding
+    query_len: int | None  # rows per request if uniform, with one token each; otherwise None
+    lasting: bool  # later steps with the same StepShares have these rows
 
     @property
     def num_tokens(self) -> int:
@@ -66,12 +62,15 @@ class StepRows:
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, query_lens: Sequence[int]) -> StepRows:
-        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have.
-        query_lens: the numbers of rows that each may have in a step of decodes then, ascending."""
+        """Return the rows of a step.
+
+        known: the host knows the drafts. Otherwise a request has a row for each draft that it may have. query_lens:
+        then the allowed numbers of rows per request in a step of decodes, ascending.
+        """
         assert states.drafts_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
         step_starts_R = np.array(step.starts, np.int32)
-        behind_R = step_starts_R - states.prefill_len[rows_R]  # a row has drafts once it has sampled
+        behind_R = step_starts_R - states.prefill_len[rows_R]  # requests have drafts once they have sampled
         num_drafts_R = np.where(behind_R >= 0, counts_R - 1, 0)
         if known:
             num_drafts_R = np.minimum(num_drafts_R, (states.drafts_SK.numpy()[rows_R] >= 0).sum(1))
@@ -94,20 +93,20 @@ class StepRows:
 class DraftedSteps:
     """Makes the batches of steps with drafts.
 
-    While the same requests decode, a step has the rows of the one before: these are made and staged once, in the order
-    of the contexts at that time.
+    While the same requests decode, a step has the rows of the previous one. They are made and staged once, ordered by
+    the contexts at that time.
     """
 
     def __init__(self, states: RequestStates, buffers: InputBuffers, query_lens: Sequence[int], *, known: bool) -> None:
-        """query_lens, known: see StepRows.of."""
+        """Make batches in these buffers. query_lens, known: see StepRows.of."""
         self._states, self._buffers, self._query_lens, self._known = states, buffers, query_lens, known
         self._shares: StepShares | None = None
         self._rows: StepRows | None = None
-        self._batch: InputBatch | None = None  # of these rows, the newest one
+        self._batch: InputBatch | None = None  # the newest batch of these rows
         self._staged = buffers.drafted
 
     def rows(self, step: SchedulerOutput) -> StepRows:
-        """Return the rows of a step. The requests have theirs in the states."""
+        """Return the rows of a step. Its requests have their rows in the states."""
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = StepRows.of(step, self._states, known=self._known, query_lens=self._query_lens)
@@ -132,16 +131,16 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The tokens that each request of a step computes, except where they start. generation: of the states' rows."""
+    """The tokens that each request of a step computes, except their start. Equal shares allow reusing rows."""
 
     request_ids: list[str]
     counts: list[int]
     samples: list[bool]
-    generation: int
+    generation: int  # of the states' rows
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> StepShares:
-        """The step's. Its requests have their rows."""
+        """Return the shares of a step. Its requests have their rows in the states."""
         return cls(step.request_ids, step.counts, step.samples, states.generation)
 
 
@@ -181,7 +180,7 @@ def stage_numbered(
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
-    """Make a batch and stage it: rows that begin `number_A` tokens behind the newest ones of their requests.
+    """Make a batch and stage it, with rows that begin `number_A` tokens after their requests' newest tokens.
 
     Rows of one token come first. lens_A: tokens of each row. starts_A: at least the position of the newest token. key,
     query_len: see make_batch and StepRows.
@@ -191,7 +190,7 @@ def stage_numbered(
     count, num_tokens, ends_A = len(rows_A), int(query_starts[-1]), starts_A + number_A + lens_A
     num_single = count if num_tokens == count else int(np.argmax(lens_A > 1))
     num_rows, padded_tokens = count, num_tokens if key is None else key.num_tokens
-    # The longest of rows with a token each is one; more is how many of them share a request.
+    # In batches of one-token rows, the longest query is the number of rows per request.
     host = host_of(key, num_single, int(lens_A.max()) if query_len is None else query_len, int(ends_A.max()))
     if key is not None and key.kind is GraphKind.FULL:
         num_rows = key.num_requests
@@ -218,7 +217,7 @@ def stage_numbered(
 
 
 class Acceptance:
-    """The rule that accepts drafts: by comparison, or at random at these rates, see SpeculationConfig."""
+    """The rule that accepts drafts: by comparison, or at random with given rates, see SpeculationConfig."""
 
     def __init__(self, rates: tuple[float, ...], device: torch.device):
         self.rates = rates
@@ -236,9 +235,9 @@ def verify(
     num_rows: int,
     acceptance: Acceptance,
 ) -> None:
-    """Store a step's tokens as `advance` does: of each request those up to the first draft that is wrong.
+    """Store a step's tokens as `advance` does, for each request up to the first wrong draft.
 
-    token_ids_R: int64. The ring has NOT_TAKEN for rows without a token, and NO_DRAFT for rows without a draft. May be
+    token_ids_R: int64. The ring gets NOT_TAKEN for rows without a token, and NO_DRAFT for rows without a draft. May be
     called again with other tokens, which replace the first ones.
     """
     if buffers.rows_R.device.type == "cpu":
@@ -309,7 +308,7 @@ def verify_reference(
         right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
         accepted = right_R[drafted]
         tokens_R[drafted[accepted] - 1] = drafts[accepted]
-    else:  # the row before has the token that the draft is a guess of
+    else:  # the previous row has the token that the draft guesses
         right_R[drafted] = drafts == tokens_R[drafted - 1]
     for number in range(int(numbers_R[real_R].max(initial=0)) + 1):
         at = np.flatnonzero(taken_R & (numbers_R == number))
@@ -318,7 +317,7 @@ def verify_reference(
             taken_R[at[~right]] = False
             at = at[right]
         rows = rows_R[at]
-        # An error code ends its request, but a step with it may be under way.
+        # An error code ends its request, but another of its steps may be in flight.
         new = np.maximum(tokens_R[at], 0)
         computed_S[rows] = ends_R[at]
         states.last_token_S.numpy()[rows] = new
@@ -331,10 +330,10 @@ def verify_reference(
 
 
 def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
-    """Draw how many drafts are accepted, int [R], from the rates of SpeculationConfig.acceptance_rates.
+    """Draw how many drafts are accepted, int [R], with the rates of SpeculationConfig.acceptance_rates.
 
-    A draw is a function of the request's seed and the position of its first draft, and independent of the noise of
-    sampling: no token has its id.
+    A draw is a function of the request's seed and its first draft's position. It is independent of sampling noise, as
+    NO_TOKEN is no token id.
     """
     keys_R = splitmix64(seeds_R.view(np.uint64), positions_R.astype(np.uint64))
     uniform_R = splitmix64(keys_R, np.array([NO_TOKEN], np.uint64)).astype(np.float64) * 2.0**-64
@@ -343,11 +342,10 @@ def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tupl
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """The input of a pass of a head from the previous draft, int64 [rows]: its token, and the position of the next
-    one."""
+    """A draft head's inputs from the previous draft, int64 [rows]."""
 
-    token_ids_T: torch.Tensor
-    positions_R: torch.Tensor
+    token_ids_T: torch.Tensor  # the draft
+    positions_R: torch.Tensor  # position of the next draft
 
 
 def keep_drafts(
@@ -358,11 +356,12 @@ def keep_drafts(
     draft: int,
     head: HeadInputs | None = None,
 ) -> None:
-    """Store the tokens that a pass of a draft model sampled, int64 [R], as draft `draft` of the first R rows of the
-    batch in `buffers`; where a row has room for no more drafts than that (room_R, int32) there is no such draft.
+    """Store the tokens sampled by a drafting pass, int64 [R], as draft `draft` of the first R rows of the batch in
+    `buffers`.
 
-    The rows' numbers are then those of these drafts, for the next pass; of a head, whose entry of a position comes of
-    the token behind, those before, and `head` has its inputs. May be captured.
+    A row with room for `draft` drafts or fewer (room_R, int32) gets none. Also sets the rows' numbers for the next
+    pass: those of these drafts, or one less for a head, whose entry at a position is computed from the token after it;
+    `head` then gets its inputs. May be captured.
     """
     assert states.drafts_SK is not None
     assert buffers.draft_numbers_R is not None

@@ -1,6 +1,6 @@
-"""Drafts of an EAGLE-3 head, which reads what the model knows of the tokens that are verified.
+"""Drafts of an EAGLE-3 head, which reads the model's hidden states of verified tokens.
 
-Here the host knows the tokens, as on a CPU; eagle_drafter.py is for devices where it does not.
+In this module the host knows the tokens, as on a CPU; eagle_drafter.py is for devices where it does not.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
 
 class EagleProposer:
-    """Drafts of a head, sampled with the parameters and the noise of the request, as DraftModelProposer does.
+    """Proposes drafts of a head, sampled with the request's parameters and noise, as DraftModelProposer does.
 
-    The head has a KV cache of its own under the block tables of the requests. Its entry of a position comes of the
-    model's hidden states there and of the token behind. When a step has its tokens, `prefill_head` computes all that it
-    has verified: prompts, newest tokens, and drafts that were right, whose entries of the time when they were drafted
-    it replaces. So where a block is in the prefix cache, the head's entries are there too; only the last one may belong
-    to another token behind the block, which makes drafts worse, but no token wrong. `propose` samples the first draft
-    of the state that is left, and each further pass computes the drafts of the pass before, with the head's own hidden
-    states for what the model has not seen.
+    The head has its own KV cache under the requests' block tables. Its entry at a position is computed from the model's
+    hidden states there and the token after it. Once a step's tokens are known, `prefill_head` computes everything that
+    the step verified: prompts, newest tokens and accepted drafts, whose entries from drafting it replaces. So a block
+    in the prefix cache has the head's entries too. Only the last entry may belong to another token after the block,
+    which makes drafts worse but no token wrong. `propose` samples the first draft from the resulting state; each
+    further pass computes the previous pass's drafts, with the head's own hidden states in place of the model's.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class EagleProposer:
         timeline: Timeline,
         embedding_VD: torch.Tensor | None,
     ) -> None:
-        """config: of the head. embedding_VD: see load_head, which may raise."""
+        """Load the head; may raise, see load_head. config: of the head. embedding_VD: see load_head."""
         self._config, self._states, self._sampler = config, states, sampler
         self._head = head = load_head(config, group, build_model, None, progress, timeline, embedding_VD)
         self.compiled, self.model, self.kv_caches = head.compiled, head.model, head.kv_caches
@@ -83,7 +82,7 @@ class EagleProposer:
         self._buffers.forget_staged()
 
     def warm_up(self) -> None:
-        """Run every kind of batch once, without a trace."""
+        """Run every kind of batch once, without side effects."""
         for shape in start_up_batches(self._config):
             batch = empty_batch(self._buffers, shape.num_tokens, shape.num_requests, shape.host_3)
             self._states.writes.apply()
@@ -93,13 +92,16 @@ class EagleProposer:
     def prefill_head(
         self, batch: InputBatch, buffers: InputBuffers, aux_hidden_states: tuple[torch.Tensor, ...]
     ) -> None:
-        """Compute the tokens of a step that are verified. buffers: with the inputs of the step, whose tokens the states
-        have; aux_hidden_states: the hidden states that it left, [T, target_size] each."""
+        """Compute the verified tokens of a step.
+
+        buffers: hold the step's inputs; the states have its tokens. aux_hidden_states: of the step, [T, target_size]
+        each.
+        """
         states = self._states
         rows_T = np.repeat(batch.rows, np.diff(batch.query_starts))
         positions_T = buffers.positions_T.numpy()[: batch.num_tokens]
         verified_T = (rows_T >= 0) & (positions_T < states.num_computed_S.numpy()[rows_T])
-        places = np.flatnonzero(verified_T)  # those of a request follow one another
+        places = np.flatnonzero(verified_T)  # consecutive for each request
         if len(places) == 0:
             return
         rows_T, positions_T = rows_T[places], positions_T[places]
@@ -140,8 +142,11 @@ class EagleProposer:
         token_ids_T: np.ndarray,
         features_TD: torch.Tensor,
     ) -> None:
-        """Run the head on rows that begin `number_A` tokens behind the newest one, those of one token first, and keep
-        the last hidden state of each. token_ids_T: behind each position."""
+        """Run the head on rows that begin `number_A` tokens after the newest one, and keep each row's last hidden
+        state.
+
+        Rows of one token come first. token_ids_T: the token after each position.
+        """
         states, buffers = self._states, self._buffers
         starts_A = states.num_computed_S.numpy()[rows_A]
         batch = stage_numbered(
@@ -161,8 +166,11 @@ class EagleProposer:
         return self.model.run(batch.padded_tokens, arguments_of(step, inputs, self.kv_caches)).tensor
 
     def _sample(self, rows_A: np.ndarray, draft: int, sharpness: float) -> np.ndarray:
-        """Sample draft `draft` of these rows as step_sampling.py does for the engine's model, from `sharpness` times
-        the logits: a token that the head does not know is never chosen."""
+        """Sample draft `draft` of these rows as step_sampling.py does for the engine's model, from `sharpness` *
+        logits.
+
+        Tokens outside the head's vocabulary are never chosen.
+        """
         vocabulary, index_A = self._sampler.vocabulary, torch.from_numpy(rows_A)
         logits_AV = torch.full((len(rows_A), self._config.model.vocab_size), -torch.inf)
         logits_AV[:, self._token_ids_V] = sharpness * self.model.logits(self._hidden_SD[index_A]).float()

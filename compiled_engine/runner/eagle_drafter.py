@@ -1,9 +1,10 @@
-"""Drafts of an EAGLE-3 head where the host does not know the tokens: what depends on them is read on the device.
+"""Drafts of an EAGLE-3 head where the host does not know the tokens: everything that depends on them is read on the
+device.
 
-As in eagle.py, `prefill_head` computes the tokens of a step behind it, with the model's hidden states, and `draft`
-makes the drafts of the next one. Both depend on the device alone. A graph holds each of them, for batches of decodes:
-the first reads the inputs that the step has left in its buffers, as many rows as the step had, those of wrong drafts
-included. Their entries are behind the newest token, where the next drafts are written before anything reads.
+As in eagle.py, `prefill_head` computes a step's tokens after it, with the model's hidden states, and `draft` makes the
+next step's drafts. Both depend on the device alone, and each is captured in graphs for batches of decodes.
+`prefill_head` reads the step's inputs from its buffers, with as many rows as the step had, including those of rejected
+drafts. Their stale entries lie past the newest token and are overwritten by the next drafts before they are read.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ WORK = "attention_inputs.work_W"
 def following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    """Write the token behind each position of a step whose tokens the states have; 0 for padding. token_ids_T: int64.
+    """Write the token after each position of a step whose tokens the states have; 0 for padding. token_ids_T: int64.
 
-    Behind a wrong draft it is any token.
+    After a rejected draft it is an arbitrary token.
     """
     if buffers.rows_R.device.type != "cpu":
         launch_following_tokens(states, batch, buffers, token_ids_T)
@@ -99,7 +100,7 @@ def launch_following_tokens(
 def keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    """Keep the hidden state of each request's last token that is computed and right, by its row of the states."""
+    """Keep the hidden state of each request's last verified token, by its row of the states."""
     if kept_SD.device.type != "cpu":
         launch_keep_hidden(states, buffers, num_rows, hidden_TD, kept_SD)
         return
@@ -134,8 +135,7 @@ def begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Write what `keep_hidden` has kept of these rows (int32, -1 for padding), and the position of their next token,
-    int64."""
+    """Write the hidden states kept for these rows (int32, -1 for padding), and their next tokens' positions, int64."""
     if rows_R.device.type != "cpu":
         launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
         return
@@ -170,9 +170,9 @@ def launch_begin_drafts(
 
 
 class EagleDrafter:
-    """A head's passes, see the module's docstring. Implements `GraphStep`.
+    """The passes of a draft head, see the module's docstring. Implements `GraphStep`.
 
-    Drafts are sampled by temperature and noise alone: a filter of the request counts when they are verified.
+    Drafts are sampled by temperature and noise alone; the request's filters apply when drafts are verified.
     """
 
     def __init__(
@@ -189,8 +189,10 @@ class EagleDrafter:
         timeline: Timeline,
         embedding_VD: torch.Tensor | None,
     ) -> None:
-        """config: of the head. engine: of the engine. buffers: of the engine's steps. embedding_VD: see load_head.
-        Raises what the compiler and the loader raise."""
+        """Load the head. Raises what the compiler and the loader raise.
+
+        config: of the head. engine: the engine's config. buffers: of the engine's steps. embedding_VD: see load_head.
+        """
         self.config, self._states, self._sampler, self._steps = config, states, sampler, buffers
         self._loaded = load_head(config, group, model_to_trace, on_attention, progress, timeline, embedding_VD)
         self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
@@ -261,18 +263,22 @@ class EagleDrafter:
     # Prefill the head -----------------------------------------------------------------------------------------------
 
     def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
-        """Make the features of a step's tokens from the inputs of the layers that the head reads, [T,
-        target_size] each. May be captured, with the forward that returns them."""
+        """Compute the features of a step's tokens from the inputs of the layers that the head reads, [T, target_size]
+        each.
+
+        May be captured, with the forward that returns them.
+        """
         self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
 
     def key_to_prefill_head(self, key: GraphKey) -> GraphKey | None:
-        """Return the key of the graph that computes the tokens of a step which `key` was replayed for; None if there
-        is none."""
+        """Return the key of the graph that prefills the head after a replay of `key`; None if there is none."""
         return self._prefill_head_keys.get(replace(key, extra=()) if key.extra else key)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
-        """Compute the tokens of a step whose tokens the states have and whose features were taken. Returns the hidden
-        states. May be captured."""
+        """Compute a step whose tokens the states have and whose features were taken; returns the hidden states.
+
+        May be captured.
+        """
         states, steps = self._states, self._steps
         following_tokens(states, batch, steps, self._token_ids_T)
         given = step_of_batch(batch, steps)
@@ -294,10 +300,10 @@ class EagleDrafter:
     # Draft ----------------------------------------------------------------------------------------------------------
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage what the passes of a step are over. The requests have their rows and blocks."""
+        """Stage the inputs of a step's drafting passes. The requests have their rows and blocks."""
         rows = self._drafting.rows(step)
         longest, key = rows.longest(step), None
-        count = rows.num_drafting[0] if rows.num_drafting else 0  # those with room for a draft come first
+        count = rows.num_drafting[0] if rows.num_drafting else 0  # requests with room for a draft come first
         if count:
             key = self._dispatcher.dispatch(count, count, 1, longest)
             length = min(length for length in self._lengths if length >= len(rows.num_drafting))
@@ -309,7 +315,7 @@ class EagleDrafter:
         return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
-        """Stage the requests with room for a draft, unless they are there; None for padding alone."""
+        """Stage the requests with room for a draft, unless they are staged already; None for padding alone."""
         if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
         self._staged = None if rows is None else (rows, padded)
@@ -332,7 +338,7 @@ class EagleDrafter:
         """Do nothing: `prefill_head` reads the prompts of a step."""
 
     def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
-        """Make the drafts of the first `count` rows that were staged; returns the logits of the last ones."""
+        """Make the drafts of the first `count` staged rows; returns the logits of the last ones."""
         states, own, given = self._states, self._own, self._inputs
         rows_R, hidden_RD = own.rows_R[:count], self._begun_RD[:count]
         begin_drafts(states, rows_R, self._kept_SD, hidden_RD, given.positions_R[:count])
@@ -393,8 +399,10 @@ class EagleDrafter:
         return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Prefill the head with a step of padding alone, and draft for as many requests as it has if they decode.
-        host_3: see AttentionInputs. distinct: see ModelForward.run."""
+        """Prefill the head with a step of padding, and draft for its requests if they decode.
+
+        host_3: see AttentionInputs. distinct: see ModelForward.run.
+        """
         batch = self._fill_step(num_tokens, num_requests, host_3)
         head = self.config.model.head
         assert head is not None
@@ -409,7 +417,7 @@ class EagleDrafter:
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch the kernels beside the head, over padding."""
+        """Launch the kernels besides the head, over padding."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)
@@ -424,4 +432,4 @@ class EagleDrafter:
         )
         keep_drafts(self._states, self._own, self._room.tensor, tokens_1, 0, given)
         self.forget_staged()
-        self._steps.forget_staged()  # what was not launched has not arrived
+        self._steps.forget_staged()  # kernels that were only compiled did not transfer it

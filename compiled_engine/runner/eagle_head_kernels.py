@@ -1,5 +1,4 @@
-"""Triton kernels of heads: which tokens a step's positions are followed by, and the hidden states that drafts begin
-with."""
+"""Triton kernels for draft heads: find the token after each position of a step, and keep hidden states for drafting."""
 
 from __future__ import annotations
 
@@ -27,8 +26,10 @@ def following_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has. See
-    eagle_drafter.following_tokens."""
+    """Program (row of the batch); one more, unless DECODES_ONLY, for tokens without a row.
+
+    See eagle_drafter.following_tokens.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

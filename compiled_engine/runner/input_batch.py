@@ -1,6 +1,6 @@
-"""The inputs of one step: the rows of the batch, what they compute, and the fixed buffers that hold it on the device.
+"""The inputs of one step: the batch's rows and their tokens, and the fixed buffers that hold them on the device.
 
-Captured graphs know the buffers alone. `prepare_inputs` fills them from the request states: in numpy on a CPU, by a
+Captured graphs only read the buffers. `prepare_inputs` fills them from the request states, with numpy on a CPU and a
 kernel elsewhere.
 """
 
@@ -22,29 +22,29 @@ from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
 
-# Entries of the ring: more than twice the steps in flight, since resampling writes a second one.
+# Entries of the ring: more than twice the steps in flight, since resampling writes a second entry.
 RING = 64
-# Steps are numbered up to here, then from 0 again: the number fits into int32, and the ring buffer stays in order.
+# Step numbers wrap around after this one, to fit into int32; the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
-# In the ring, beside tokens and error codes: a row without a token, and a row whose draft did not exist.
+# In the ring, besides tokens and error codes: a row without a token, and a row whose draft does not exist.
 NOT_TAKEN, NO_DRAFT = -1, -1000
 
 
 @dataclass(frozen=True)
 class StagedDecodes:
-    """A batch of decodes: `rows` of the states, int32 [R] in batch order, padded to `num_rows`.
+    """A batch of decodes.
 
-    It was made of `step_ids`, a step's requests in the step's order, when the states had `generation`. A step of the
-    same decodes has the same batch as long as they have it. `request_ids` and `order` are InputBatch's.
+    It was made from a step's requests `step_ids` at the states' `generation`. Steps with the same decodes have this
+    batch as long as the generation stays.
     """
 
-    step_ids: list[str]
+    step_ids: list[str]  # in the step's order
     generation: int
-    num_rows: int
-    request_ids: list[str]
-    rows: np.ndarray
-    order: np.ndarray | None
+    num_rows: int  # padding included
+    request_ids: list[str]  # see InputBatch
+    rows: np.ndarray  # of the states, int32 [R] in batch order
+    order: np.ndarray | None  # see InputBatch
 
     @classmethod
     def padding(cls, num_rows: int) -> StagedDecodes:
@@ -56,19 +56,20 @@ class StagedDecodes:
 
 
 class InputBuffers:
-    """Buffers for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
+    """Device buffers for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
 
-    Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
-    and query_start_loc_R1. Computed by kernels from these and the states: all others; logits_index_R is each request's
-    last token. `step` has the step tensors that are computed on the device, with their names and first dimensions,
-    by variant of the forward, including those that passes declare, which `asked` has by variant.
-    work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last
-    steps by request (NOT_TAKEN for none), after the number of the step.
+    Written by the host through staged writes, int32: rows_R, the state row of each request (-1 for padding), and
+    query_start_loc_R1. All others are computed by kernels from these and the states; logits_index_R is each request's
+    last token. `step` has the step tensors computed on the device, with names and first dimensions, by variant of the
+    forward. It includes those that passes declare, which `asked` has by variant. work_length: of work_W.
 
-    draft_numbers_R: None without drafts. With them, a request has a row for its newest token and one for each draft
-    behind it, see drafts.py: which of them the row is, 0 for the newest token, -1 for the one before. Written by the
-    host, or for further passes of a draft model by the pass before. taken_R: int32, each row's token of the last step
-    on the device, 0 where it has none.
+    tokens_KR1, int32 [RING, rows + 1], pinned on the host: a ring of the last steps' sampled tokens by request
+    (NOT_TAKEN for none), after the step's number.
+
+    draft_numbers_R: None without drafts. With drafts, a request has a row for its newest token and one per draft after
+    it, see drafts.py; the number says which: 0 for the newest token, -1 for the one before. Written by the host, or by
+    the previous pass in further passes of a draft model. taken_R: int32, each row's token of the last step on the
+    device, 0 if it has none.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class InputBuffers:
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
         self.taken_R = made(max_num_rows if has_drafts else 0, dtype=torch.int32)
-        self.decodes: StagedDecodes | None = None  # what rows_R holds, where that is decodes
-        # Or of a batch with drafts: rows_R, query_start_loc_R1 and draft_numbers_R.
+        self.decodes: StagedDecodes | None = None  # the contents of rows_R, if they are decodes
+        # The contents of rows_R, query_start_loc_R1 and draft_numbers_R, if they are a batch with drafts.
         self.drafted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def stage_decodes(self, decodes: StagedDecodes) -> None:
-        """Stage the rows, unless the same ones are there."""
+        """Stage the rows, unless equal ones are staged."""
         there, self.decodes, self.drafted = self.decodes, decodes, None
         if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
             return
@@ -151,7 +152,7 @@ class InputBuffers:
         self._query_start_loc.stage(0, starts_R1)
 
     def beside(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return the step tensors that only this variant of the forward reads, for a step's tokens."""
+        """Return the step tensors that only this variant of the forward reads, cut to the step's tokens."""
         return tuple(tensor_T[:num_tokens] for tensor_T in self._beside[variant])
 
     def forget_staged(self) -> None:
@@ -169,8 +170,8 @@ def prepare_inputs(
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
 
-    num_rows: rows in it, padding included; row -1 reads nothing and gives an empty context. decodes_only: each row has
-    one token, and query_start_loc is not read. num_tokens: to fill; tokens that no row has get token 0 and slot -1.
+    num_rows: padding included; row -1 reads nothing and gets an empty context. num_tokens: tokens to fill; those
+    without a row get token 0 and slot -1. decodes_only: each row has one token, and query_start_loc is not read.
     no_head: draft_numbers_R is not read.
     """
     if buffers.rows_R.device.type == "cpu":
@@ -284,44 +285,35 @@ def prepare_reference(
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """Rows of a batch in which a request has one for its newest token and one for each draft behind it.
-
-    places: int [rows], the rows of the batch in the order of the step's requests. starts: int [requests], where each
-    request begins among these; samples: bool [requests]. All in the step's order.
+    """Rows of a batch in which a request has one for its newest token and one per draft after it. All in the step's
+    order.
     """
 
-    places: np.ndarray
-    starts: np.ndarray
-    samples: np.ndarray
+    places: np.ndarray  # int [rows], the batch's rows in the order of the step's requests
+    starts: np.ndarray  # int [requests], where each request begins in `places`
+    samples: np.ndarray  # bool [requests]
 
 
 @dataclass(frozen=True)
 class InputBatch:
-    """The rows of a step, padded. Host arrays have an entry for each real request, in batch order.
-
-    `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
-    token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
-    `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
-    request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
-    `step_starts` and `samples` too are in batch order. `variant`: of the forward, see StepFeature. `no_head`: see
-    SchedulerOutput.skips_head; always False without a head.
-    """
+    """The rows of a step, padded. Host arrays have an entry per real request, in batch order."""
 
     request_ids: list[str]
     rows: np.ndarray
     query_starts: np.ndarray
-    step_starts: list[int]
+    step_starts: list[int]  # SchedulerOutput's, in its order
     samples: np.ndarray
     num_tokens: int
-    key: GraphKey | None
-    decodes_only: bool
-    num_rows: int
+    key: GraphKey | None  # the graph that the batch is padded for, or None
+    decodes_only: bool  # attention and kernels may rely on one token per row
+    num_rows: int  # padding included, like padded_tokens
     padded_tokens: int
-    host: tuple[int, int, int]
-    order: np.ndarray | None = None
+    host: tuple[int, int, int]  # AttentionInputs.host_3
+    order: np.ndarray | None = None  # int [R], permutation from the step's order to the batch's; None if they are equal
+    # With drafts, arrays have an entry per row, and step_starts and samples are in batch order too.
     drafted: DraftedRows | None = None
-    variant: str = ""
-    no_head: bool = False
+    variant: str = ""  # of the forward, see StepFeature
+    no_head: bool = False  # see SchedulerOutput.skips_head; always False without a draft head
 
     @property
     def num_requests(self) -> int:
@@ -329,22 +321,22 @@ class InputBatch:
 
     @property
     def has_decode_graph(self) -> bool:
-        """Return whether the graph holds the whole step, its sampling included."""
+        """Whether the graph holds the whole step, sampling included."""
         return self.key is not None and self.key.is_decode
 
     @cached_property
     def num_computed(self) -> np.ndarray:
-        """int32 [R]: tokens of each request whose keys and values are in the cache before the step."""
+        """int32 [R]: each request's tokens with K and V in the cache before the step."""
         num_computed_R = np.array(self.step_starts, np.int32)
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
-    """Make the batch of a step, padded to `key`, and stage what the device has to know of it.
+    """Make the batch of a step, padded to `key`, and stage its inputs on the device.
 
-    Padding tokens have no slot and belong to rows with an empty context: they write nothing and read nothing. Attention
-    that is not captured gets the real requests, followed by the padding tokens. Decodes are ordered longest context
-    first: its attention takes the longest, so it should not start last.
+    Padding tokens have no slot and belong to rows with an empty context: they write and read nothing. Attention that is
+    not captured gets the real requests, followed by the padding tokens. Decodes are ordered by descending context, as
+    the longest attention should not start last.
     """
     count, lens = len(step.request_ids), step.counts
     request_ids, order = step.request_ids, None
@@ -367,11 +359,11 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         rows_R = states.rows(request_ids)
         lens_R = np.array(lens, np.int32)
         starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
-        if key is not None and key.kind is GraphKind.FULL:  # attention finds the first padding row to have the padding
+        if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
             num_rows = key.num_requests
             padding = np.full(num_rows - count, -1, np.int32)
             ends = np.full(num_rows - count, padded_tokens, np.int32)
-            # A graph of any batch serves those with drafts too.
+            # Graphs of any batch also serve batches with drafts.
             numbers_R = None if buffers.draft_numbers_R is None else np.zeros(num_rows, np.int32)
             buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
         else:
@@ -396,15 +388,16 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
 
 
 def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
-    """AttentionInputs.host_3 of a batch with these facts: of a graph that holds attention, those that it was captured
-    with."""
+    """Return AttentionInputs.host_3 of a batch: the captured values if its graph holds attention, otherwise the given
+    ones.
+    """
     if key is not None and key.kind is GraphKind.FULL:
         return key.num_decodes, key.max_query_len, key.max_seq_len
     return num_decodes, longest_query, longest_context
 
 
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
-    """Order a step's decodes by their contexts; all of these grow alike, so the order holds for the next steps too."""
+    """Order a step's decodes by descending context. They grow alike, so the order also holds for later steps."""
     lens_R = np.array(step.starts, np.int32)
     request_ids, order = step.request_ids, None
     if (lens_R[:-1] < lens_R[1:]).any():
@@ -415,25 +408,25 @@ def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) 
 
 
 def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Put a step's values into the order of the batch."""
+    """Permute a step's values into the batch's order."""
     reordered_R = np.empty_like(values_R)
     reordered_R[order] = values_R
     return reordered_R
 
 
 def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The masks, int32 [M, W] with M at least 1, and which of them each request has: int32 [R], -1 for none."""
+    """Return the masks, int32 [M, W] with M at least 1, and each request's mask index, int32 [R], -1 for none."""
     place = {request_id: index for index, request_id in enumerate(masks.request_ids)}
     index_R = np.fromiter((place.get(request_id, -1) for request_id in request_ids), np.int32, len(request_ids))
     return np.frombuffer(masks.words, np.int32).reshape(len(place), -1), index_R
 
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
-    """Return where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens
-    each, two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
+    """Return where padding rows begin among num_tokens tokens, int32 [rows + 1].
 
-    They must be equal: for requests without keys flash-attn 2 assumes the largest length for each, at least two, and
-    writes out of bounds if the total exceeds the tokens.
+    They are decodes, or have equally many tokens each, at least two. If there are too few tokens the last rows are
+    empty; remaining tokens belong to no request. Lengths must be equal: for requests without keys, flash-attn 2 assumes
+    the largest length for each, at least two, and writes out of bounds if the total exceeds the tokens.
     """
     each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
     return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
@@ -448,7 +441,7 @@ def empty_batch(
     *,
     variant: str = "",
 ) -> InputBatch:
-    """Return a batch of padding alone: it leaves no trace when it runs. variant: where the key has none."""
+    """Return a batch of padding, which has no side effects. variant: if the key has none."""
     starts_R1 = padding_starts(num_tokens, num_rows)
     no_rows = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
@@ -465,7 +458,7 @@ def empty_batch(
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
-    """The step tensors of a batch with its padding, by name: views of the buffers."""
+    """Return the step tensors of a batch with its padding, by name, as views of the buffers."""
     sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
     starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
     step = {
@@ -478,7 +471,7 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
-    """Make the batch's inputs on the device from what was staged and applied."""
+    """Compute the batch's inputs on the device, after staged writes were applied."""
     prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, no_head=batch.no_head)
     if asked := buffers.asked[batch.variant]:
         _fill(batch, states, buffers, asked)

@@ -63,10 +63,10 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """The state and steps of the device. Not thread-safe. After construction use `submit`, `sample`, `calls`, `close`.
+    """The device's state and steps. Not thread-safe. After construction use `submit`, `sample`, `calls`, `close`.
 
-    runs_begun, runs_ended: runs of the model with its collectives that were started, and completely launched.
-    knows_drafts: whether drafts are made before a step's batch is; otherwise the device makes them.
+    runs_begun, runs_ended: runs of the model, with its collectives, that were started and completely launched.
+    knows_drafts: drafts are made before a step's batch, by the host; otherwise the device makes them.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Runner:
         group: Group | None = None,
         link: StageLink | None = None,
     ):
-        """Load, compile, size the KV cache, capture.
+        """Load and compile the model, size the KV cache, capture graphs.
 
-        group: the ranks that this is one of, and the caller's current group. link: the way to other stages, where there
-        are any. All ranks construct a runner at the same time, and submit the same steps.
-        Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
+        group: the ranks that this one belongs to, and the caller's current group. link: connects pipeline stages, if
+        there are several. All ranks construct their runners at the same time, and submit the same steps. Raises what
+        build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or FakeGroup()
@@ -103,7 +103,7 @@ class Runner:
             with kernels_in(kernels):
                 self._load(progress, logits_processors, workers)
                 stamp = self._stamp(kernels) if is_first and kernels is not None else None
-                # The first rank compiles the kernels that are new to any of them; the others find them then.
+                # The first rank compiles kernels that are new to any rank; the others then find them.
                 if not self._group.all_reduce_min(not self._is_new) and is_first:
                     workers.start()
                 if stamp is not None and not stamp.exists():
@@ -120,14 +120,14 @@ class Runner:
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, vocab_size = config.max_running, config.model.vocab_size
-        # Wrong logits processors are refused before the model is loaded.
+        # Refuse invalid logits processors before loading the model.
         given = logits_processors if self._stage.is_last and config.model.yields_tokens else ()
         processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
             self._is_new = True
             if self._group.rank == 0:
-                workers.start()  # what is new to the compile cache has kernels that are new
+                workers.start()  # a model that is new to the compile cache has new kernels
                 if on_gpu and self._ahead is None:
                     self._ahead = InBackground(lambda: compile_kernels_ahead(config, group, workers))
             return build_model(model)
@@ -143,7 +143,7 @@ class Runner:
         captures, records = config.graph.captures, config.graph.mode is GraphMode.RECORDED
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
-        # Padding tokens belong to a row of their own.
+        # Padding tokens have a separate row.
         most_tokens, most_rows = (
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
@@ -182,11 +182,11 @@ class Runner:
             VocabularySlice.of(vocab_size, divided),
         )
         self._hooks, tail = self._plug_in(model, named, advance, vocabulary)
-        # What does not sample keeps no parameters of it: rows would be given initial ones for each request.
+        # Without sampling, rows have no sampling parameters: they would be initialised for each request.
         sampled_rows = self.states.fields if tail is None else RowFields(1, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
         self._drafted = DraftedSteps(self.states, self.buffers, speculation.query_lens, known=self.knows_drafts)
-        # Of a head whose drafts the host knows; all other drafts of a model are made by `_draft`.
+        # `_head` is a draft head whose drafts the host knows; `_draft` makes all other drafts of a model or head.
         self._head: EagleProposer | None = None
         self._draft: DraftModelProposer | EagleDrafter | None = None
         if (draft := config.draft) is not None:
@@ -232,7 +232,7 @@ class Runner:
         return StepHooks(features), tail
 
     def _stamp(self, kernels: Path) -> Path | None:
-        """See `stamp_of_start`; None for a model that is not compiled, or not kept."""
+        """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
         return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
@@ -245,14 +245,14 @@ class Runner:
                     self._ahead.result()
                 compile_kernels(self._config, self.step, workers, progress, self._draft)
         workers.close()
-        self._group.all_reduce_min(1)  # all wait for the kernels
+        self._group.all_reduce_min(1)  # all ranks wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
             if self._draft is not None:
                 activation_bytes = max(activation_bytes, warm_up_draft(self._draft, progress))
             if self._head is not None:
                 self._head.warm_up()
-        # Memory that the first request with penalties allocates is reserved.
+        # Reserve the memory that the first request with penalties allocates.
         set_aside = 0
         if self._sampling is not None:
             set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
@@ -279,12 +279,12 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
-        """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device.
+        """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
-        What awaits masks is sampled by `sample`, which comes before the next step.
+        A step that awaits masks is sampled by `sample`, which must be called before the next step.
         """
         self.states.writes.discard()  # left over from a step that failed
-        if self._unsampled is not None:  # so did this one
+        if self._unsampled is not None:  # this one failed too
             self._unsampled = None
             self.pending.lose_count()
         self.pending.catch_up()
@@ -307,7 +307,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, masks: TokenMasks) -> None:
-        """Sample the step that was submitted last, which awaits masks. Nothing waits for the device."""
+        """Sample the last submitted step, which awaits masks, without waiting for the device."""
         unsampled, self._unsampled = self._unsampled, None
         assert unsampled is not None
         try:
@@ -362,11 +362,11 @@ class Runner:
         awaits_masks: bool = False,
         drafting: Drafting | None = None,
     ) -> PendingStep | UnsampledStep:
-        """Launch all of a step that the device does, in its order; `submit` has prepared it. drafting: drafts
-        that are made before the forward.
+        """Launch everything that the device does in a step prepared by `submit`. drafting: drafts made before the
+        forward.
 
-        Every row is sampled by temperature and seed; rows with further parameters are sampled again (step_sampling.py).
-        So one set of decode graphs serves all.
+        Every row is sampled by temperature and seed, and rows with further parameters are sampled again
+        (step_sampling.py), so one set of decode graphs serves all.
         """
         self.runs_begun += 1
         self.states.writes.apply()
@@ -405,7 +405,7 @@ class Runner:
         return self.pending.step(batch, logprobs, results)
 
     def _prefill_head(self, batch: InputBatch) -> None:
-        """Let the head compute a step whose tokens the states have, unless the step skips the head."""
+        """Let the draft head process a step whose tokens the states have, unless the step skips it."""
         if batch.no_head:
             return
         if self._head is not None:
@@ -417,14 +417,14 @@ class Runner:
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """The control calls that a rank answers: `metrics`, and those of features, such as `adapters.load`."""
+        """The control calls that a rank serves: `metrics`, and features' calls such as `adapters.load`."""
         own: dict[str, Callable[..., Any]] = {"metrics": self.metrics}
         return own | {
             f"{each.name}.{call}": getattr(each, call) for each in self._hooks.features for call in each.calls
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
+        """Return counts of traces, compilations, captures and replays, cache status, start-up times, and memory use."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
         draft, graphs = self._drafter, captured.graphs
         counts = [each.counts for each in (compiled, draft and draft.compiled) if each]
@@ -454,7 +454,7 @@ class Runner:
         }
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Release the device's memory."""
         for feature in self._hooks.features:
             feature.close()
         if self.captured.graphs:
@@ -471,8 +471,10 @@ class Runner:
 
 
 def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None, hooks: StepHooks) -> None:
-    """Update rows before the step is prepared. sampler: None in a runner that does not sample. Raises what
-    Sampler.add_row raises."""
+    """Update rows before the step is prepared. sampler: None in a runner that does not sample.
+
+    Raises what Sampler.add_row raises.
+    """
     for request_id in step.removed:
         row = states.remove(request_id)
         if row is None:
@@ -492,7 +494,7 @@ def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler |
 
 
 def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> int:
-    """A row in the states and in the sampler, or in neither."""
+    """Add a row to the states and the sampler, or to neither."""
     row = states.add(request, num_computed)
     if sampler is None:
         return row
@@ -515,8 +517,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
 
 
 def _pass_counts(compiled: CompiledModel | None, prefix: str = "") -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and had to, by callable and range (CompiledRange.name, after the prefix), and
-    by pass name."""
+    """Return how often each pass matched and had to, by range (prefix + CompiledRange.name) and pass name."""
     if compiled is None:
         return {}
     return {

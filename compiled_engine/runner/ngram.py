@@ -1,8 +1,8 @@
-"""The sources of drafts, and the first of them: the request's own tokens.
+"""N-gram drafts, from the request's own tokens.
 
-On a CPU a proposer writes the drafts of a step's requests before the step's batch is made, as many as the step has
-blocks for. On a GPU the host does not know which tokens the requests have: there kernels write the drafts before the
-step's inputs are prepared. The search for n-grams is in the CUDA graph of the step; a draft model has its own graphs.
+On a CPU, a proposer writes the drafts of a step's requests before the step's batch is made, as many as the step has
+blocks for. On a GPU the host does not know the requests' tokens: kernels write the drafts before the step's inputs are
+prepared. The search for n-grams is part of the step's CUDA graph; a draft model has separate graphs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from compiled_engine.runner.request_states import RequestStates
 
 
 def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:
-    """Return how many drafts a step has room for, int [R]: a request has drafts once it has sampled."""
+    """Return how many drafts the step has room for, int [R]. Requests have drafts once they have sampled."""
     has_sampled_R = np.array(step.starts) >= states.prefill_len[rows_R]
     return np.where(has_sampled_R, np.array(step.counts) - 1, 0)
 
 
 def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
-    """Return what followed the last tokens where they came before, [count], or [0] if they never did.
+    """Return what followed the newest earlier occurrence of the last tokens, [count]; [0] without one.
 
-    Compared are the last `longest` tokens, or as many as there is a match for, at least `shortest`. The newest match
-    counts. It repeats itself where it reaches the end of the tokens.
+    Up to `longest` of the last tokens are compared, preferring longer matches, at least `shortest`. If the continuation
+    reaches the end of the tokens it repeats.
     """
     last, matched = len(token_ids) - 1, 0
     ends = np.arange(last)  # of the matches so far
@@ -44,14 +44,13 @@ def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int)
 
 
 class NgramProposer:
-    """Drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023)."""
+    """Proposes drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023)."""
 
     def __init__(self, config: SpeculationConfig, states: RequestStates) -> None:
         self._config, self._states = config, states
 
     def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of the step's requests into the states. The requests have their rows and blocks. For the
-        CPU."""
+        """Write the drafts of the step's requests into the states, on a CPU. Requests have their rows and blocks."""
         config, states = self._config, self._states
         assert states.drafts_SK is not None
         drafts_SK, num_computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()
@@ -64,8 +63,10 @@ class NgramProposer:
             drafts_SK[row, : len(drafts)] = drafts
 
     def launch(self, batch: InputBatch, buffers: InputBuffers) -> None:
-        """Do so for the requests of a batch that was staged in these buffers; may be captured. For other devices: the
-        kernel reads history_SL."""
+        """Launch the kernel that writes the drafts of a staged batch, on other devices; may be captured.
+
+        The kernel reads history_SL.
+        """
         from compiled_engine.runner.draft_kernels import SEARCHED, ngram_kernel  # Triton is not installed everywhere
 
         states = self._states

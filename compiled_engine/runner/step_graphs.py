@@ -1,8 +1,8 @@
 """CUDA graphs of steps: what is captured, which graph serves a batch, and its replay.
 
-A graph of decodes holds the whole step, another full graph the forward with its inputs, graphs in parts the forward
-alone, and the graph of a draft model or a head all of its passes that make a step's drafts. A further graph of a head
-computes the tokens of a step behind it.
+A graph of decodes holds the whole step; any other full graph holds input preparation and forward; graphs in parts hold
+the forward alone. The graph of a draft model or head holds all passes that make a step's drafts, and a further graph of
+a head its pass over a step's tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.request_states import RequestStates
 
 log = logging.getLogger("compiled_engine")
-# The pool of the graphs may take this share of what the KV cache would have without it.
+# Largest share of the KV cache's memory that the graphs' pool may take.
 POOL_SHARE = 0.125
 
 
 class GraphedStep:
-    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. proposer:
-    launches drafts in the step; None where there are none, or where they are there before. head: takes what it reads
-    of the forward.
+    """A step that can be captured; implements `GraphStep`.
+
+    forward: its list kv_caches may be refilled until the first capture. proposer: launches drafts in the step; None
+    without drafts, or if they are made before the step. head: takes its inputs from the forward.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class GraphedStep:
         """Run the part of a step that the key's graph holds.
 
         A decode key: drafts, input preparation, forward, and the graphed part of the tail. Another full key: drafts,
-        input preparation and forward. Any other: the forward of inputs that are there.
+        input preparation and forward. Any other key: the forward, on inputs that are prepared.
         """
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """Do what `run` does, but call each kind of layer once: layers of a kind run the same kernels."""
+        """Do what `run` does with one call per kind of layer, as layers of a kind run the same kernels."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -82,18 +83,20 @@ class GraphedStep:
         return self.tail.graphed(output, batch, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
-        """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
-        if self.proposer is not None and not (batch.decodes_only and batch.host[1] == 1):  # the queries of a request
+        """Make a batch's drafts and inputs on the device, after staged writes were applied."""
+        if self.proposer is not None and not (
+            batch.decodes_only and batch.host[1] == 1
+        ):  # more than one row per request
             self.proposer.launch(batch, self.buffers)
         prepare(batch, self.states, self.buffers)
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
-        """Make the batch's inputs from what was staged, and plan attention's work."""
+        """Make the batch's inputs, and plan attention's work."""
         self.prepare(batch)
         return self.forward.planned_inputs(batch)
 
     def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
-        """Wrap what `run` returned, or a replay left, for a key and its variant."""
+        """Wrap the result of `run` or of a replay, for a key and its variant."""
         is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, variant)
         beside = self.buffers.beside(variant, key.num_tokens) if variant else ()
         return ForwardOutput(result, is_logits, (), variant, beside)
@@ -115,18 +118,17 @@ class GraphedStep:
 def affordable(
     config: EngineConfig, activation_bytes: int, left_bytes: int | None, all_reduce_min: Callable[[int], int]
 ) -> GraphConfig:
-    """The graphs to capture: of mixed batches those alone that the memory allows, on every rank.
+    """Return the graphs to capture, leaving out sizes of mixed batches for which some rank lacks the memory.
 
-    activation_bytes: peak of a step of max_num_batched_tokens, which a pool follows in proportion to the tokens.
-    left_bytes: for that and the KV cache, without graphs; None where memory does not matter. all_reduce_min: over
-    all ranks.
+    activation_bytes: peak of a step of max_num_batched_tokens; a pool grows in proportion to its tokens. left_bytes:
+    for that and the KV cache, without graphs; None if memory is no limit. all_reduce_min: minimum over all ranks.
     """
     if left_bytes is None:
         return config.graph
     most_bytes = POOL_SHARE * (left_bytes - activation_bytes)
     per_token = activation_bytes / config.scheduler.max_num_batched_tokens
     sizes = config.graph.token_sizes
-    kept = sizes[: all_reduce_min(sum(size * per_token <= most_bytes for size in sizes))]  # they ascend
+    kept = sizes[: all_reduce_min(sum(size * per_token <= most_bytes for size in sizes))]  # sizes ascend
     if len(kept) < len(sizes):
         log.warning(
             "no CUDA graphs of more than %d tokens: their pool would take more than %.0f %% of the KV cache's memory",
@@ -160,8 +162,10 @@ class _EitherStep:
 
 
 class StepGraphs:
-    """Chooses and replays the graphs of steps, or runs a step without one. `graphs`: None where nothing is captured.
-    draft: its passes are captured beside the steps."""
+    """Chooses and replays the graphs of steps, or runs a step without one.
+
+    graphs: None if nothing is captured. draft: its passes are captured besides the steps.
+    """
 
     def __init__(
         self,
@@ -172,7 +176,7 @@ class StepGraphs:
         draft: DraftModelProposer | EagleDrafter | None = None,
     ):
         self._step, self._draft = step, draft
-        # Steps of a variant have graphs of their own.
+        # Each variant of the forward has separate graphs.
         fields = tuple(KeyField(variant, (1,)) for variant in step.model.variants if variant)
         speculation = config.speculation
         self.dispatcher = Dispatcher(graph, config.scheduler, fields, speculation.verified, speculation.rare)
@@ -180,7 +184,7 @@ class StepGraphs:
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         asked = {tensor for tensors in step.buffers.asked.values() for tensor in tensors}
         by_request = sorted(tensor.name for tensor in asked if tensor.dims[0] == "requests")
-        if in_parts and by_request:  # their number is not that of the capture
+        if in_parts and by_request:  # the number of requests differs from the capture's
             raise ValueError(
                 f"graph_mode is {graph.mode.value!r}, but step tensor {by_request[0]} has a value for each request: "
                 "only full graphs have a fixed number of requests; allowed: full, full_decode_only, none"
@@ -202,8 +206,10 @@ class StepGraphs:
         query_len: int | None = None,
         no_head: bool = False,
     ) -> GraphKey | None:
-        """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. variant: of
-        the forward. query_len: a token and drafts of each request, if all have as many. no_head: see InputBatch."""
+        """Return the graph to replay for a batch with contexts of up to `longest`; counts the reason if there is none.
+
+        variant: of the forward. query_len: a token plus drafts per request, if uniform. no_head: see InputBatch.
+        """
         if query_len is None and num_tokens == num_requests:
             query_len = 1
         decodes_only = query_len is not None
@@ -219,7 +225,7 @@ class StepGraphs:
         return None
 
     def draft(self, drafting: Drafting) -> None:
-        """Let the draft model or the head make a step's drafts: by one launch, but for prompts."""
+        """Let the draft model or head make a step's drafts, by one graph launch if possible, and then read prompts."""
         assert self._draft is not None
         if (key := drafting.key) is None:
             self._draft.draft(drafting)
@@ -230,8 +236,11 @@ class StepGraphs:
         self._draft.read_prompts(drafting)
 
     def prefill_head(self, batch: InputBatch) -> None:
-        """Let the head, if there is one and the step does not skip it, compute the step's tokens, which the states
-        have: by one launch after decodes."""
+        """Let the draft head, if there is one and the step does not skip it, process a step whose tokens the states
+        have.
+
+        After decodes this is one graph launch.
+        """
         head = self._step.head
         if head is None or batch.no_head:
             return
@@ -244,11 +253,14 @@ class StepGraphs:
             self.counters.replay(key, batch.num_tokens)
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Replay the graph if the batch has a key, on what was staged: of decodes the whole step. Otherwise run the
-        forward; hidden_wanted: return no logits."""
+        """Replay the batch's graph on the staged inputs (the whole step, for decodes), or run the forward if it has no
+        key.
+
+        hidden_wanted: return no logits.
+        """
         if (key := batch.key) is not None:
             assert self.graphs is not None
-            # The inputs of a full graph are made in it.
+            # A full graph prepares its own inputs.
             inputs = None if key.kind is GraphKind.FULL else self._step.prepared_inputs(batch)
             output = self._step.output(key, self.graphs.replay(key, inputs), batch.variant)
             self.counters.replay(key, batch.num_tokens)

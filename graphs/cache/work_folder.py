@@ -20,9 +20,7 @@ _FILES = "files"
 
 
 class WorkFolder:
-    """An empty folder `path` below `parent` (None: the system's temporary folder). Raises OSError if
-    making it fails.
-    """
+    """An empty folder `path` below `parent` (None: the system's temporary folder). Raises OSError on failure."""
 
     def __init__(self, parent: Path | None, prefix: str) -> None:
         outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))

@@ -107,9 +107,7 @@ class Repeat(Generic[T]):
 
 
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
-    """Return the sequence as repetitions of up to `longest` items; greedily takes the one that covers
-    most items next.
-    """
+    """Return the sequence as repetitions of up to `longest` items; greedily takes the one that covers most next."""
     folded: list[Repeat[T]] = []
     start = 0
     while start < len(items):
