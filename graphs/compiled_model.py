@@ -209,5 +209,4 @@ def _is_direct(entry: Path, key: str) -> bool:
 
 
 def _artifact(entry: Path, key: str) -> Path:
-    """Return the path of the artifact of a piece that needs Inductor to run."""
     return entry / "pieces" / f"{key}.bin"

@@ -126,7 +126,6 @@ class BlockPool:
             raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
 
     def unregister_all(self) -> None:
-        """Make every block unfindable."""
         for block in list(self._block_of_hash.values()):
             self.unregister(block)
 
@@ -177,7 +176,6 @@ class BlockGroup:
         return self.pool.num_blocks * self.block_size
 
     def block_ids(self, request: Request) -> Sequence[int]:
-        """Return the request's block table."""
         return self._tables[request].block_ids
 
     def slots_of(self, request: Request) -> int:
@@ -241,17 +239,14 @@ class BlockGroup:
         return (table.num_registered + 1) * size
 
     def take_registered(self) -> list[int]:
-        """Return the blocks registered since the last call. Steps in flight may still have to fill them."""
         registered, self._registered = self._registered, []
         return registered
 
     def unregister(self, blocks: Iterable[int]) -> None:
-        """Make blocks unfindable because their contents were not written."""
         for block in blocks:
             self.pool.unregister(block)
 
     def unregister_all(self) -> None:
-        """Make every block unfindable; requests keep their blocks."""
         self.pool.unregister_all()
 
     def check_all_free(self) -> None:

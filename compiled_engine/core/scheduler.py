@@ -225,7 +225,6 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
-        """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
         for reconsiders in self._hooks.reconsiders:
             if reconsiders():

@@ -54,7 +54,7 @@ class StepBuilder:
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    draft_sharpness: float = 1.0  # see SchedulerOutput, as for skips_head
+    draft_sharpness: float = 1.0  # like skips_head, see SchedulerOutput
     skips_head: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
@@ -108,7 +108,7 @@ class StepInFlight:
     late: list[Request]  # requests that sample late
     # Contents of the prefix cache that only this step or an earlier one writes, see KVCacheManager.take_registered.
     registered: list[list[int]]
-    bounds: dict[Request, int]  # see StepBuilder, as for decode_tokens
+    bounds: dict[Request, int]  # like decode_tokens, see StepBuilder
     decode_tokens: int
 
     @classmethod

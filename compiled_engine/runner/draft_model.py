@@ -276,7 +276,6 @@ class DraftModelProposer:
         return tokens_R
 
     def fill(self, key: GraphKey) -> None:
-        """See GraphStep."""
         self._fill(key.num_requests // FIRST, key.max_seq_len)
 
     def _fill(self, count: int, longest: int) -> None:
@@ -313,14 +312,12 @@ class DraftModelProposer:
             prepare(batch, self._states, self.prompts.buffers)
         tokens_R = torch.zeros(1, dtype=torch.int64, device=self.config.device)
         keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, 0)
-        self.forget_staged()  # kernels that were only compiled did not transfer it
+        self.forget_staged()  # in a dry run it does not reach the device
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """See GraphStep."""
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """See GraphStep."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -332,6 +329,5 @@ class DraftModelProposer:
         return logits_RV
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep."""
         inputs = (each.buffers.input_ids_T for each in (self.first, self.further))
         return tuple(map(id, (*inputs, *self.kv_caches[:1], *self.kv_caches[-1:])))

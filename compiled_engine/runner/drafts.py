@@ -249,7 +249,6 @@ def verify(
 def launch_verify(
     states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
 ) -> None:
-    """Launch the kernel of verify."""
     from compiled_engine.runner.draft_kernels import verify_kernel  # Triton is not installed everywhere
 
     assert states.drafts_SK is not None
@@ -387,7 +386,6 @@ def launch_keep_drafts(
     draft: int,
     head: HeadInputs | None = None,
 ) -> None:
-    """Launch the kernel of keep_drafts."""
     from compiled_engine.runner.draft_kernels import KEPT, keep_drafts_kernel  # Triton is not installed everywhere
 
     assert states.drafts_SK is not None

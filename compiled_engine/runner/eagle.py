@@ -70,11 +70,9 @@ class EagleProposer:
         self._hidden_SD = torch.zeros(num_rows, config.model.hidden_size, dtype=config.model.dtype)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of num_blocks blocks."""
         self._head.allocate(num_blocks)
 
     def close(self) -> None:
-        """Drop the last references to the weights and the cache."""
         self._head.close()
 
     def forget_staged(self) -> None:

@@ -77,7 +77,6 @@ def following_tokens(
 def launch_following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    """Launch the kernel of following_tokens."""
     from compiled_engine.runner.eagle_head_kernels import TILE, following_kernel  # Triton is not installed everywhere
 
     assert states.history_SL is not None
@@ -112,7 +111,6 @@ def keep_hidden(
 def launch_keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    """Launch the kernel of keep_hidden."""
     from compiled_engine.runner.eagle_head_kernels import TILE, keep_hidden_kernel  # Triton is not installed everywhere
 
     keep_hidden_kernel[(num_rows,)](
@@ -151,7 +149,6 @@ def launch_begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Launch the kernel of begin_drafts."""
     from compiled_engine.runner.eagle_head_kernels import (  # Triton is not installed everywhere
         TILE,
         begin_drafts_kernel,
@@ -248,11 +245,9 @@ class EagleDrafter:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of num_blocks blocks."""
         self._loaded.allocate(num_blocks)
 
     def close(self) -> None:
-        """Drop the last references to the weights and the cache."""
         self._loaded.close()
 
     def forget_staged(self) -> None:
@@ -361,7 +356,6 @@ class EagleDrafter:
     # GraphStep ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See GraphStep."""
         if key.prefills_head:
             self._fill_step(key.num_tokens, key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
@@ -379,11 +373,9 @@ class EagleDrafter:
         prepare(single_tokens(count, 1, longest), self._states, self._own)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """See GraphStep."""
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """See GraphStep."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -395,7 +387,6 @@ class EagleDrafter:
         return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep."""
         return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
@@ -432,4 +423,4 @@ class EagleDrafter:
         )
         keep_drafts(self._states, self._own, self._room.tensor, tokens_1, 0, given)
         self.forget_staged()
-        self._steps.forget_staged()  # kernels that were only compiled did not transfer it
+        self._steps.forget_staged()  # in a dry run it does not reach the device

@@ -188,7 +188,6 @@ def launch_prepare(
     decodes_only: bool,
     no_head: bool = False,
 ) -> None:
-    """Launch the kernel of prepare_inputs."""
     from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
     drafts_SK, history_SL = (None, None) if no_head else (states.drafts_SK, states.history_SL)

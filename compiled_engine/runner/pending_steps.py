@@ -55,7 +55,6 @@ def launch_advance(
     decodes_only: bool,
     again: bool,
 ) -> None:
-    """Launch the kernel of advance."""
     from compiled_engine.runner.step_kernels import advance_kernel  # Triton is not installed everywhere
 
     advance_kernel[(1,)](

@@ -68,7 +68,6 @@ class StepSampling:
         self._pending, self.advance = pending, advance
 
     def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
-        """See Tail."""
         return output.tensor if batch.has_decode_graph else self.sample(output, batch)
 
     def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
@@ -108,7 +107,6 @@ class StepSampling:
     def _sample_generally(
         self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, masks: TokenMasks | None
     ) -> None:
-        """Sample new tokens for rows_R."""
         count, device = batch.num_requests, logits_RV.device
         row_index_R = self._buffers.rows_R[:count]
         if not batch.samples.all():
@@ -123,7 +121,6 @@ class StepSampling:
         self._pending.launched()
 
     def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        """Return the log-probabilities of the step's tokens, if requested."""
         num_logprobs_R = self.sampler.num_logprobs(rows_R)
         if num_logprobs_R is None:
             return None

@@ -410,4 +410,4 @@ def _inputs(config: EngineConfig, step: GraphedStep) -> None:
         advance = step.tail.advance
         advance.without_tokens(batch, 1)
         advance(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1, again=True)
-    buffers.forget_staged()  # kernels that were only compiled did not transfer it
+    buffers.forget_staged()  # in a dry run it does not reach the device

@@ -53,7 +53,7 @@ class SplittingOp:
     name: str  # in torch: compiled_engine::attention
     function: Callable[..., Any]  # called in the op's place by the compiled forward, past torch's dispatcher
     attends: bool = False  # attention is complete after the op, so a pipeline may be cut there
-    # For an op that contains attention: returns the function with its attention replaced by another one.
+    # For an op that contains attention: returns `function` with the given function in attention's place.
     around: Callable[[Callable[..., None]], Callable[..., Any]] | None = None
 
 

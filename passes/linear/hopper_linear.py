@@ -78,14 +78,14 @@ NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """The work of a program: `groups` * 64 / `parts` rows of the weight (gate and up half of them each) and up to
+    """The tile of a program: `groups` * 64 / `parts` rows of the weight, half of them gate if there is one, and
     `tokens` tokens.
 
     Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns.
     """
 
     groups: int  # 1 to 3
-    tokens: int
+    tokens: int  # at most
     stages: int
     # Per thread; 0: as many as there are. Fewer let neighbouring kernels run on the same multiprocessor.
     registers: int = 0

@@ -169,7 +169,6 @@ def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] |
 
 
 def _fuse(graph: fx.Graph, value: fx.Node) -> list[Replacement]:
-    """Replace a norm by the op."""
     norm = norm_of(value)
     assert norm is not None
     total, addends = norm.x, _addends(norm.x)

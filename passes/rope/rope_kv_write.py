@@ -164,7 +164,6 @@ def _equal(left: Sequence[int | torch.SymInt], right: Sequence[int | torch.SymIn
 
 
 def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
-    """Replace attention by the two ops."""
     found = _match(attention)
     if isinstance(found, str):
         return found
