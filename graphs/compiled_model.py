@@ -129,8 +129,7 @@ class CompiledModel:
     ) -> Forwards:
         """Bind the callables to these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`. variant: of the forward
-        and its logits.
+        received: the previous stage's result, uint8. distinct: see `distinct_calls`. variant: of forward and logits.
         """
         bound: list[tuple[CompileRange, Forward]] = []
         for r in self.of(variant or FORWARD):

@@ -22,8 +22,7 @@ class CacheResource(Protocol):
         ...
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        """Return whether a request without a share can get `num_tokens` tokens, the first `num_cached` from the prefix
-        cache.
+        """Return whether a request without a share has room for `num_tokens` tokens, the first `num_cached` cached.
 
         reserve: number of requests that must be able to grow afterwards.
         """

@@ -1,6 +1,4 @@
-"""The engine core drives a scheduler and an executor: requests in, token deltas out, all plain data without API
-objects.
-"""
+"""The engine core drives a scheduler and an executor: requests in, token deltas out, all plain data."""
 
 from __future__ import annotations
 
@@ -219,9 +217,7 @@ class EngineCore:
                 pending.result()
 
     def call(self, call: ControlCall) -> Any:
-        """Serve a control call, one of CALLS or of a feature's; returns plain data. Raises ControlError, see
-        control.py.
-        """
+        """Serve a control call, one of CALLS or of a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
         return apply(call, calls | {name: getattr(feature, name) for name, feature in self._answering.items()})
 
@@ -241,10 +237,9 @@ class EngineCore:
         return self._scheduler.has_unfinished() or len(self._held) > 0
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of scheduler, features and runner, `start_s` (seconds of construction) and
-        `generated_tokens`.
+        """Return the metrics of scheduler, features and runner, besides `start_s` and `generated_tokens`.
 
-        The latter include those of running requests.
+        start_s: seconds of construction. generated_tokens: those of running requests included.
         """
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()

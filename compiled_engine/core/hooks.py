@@ -58,9 +58,7 @@ class PlanFeature:
         """Receive the tokens' meanings, before the first request that needs them."""
 
     def added(self, request: Request) -> None:
-        """Note a new waiting request; called once, however often it is admitted. Set its `extras`, sent at each
-        admission.
-        """
+        """Note a new waiting request. Called once; what is put into its `extras` is sent at each admission."""
 
     def may_start(self, request: Request) -> bool:
         """Return whether the first waiting request may be admitted. If not, it is set aside until `reconsiders`."""
@@ -73,8 +71,7 @@ class PlanFeature:
     def divide(
         self, running: Sequence[Request], waiting: Sized, num_in_flight: int
     ) -> Iterable[tuple[Sequence[Request], int]]:
-        """Yield (part of the running requests, number of waiting requests that may be admitted with it), in the order
-        to try.
+        """Yield (part of the running requests, number of waiting requests admissible with it), in the order to try.
 
         The next step takes the first part with something to compute. num_in_flight: number of steps in flight. At most
         one feature overrides this; without it a step may have all requests.
@@ -82,8 +79,7 @@ class PlanFeature:
         return ()
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Return the number of tokens per decode in the next step, at most the engine's. running: the step's
-        candidates.
+        """Return the tokens per decode in the next step, at most the engine's. running: the step's candidates.
 
         At most one feature overrides this; without it decodes have the engine's number.
         """
@@ -112,9 +108,7 @@ class PlanFeature:
         raise NotImplementedError
 
     def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return fields of EngineOutput for a request, from the extras of a RunnerOutput; empty if there is nothing
-        new.
-        """
+        """Return fields of EngineOutput for a request, from a RunnerOutput's extras; empty if nothing is new."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:

@@ -46,8 +46,7 @@ class StopRule(msgspec.Struct, frozen=True):
 
 
 def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
-    """Return how a request ends with `token_id`, the last of its `num_output_tokens` output tokens; None if it
-    continues.
+    """Return how a request ends with `token_id`, the last of its output tokens so far; None if it continues.
 
     A stop token before `min_tokens` is ignored; the limit on length always applies.
     """
@@ -171,8 +170,7 @@ class Request:
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:
-        """Recompute the fast-path limits. Below them, one integer comparison replaces all other checks of the
-        scheduler.
+        """Recompute the fast-path limits. Below them, one integer comparison replaces the scheduler's other checks.
 
         While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
         samples up to max_new_tokens_per_step tokens, fits the request's blocks, is not the first such share, and cannot
@@ -216,9 +214,7 @@ class Request:
         return self.num_tokens > len(self.token_ids)
 
     def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
-        """Return the request as sent to the runner. block_ids: its block table in each KV group. extras: see
-        NewRequest.
-        """
+        """Return the request as sent to the runner. block_ids: its block table in each KV group."""
         return NewRequest(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),
@@ -233,8 +229,7 @@ class Request:
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
     """Raise RuntimeError unless requests are consistent.
 
-    Running requests must be in order, every request must run, wait or await its last token, and fast-path limits must
-    be right.
+    Running requests must be in order, each must run, wait or await its last token, and fast-path limits must be right.
     """
     if [request.order for request in running] != sorted({request.order for request in running}):
         raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")

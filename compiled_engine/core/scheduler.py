@@ -55,7 +55,7 @@ FEW_WAITING = 4
 
 
 class Scheduler:
-    """Call `schedule`, have the runner execute its output, call `update` with the output and its result; repeat while
+    """Plans steps. Call `schedule`, have the runner execute its output, call `update` with both; repeat while
     unfinished.
 
     Between these, a step that samples late gets its late inputs from `begin_late` and `take_late`. Up to
@@ -167,8 +167,7 @@ class Scheduler:
     def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
         """Build a step of these running requests and at most `room` waiting ones; it may be empty.
 
-        No request is admitted if blocks ran out, that is, if there were preemptions beyond num_preemptions: it would be
-        preempted next.
+        Nothing is admitted after more than num_preemptions preemptions: blocks ran out, it would be preempted next.
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         num_tokens = self._max_new_tokens_per_step

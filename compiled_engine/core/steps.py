@@ -188,9 +188,7 @@ def step_outputs(
 
 
 def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
-    """Return features' outputs of a step for requests that have not reached the end of their prompt. taken: see
-    PlanHooks.
-    """
+    """Return features' outputs of a step for requests still in their prompt. taken: see PlanHooks."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if samples or request.status is RequestStatus.FINISHED:
@@ -209,8 +207,7 @@ def tokens_output(
 ) -> EngineOutput:
     """Return the output of a request for these tokens of the step.
 
-    finish: how the request ends, after the last of them or because no further one is possible. extras: further fields,
-    from features.
+    finish: how the request ends; None if it continues. extras: further fields, from features.
     """
     request_id = request.request_id
     token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()

@@ -165,7 +165,8 @@ class DraftModelProposer:
         return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
 
     def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:
-        """Stage the prompt tokens of requests that have not sampled, without the drafts' places.
+        """Stage the tokens of requests that have not sampled, up to the end of their prompts. A step with a prompt's
+        last token also has room for drafts, which do not exist yet.
 
         A step with a single token of a prompt has room for drafts after it, which do not exist yet.
         """
@@ -288,7 +289,7 @@ class DraftModelProposer:
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Run a pass over padding, without side effects.
 
-        host_3: see AttentionInputs; if every row has one token, its query length selects the pass. distinct: see
+        host_3: see AttentionInputs; if rows have one token, its query length selects the pass. distinct: see
         ModelForward.run.
         """
         if num_tokens == num_requests:

@@ -37,9 +37,7 @@ class DraftingRows:
 
     @cached_property
     def num_drafting(self) -> Sequence[int]:
-        """For each draft, the number of requests with room for it; ends at the last draft that any request has room
-        for.
-        """
+        """For each draft, the number of requests with room for it, up to the last that any has room for."""
         most = int(self.room_R.max(initial=0))
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 

@@ -355,8 +355,7 @@ def keep_drafts(
     draft: int,
     head: HeadInputs | None = None,
 ) -> None:
-    """Store the tokens sampled by a drafting pass, int64 [R], as draft `draft` of the first R rows of the batch in
-    `buffers`.
+    """Store a drafting pass's tokens, int64 [R], as draft `draft` of the first R rows of the batch in `buffers`.
 
     A row with room for `draft` drafts or fewer (room_R, int32) gets none. Also sets the rows' numbers for the next
     pass: those of these drafts, or one less for a head, whose entry at a position is computed from the token after it;

@@ -107,10 +107,7 @@ class _Adapters:
     ) -> torch.Tensor | None:
         if self._slots_T is None:
             return None
-        y_TN, x_TK = (
-            output.flatten(0, -2),
-            arguments[0].flatten(0, -2),
-        )  # transformers' code has a batch dimension of one
+        y_TN, x_TK = output.flatten(0, -2), arguments[0].flatten(0, -2)  # transformers has a batch dimension
         added: torch.Tensor = adapter_add(y_TN, x_TK, *slots, self._slots_T, [y_TN.shape[1]])
         return added.view(output.shape)
 

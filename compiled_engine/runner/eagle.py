@@ -48,7 +48,7 @@ class EagleProposer:
         timeline: Timeline,
         embedding_VD: torch.Tensor | None,
     ) -> None:
-        """Load the head; may raise, see load_head. config: of the head. embedding_VD: see load_head."""
+        """Load the head of `config`. embedding_VD, exceptions: see load_head."""
         self._config, self._states, self._sampler = config, states, sampler
         self._head = head = load_head(config, group, build_model, None, progress, timeline, embedding_VD)
         self.compiled, self.model, self.kv_caches = head.compiled, head.model, head.kv_caches
@@ -92,8 +92,7 @@ class EagleProposer:
     ) -> None:
         """Compute the verified tokens of a step.
 
-        buffers: hold the step's inputs; the states have its tokens. aux_hidden_states: of the step, [T, target_size]
-        each.
+        buffers: the step's inputs; its tokens are in the states. aux_hidden_states: the step's, [T, target_size] each.
         """
         states = self._states
         rows_T = np.repeat(batch.rows, np.diff(batch.query_starts))
@@ -140,8 +139,7 @@ class EagleProposer:
         token_ids_T: np.ndarray,
         features_TD: torch.Tensor,
     ) -> None:
-        """Run the head on rows that begin `number_A` tokens after the newest one, and keep each row's last hidden
-        state.
+        """Run the head on rows that begin `number_A` tokens after the newest one; keep each row's last hidden state.
 
         Rows of one token come first. token_ids_T: the token after each position.
         """
@@ -164,8 +162,7 @@ class EagleProposer:
         return self.model.run(batch.padded_tokens, arguments_of(step, inputs, self.kv_caches)).tensor
 
     def _sample(self, rows_A: np.ndarray, draft: int, sharpness: float) -> np.ndarray:
-        """Sample draft `draft` of these rows as step_sampling.py does for the engine's model, from `sharpness` *
-        logits.
+        """Sample draft `draft` of these rows, like the engine's model in step_sampling.py; `sharpness` scales logits.
 
         Tokens outside the head's vocabulary are never chosen.
         """

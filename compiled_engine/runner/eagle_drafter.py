@@ -1,5 +1,4 @@
-"""Drafts of an EAGLE-3 head where the host does not know the tokens: everything that depends on them is read on the
-device.
+"""Drafts of an EAGLE-3 head when the host does not know the tokens: what depends on them is read on the device.
 
 As in eagle.py, `prefill_head` computes a step's tokens after it, with the model's hidden states, and `draft` makes the
 next step's drafts. Both depend on the device alone, and each is captured in graphs for batches of decodes.
@@ -258,8 +257,7 @@ class EagleDrafter:
     # Prefill the head -----------------------------------------------------------------------------------------------
 
     def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
-        """Compute the features of a step's tokens from the inputs of the layers that the head reads, [T, target_size]
-        each.
+        """Compute the features of a step's tokens from the inputs of the head's chosen layers, [T, target_size] each.
 
         May be captured, with the forward that returns them.
         """

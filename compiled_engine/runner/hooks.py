@@ -49,8 +49,7 @@ class Tail(Protocol):
     def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
         """Launch the rest, except for what may await masks.
 
-        Returns the logits [R, V] of rows that sample, or None. Results other than tokens go into `results`, by feature
-        name.
+        Returns the logits [R, V] of rows that sample, or None. Further results go into `results`, by feature name.
         """
         ...
 
@@ -104,8 +103,7 @@ class StepFeature:
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
         """Launch what reads hidden states, in steps for which a feature wanted them.
 
-        The only hook with a result: copies to the host are launched here (rows/staged_writes.download) and read once
-        the step has ended.
+        Only here are copies to the host launched (rows/staged_writes.download); they are read once the step has ended.
         """
         return None
 

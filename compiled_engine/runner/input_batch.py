@@ -1,4 +1,4 @@
-"""The inputs of one step: the batch's rows and their tokens, and the fixed buffers that hold them on the device.
+"""The inputs of one step: the batch's rows with their tokens, and the fixed buffers for them on the device.
 
 Captured graphs only read the buffers. `prepare_inputs` fills them from the request states, with numpy on a CPU and a
 kernel elsewhere.
@@ -284,9 +284,7 @@ def prepare_reference(
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """Rows of a batch in which a request has one for its newest token and one per draft after it. All in the step's
-    order.
-    """
+    """Rows of a batch, in the step's order: each request has one for its newest token and one per draft after it."""
 
     places: np.ndarray  # int [rows], the batch's rows in the order of the step's requests
     starts: np.ndarray  # int [requests], where each request begins in `places`
@@ -387,9 +385,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
 
 
 def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
-    """Return AttentionInputs.host_3 of a batch: the captured values if its graph holds attention, otherwise the given
-    ones.
-    """
+    """Return a batch's AttentionInputs.host_3: the captured values if its graph holds attention, else those given."""
     if key is not None and key.kind is GraphKind.FULL:
         return key.num_decodes, key.max_query_len, key.max_seq_len
     return num_decodes, longest_query, longest_context

@@ -28,9 +28,7 @@ class CacheSize:
     graph_bytes: int  # predicted memory of CUDA graphs
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
-        """Return the bytes of the cache, and the bytes that were available for it given the actual
-        size of the graphs.
-        """
+        """Return the bytes of the cache, and those available for it given the actual size of the graphs."""
         room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
@@ -117,9 +115,7 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
 
 
 def _untouched(size: int) -> torch.Tensor:
-    """Return zeros, uint8 [size], in pages that the system provides at their first use; torch.zeros would write them
-    all.
-    """
+    """Return zeros, uint8 [size], in pages that the system provides at first use; torch.zeros would write them."""
     if not size:  # a layer without attention
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

@@ -362,8 +362,7 @@ class Runner:
         awaits_masks: bool = False,
         drafting: Drafting | None = None,
     ) -> PendingStep | UnsampledStep:
-        """Launch everything that the device does in a step prepared by `submit`. drafting: drafts made before the
-        forward.
+        """Launch all device work of a step prepared by `submit`. drafting: drafts made before the forward.
 
         Every row is sampled by temperature and seed, and rows with further parameters are sampled again
         (step_sampling.py), so one set of decode graphs serves all.

@@ -170,9 +170,7 @@ class PendingStep:
         self._batch, self._logprobs, self._results = batch, logprobs, results
 
     def result(self) -> RunnerOutput:
-        """Wait for the step and return its output. Raises RuntimeError if its tokens were overwritten: the call came
-        too late.
-        """
+        """Wait for the step and return its output. Raises RuntimeError if later steps overwrote its tokens."""
         if self._event is not None:
             self._event.synchronize()
         self._clock.lap("wait")
@@ -236,9 +234,7 @@ class UnsampledStep:
     sampled: PendingStep | None = None  # the pending step, after sampling
 
     def result(self) -> RunnerOutput:
-        """Wait as PendingStep does. Raises RuntimeError if the step was not sampled, as after a failure of an earlier
-        step.
-        """
+        """Wait as PendingStep does. Raises RuntimeError if the step was not sampled because an earlier one failed."""
         if self.sampled is None:
             raise RuntimeError("the step was not sampled: its masks did not come")
         return self.sampled.result()

@@ -84,9 +84,7 @@ class GraphedStep:
 
     def prepare(self, batch: InputBatch) -> None:
         """Make a batch's drafts and inputs on the device, after staged writes were applied."""
-        if self.proposer is not None and not (
-            batch.decodes_only and batch.host[1] == 1
-        ):  # more than one row per request
+        if self.proposer is not None and not (batch.decodes_only and batch.host[1] == 1):  # host[1]: query length
             self.proposer.launch(batch, self.buffers)
         prepare(batch, self.states, self.buffers)
 
@@ -236,8 +234,7 @@ class StepGraphs:
         self._draft.read_prompts(drafting)
 
     def prefill_head(self, batch: InputBatch) -> None:
-        """Let the draft head, if there is one and the step does not skip it, process a step whose tokens the states
-        have.
+        """Have the draft head, if any, process a step whose tokens the states have, unless the step skips it.
 
         After decodes this is one graph launch.
         """
@@ -253,8 +250,7 @@ class StepGraphs:
             self.counters.replay(key, batch.num_tokens)
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Replay the batch's graph on the staged inputs (the whole step, for decodes), or run the forward if it has no
-        key.
+        """Replay the batch's graph on the staged inputs (for decodes the whole step), or without a key run the forward.
 
         hidden_wanted: return no logits.
         """

@@ -66,8 +66,7 @@ def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
 def check_files(entry: Path, uid: int) -> dict[str, str]:
     """Return each file's digest from the manifest, without reading the files.
 
-    Raises DamagedEntry unless the entry consists of exactly these files, as plain files in plain folders owned by
-    `uid`.
+    Raises DamagedEntry unless the entry has exactly these files, as plain files in plain folders owned by `uid`.
     """
     try:
         found = set(_plain_files(entry, uid))

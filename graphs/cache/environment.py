@@ -152,9 +152,7 @@ def cpp_compiler() -> dict[str, Any]:
 
 
 def _cpp_command() -> str:
-    """Return the C++ compiler that Inductor uses. Inductor is imported only to install one, or for the caller's
-    setting.
-    """
+    """Return Inductor's C++ compiler. Inductor is imported only to install one, or for the caller's setting."""
     if settings_of("inductor") is not None or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         command: str = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
         return command

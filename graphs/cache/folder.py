@@ -83,8 +83,7 @@ class CacheFolder:
     def locked(self, key: str, *, wait: bool = True, notice_after_s: float = 5.0) -> Iterator[None]:
         """Hold the lock of a key, which need not have an entry. The lock is released whenever its process ends.
 
-        Raises BlockingIOError if another process holds it and `wait` is False. Waiting longer than `notice_after_s` is
-        logged.
+        Raises BlockingIOError if another process holds it and `wait` is False. A wait over `notice_after_s` is logged.
         """
         path = self._lock(key)
         noticed_at = time.monotonic() + notice_after_s

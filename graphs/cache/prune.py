@@ -33,8 +33,7 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Delete entries last used before `now - older_than_s`, then the least recently used ones while the total exceeds
-    `max_bytes`.
+    """Delete entries last used before `now - older_than_s`, then the least recently used ones, down to `max_bytes`.
 
     Engines that run with an entry are not disturbed, as they work on a copy. `dry_run` deletes nothing.
     """

@@ -149,8 +149,7 @@ def compile_pieces(
     timeline: Timeline,
     direct: Collection[str] = (),
 ) -> tuple[PieceRecord, ...]:
-    """Make each piece (key -> JSON) ready to load: compiled by Inductor, or generated Python if there is nothing to
-    fuse.
+    """Make each piece (key -> JSON) ready to load: compiled by Inductor, or Python if there is nothing to fuse.
 
     direct: keys of pieces that are Python in any case.
     """

@@ -36,8 +36,7 @@ for _name in _IMPORTED_BY_TRACES:
 
 
 def import_compiler() -> None:
-    """Import what the first compilation needs, without querying CUDA, which would make CUDA unusable in forked
-    processes.
+    """Import what the first compilation needs, without CUDA queries, after which forked processes cannot use CUDA.
 
     torch._inductor.runtime.benchmarking otherwise looks for a GPU to choose how kernels are timed.
     """

@@ -49,8 +49,7 @@ def read_output_code(
 ) -> CppPiece | None:
     """Return the piece in Inductor's output code; None if it needs more of Inductor than its kernels.
 
-    num_inputs, num_results: of the compiled piece. library_call: returns the function behind a name of
-    `extern_kernels`.
+    num_inputs, num_results: the compiled piece's. library_call: returns the function behind a name of `extern_kernels`.
     """
     module = ast.parse(code)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
@@ -101,9 +100,7 @@ def _load_kernel(file: Path) -> Callable[..., None]:
 
 
 def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
-    """Rewrite `call(args)`, which unpacks and clears a list, as a function of the list's items; None for any other
-    code.
-    """
+    """Rewrite `call(args)`, which unpacks and clears a list, as a function of its items; None for any other code."""
     match call.body:
         case [ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")), clear, *body] if ast.unparse(
             clear

@@ -109,9 +109,7 @@ def _account(source: str, kind: str) -> tuple[str, str]:
 
 
 def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
-    """Return all conditions on sizes; for other guards their shortest line, or the source if the code is not
-    informative.
-    """
+    """Return all conditions on sizes; for other guards their shortest line, or the source if it says more."""
     if kind == "SHAPE_ENV":
         return code
     if not code or kind == "TENSOR_MATCH":

@@ -38,8 +38,8 @@ class UnknownTarget(LookupError):
 
 
 def piece_to_json(piece: fx.GraphModule) -> str:
-    """Return the piece's graph as JSON, one node per line. Raises UnknownTarget for a call of anything but ops and
-    plain functions.
+    """Return the piece's graph as JSON, a node per line. Raises UnknownTarget: only ops and plain
+    functions are known.
     """
     symbols = _Symbols()
     numbers: dict[fx.Node, int] = {}

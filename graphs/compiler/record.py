@@ -144,9 +144,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def symbols(graph: fx.Graph, declared: Mapping[tuple[str, int], tuple[str, int, int]]) -> tuple[SymbolRecord, ...]:
-    """Return the symbolic sizes of a traced graph. declared: (argument, dimension) -> (name of the size, minimum,
-    maximum).
-    """
+    """Return a traced graph's symbolic sizes. declared: (argument, dimension) -> (size's name, minimum, maximum)."""
     inputs = {
         source_of(node).name: node.meta["val"]
         for node in graph.find_nodes(op="placeholder")

@@ -115,9 +115,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 
 
 def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors besides those of every model: the ones specific to this model, and those that passes
-    read.
-    """
+    """Return the step tensors that not every model has: the ones specific to this model, and those that passes read."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
     return (*_of_model(config), *step_tensors(config.compile.passes), *adapters)
 

@@ -65,8 +65,7 @@ class StagePlan:
 def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     """Return the stage's part of the whole plan, with its KV caches numbered from 0.
 
-    Raises ValueError if the plan has not one attention per layer, or if a value without a row per token crosses a
-    border.
+    Raises ValueError if a layer has not one attention, or a value that crosses a border has no row per token.
     """
     if stage.count == 1:
         return StagePlan(plan)
@@ -119,8 +118,7 @@ def _renumbered(source: Input, layers: range) -> Input:
 class StageForward:
     """A stage's forward with the signature of the whole model's.
 
-    It reads its input from the beginning of `buffer` (uint8), and returns the packed values for the next stage, or the
-    model's result.
+    Reads its input from `buffer` (uint8); returns the packed values for the next stage, or the model's result.
     """
 
     def __init__(self, stitched: Callable[..., object], stage: StagePlan, buffer: torch.Tensor | None):

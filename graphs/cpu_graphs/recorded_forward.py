@@ -82,8 +82,8 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Forwards) -> Forwards:
-    """Return the forwards with those for small batches recorded, except if they run Inductor's code, which cannot be
-    seen.
+    """Return the forwards. Those for small batches are recorded, unless they run Inductor's code,
+    which cannot be seen.
     """
     arena = Arena()
     small: list[tuple[CompileRange, Forward]] = []

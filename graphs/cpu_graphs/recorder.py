@@ -48,9 +48,7 @@ class Arena:
         return given
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor in the arena that does not keep its block occupied; other tensors are returned as
-        they are.
-        """
+        """Return an alias of a tensor in the arena that does not keep its block occupied; other tensors unchanged."""
         of_tensor = (block for block, _ in self._blocks if block.data_ptr() == tensor.data_ptr())
         return next((_alias(block, tensor) for block in of_tensor), tensor)
 

@@ -23,8 +23,7 @@ class StepKeys:
     def of(cls, dispatcher: Dispatcher, longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
         """Make the tables. sizes_read: see SpeculationConfig.
 
-        Steps without drafts in which the head runs are rare, so each of their graphs serves contexts of any length up
-        to `longest`.
+        Steps without drafts in which the head runs are rare: their graphs serve any context up to `longest`.
         """
         keys = {key: key for key in dispatcher.keys}
         if sizes_read is None:

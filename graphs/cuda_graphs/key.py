@@ -94,8 +94,7 @@ def verify_key(num_requests: int, query_len: int, max_seq_len: int, short: bool 
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
-    """Return the key of a full graph of any batch of up to num_tokens tokens; the device finds out which rows are
-    decodes.
+    """Return the key of a full graph of any batch of up to num_tokens tokens; the device finds the decodes.
 
     It has one row more than requests, to which all padding tokens belong.
     """

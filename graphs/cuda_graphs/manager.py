@@ -159,8 +159,7 @@ class CudaGraphManager:
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
-        """Run the graph on the batch in the buffers and return its result, [key.num_tokens, ...], valid until the next
-        replay.
+        """Run the graph on the batch in the buffers; its result, [key.num_tokens, ...], is valid until the next replay.
 
         inputs: of the unpadded batch, for attention that runs between graphs; None for a full graph.
         """

@@ -38,9 +38,7 @@ def with_pieces(module: dict[str, Any], uses: ParameterUses) -> dict[str, Any]:
 
 
 def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
-    """Return piece key -> modules that it computes, such as model.layers.{0-4}.mlp.gate_proj. module: from
-    `with_pieces`.
-    """
+    """Return piece key -> its modules, such as model.layers.{0-4}.mlp.gate_proj. module: from `with_pieces`."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for use in module["pieces"] if module["parameters"] else ():
         found[use["key"]][_numbered(module["path"], use["instances"])] = None

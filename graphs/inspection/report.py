@@ -1,7 +1,6 @@
 """The report of a compiled model as one plain dict: `compiled-engine inspect --json`.
 
-It is read from a folder of the compile cache, so nothing is traced or compiled; run-time information comes from the
-engine's metrics.
+It is read from a folder of the compile cache; nothing is traced or compiled. The engine's metrics cover run time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Triton kernels for tokens sorted by expert: each program multiplies a tile of one expert's tokens; then results are
-summed.
+"""Triton kernels for tokens sorted by expert: products of tiles of one expert's tokens, and the sum of results.
 
 S is the number of (token, expert) pairs, in the order of experts.
 """

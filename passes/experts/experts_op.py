@@ -66,9 +66,7 @@ class OneTokenTiles:
 
 
 def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
-    """Return the tiles of the first or second product with k columns: the best on an NVIDIA H200 for k from 768 to
-    2,880.
-    """
+    """Return the tiles of a product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880."""
     if not gate_up:
         rows, block_k, num_warps = 2, 512, 2
     elif k % 1024 == 0:

@@ -57,8 +57,7 @@ def run_passes(
     strict: bool = False,
     verify: bool = False,
 ) -> tuple[PassReport, ...]:
-    """Run the enabled passes in the order of `passes`, rewriting `graph` in place; returns a report for each known
-    pass.
+    """Run the enabled passes in the order of `passes`, rewriting `graph` in place; returns a report per known pass.
 
     A pass is skipped where it does not apply, or where `profile`, the device's measurements, shows a loss. Raises
     ContractError if a required pass (in strict mode any pass) falls short of its contract, and VerificationError in

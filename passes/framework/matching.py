@@ -77,9 +77,7 @@ def is_call(node: object, *targets: Callable[..., Any]) -> bool:
 
 
 def through_cast(node: Any) -> Any:
-    """Return the value before a dtype conversion, or the node itself: bf16 graphs have casts where fp32 graphs have
-    none.
-    """
+    """Return the value before a dtype conversion, or the node itself: bf16 graphs have casts that fp32 graphs lack."""
     return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
 
 

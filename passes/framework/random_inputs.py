@@ -31,10 +31,9 @@ class RandomInputs:
     """A random batch. A name always has the same value, so both sides of a rewrite read equal numbers."""
 
     def __init__(self, graph: fx.Graph, num_tokens: int, device: torch.device, scale: float):
-        """Make a batch of decodes and then one prompt with the remaining tokens; the first token is not written to the
-        cache.
+        """Make a batch of decodes, then one prompt with the remaining tokens; the first token is not cached.
 
-        scale: of embeddings, matrices and biases. A small one makes hidden states so small that a norm's eps matters.
+        scale: of embeddings, matrices and biases; if small, hidden states are so small that a norm's eps matters.
         """
         self._scale = scale
         self._generator = torch.Generator(device="cpu").manual_seed(num_tokens)

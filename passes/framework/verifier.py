@@ -209,9 +209,7 @@ def mutated(node: fx.Node) -> dict[str, fx.Node]:
 def _results(
     old: fx.Node, old_inner: list[fx.Node], new: fx.Node, new_inner: list[fx.Node]
 ) -> list[tuple[str, fx.Node, fx.Node]]:
-    """Return the tensors to compare: the values, unless the call only writes, and outer tensors that the regions write
-    to.
-    """
+    """Return the tensors to compare: the values, unless the call only writes, and outer tensors that regions write."""
     written, rewritten = (
         {name: node for call in inner for name, node in mutated(call).items() if node not in inner}
         for inner in (old_inner, new_inner)

@@ -23,8 +23,7 @@ from compiled_engine.passes.norm.norms import norm_of
 
 
 def layer_stack(names: Iterable[str]) -> str:
-    """Return the path of a model's layers, found in its parameter names: the path with the most different numbers after
-    it.
+    """Return the path of a model's layers: the one with the most different numbers after it in parameter names.
 
     Empty if no name has a number.
     """

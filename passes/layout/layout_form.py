@@ -68,8 +68,7 @@ def permuted(form: Form, order: Sequence[int]) -> Form:
 
 
 def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tuple[int | None, ...]] | None:
-    """Convert a reshape of the value to a reshape of its core: the core's new sizes (None if unchanged), and the new
-    dims.
+    """Convert a value's reshape to one of its core: the core's new sizes (None if unchanged), and the new dims.
 
     Returns None if it would merge dimensions that are not adjacent in the core.
     """
@@ -107,9 +106,7 @@ def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tup
 
 
 def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]] | None:
-    """Pair the smallest groups of dimensions with equal element counts, from the left; None if symbolic sizes leave it
-    open.
-    """
+    """Pair the smallest groups of dimensions with equal element counts, from the left; None if sizes leave it open."""
     groups = []
     i = j = 0
     while i < len(old) or j < len(new):

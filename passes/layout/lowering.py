@@ -99,9 +99,7 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each KV cache, as every layer with a cache attends, and for each attention without a
-        cache.
-        """
+        """Expect a match per KV cache, as every layer with a cache attends, and per attention without a cache."""
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))

@@ -1,5 +1,4 @@
-"""Removes ops that return their input unchanged: multiplications by one, casts to the same dtype, views of the same
-shape.
+"""Removes ops that return their input unchanged: multiplications by one, casts and views that change nothing.
 
 Why: textbook code is general (a rope scaling factor of 1, a cast that a dtype does not need), and the no-ops that it
 leaves in the graph hide patterns from later passes. Inductor would fuse most of them.

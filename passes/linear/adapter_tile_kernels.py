@@ -1,4 +1,4 @@
-"""Adapter kernels for many tokens: each program handles the tokens of one slot within a window of tokens.
+"""Adapter kernels for many tokens: each program handles the tokens of one slot within a window.
 
 A program gathers its slot's tokens and multiplies them on tensor cores, so that A and B are read once for several
 tokens, and other slots' tokens are not read. Each window has a program per possible slot. If its tokens have fewer
@@ -133,9 +133,7 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return BLOCK_T tokens of the slot from its `first` one on, and a mask of those present; a small window is not
-    packed.
-    """
+    """Return BLOCK_T tokens of the slot, from its `first` one on, and a mask; a small window is not packed."""
     if BLOCK_T == WINDOW:
         return token_W, own_W
     else:

@@ -83,8 +83,7 @@ class Adapters(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check what comparing values cannot show, as the verifier's batches have no adapters. Raises
-        VerificationError.
+        """Check what comparing values cannot show, as verification batches have no adapters. Raises VerificationError.
 
         Each linear must have its own slots and input, and the op's kernels must be right on random slots.
         """

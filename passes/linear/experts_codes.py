@@ -1,7 +1,6 @@
-"""Quantised expert weights: 8-bit codes with scales, decoded in the kernels' registers or by the op `experts_weight`.
+"""Quantised expert weights: 8-bit codes with scales, decoded in kernels' registers or by the op `experts_weight`.
 
-Inputs of experts are not rounded. With few tokens this is as fast, since reading the 8-bit weights dominates, and more
-accurate.
+Inputs of experts are not rounded. This is more accurate, and as fast with few tokens: reading the weights dominates.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Hopper kernel for quantised linears of over 128 tokens, with tokens as the left operand: conditions, tiles and
-launch.
-"""
+"""Hopper kernel for quantised linears of over 128 tokens (the left operand): conditions, tiles, launch."""
 
 from __future__ import annotations
 
@@ -77,8 +75,7 @@ def hopper_codes(
     dtype: torch.dtype,
     tiles: CodesTiles | None = None,
 ) -> torch.Tensor:
-    """Compute the linear of codes, or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2] in
-    `dtype`.
+    """Compute the linear of codes, or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
 
     The weight is contiguous, K a multiple of 16, and N of 8, or of 16 with `gated`; see why_not_on_the_left. tiles:
     those of codes_tiles by default.

@@ -1,6 +1,4 @@
-"""Hopper kernel for linears of up to 128 tokens: where it is fastest by the device's profile, its tiles, and its
-launch.
-"""
+"""Hopper kernel for linears of up to 128 tokens: where it is fastest by the profile, its tiles, its launch."""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """The tile of a program: `groups` * 64 / `parts` rows of the weight, half of them gate if there is one, and
-    `tokens` tokens.
+    """A program's tile: `tokens` tokens and `groups` * 64 / `parts` weight rows, half of them a gate's if there is one.
 
     Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns.
     """
@@ -117,9 +114,7 @@ class HopperTiles:
 
 
 def registers_for(groups: int, columns: int) -> int:
-    """Return the registers per thread, 0 for all: few for narrow products, so that two programs fit on a
-    multiprocessor.
-    """
+    """Return the registers per thread, 0 for all: few for narrow products, so that two programs run at once."""
     if columns <= 32:
         return 64
     return 128 if groups == 1 else 0

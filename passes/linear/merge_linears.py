@@ -5,8 +5,7 @@ bandwidth better than several small ones. Weights are packed before loading: the
 without copies. silu_mul needs gate and up merged, so these are kept apart from other linears of the same input, such as
 attention's in parallel blocks.
 
-Quantised weights have their codes and scales packed. Scales are repeated where row tiles differ, so nothing is rounded
-again.
+Quantised weights have codes and scales packed. Scales are repeated where row tiles differ, so nothing is rounded again.
 """
 
 from __future__ import annotations

@@ -60,9 +60,7 @@ def choose(
     scheme: LinearScheme,
     dtype: torch.dtype,
 ) -> Choice:
-    """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; with silu_mul, gate and up count
-    together.
-    """
+    """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; silu_mul: num_rows has gate and up."""
     if capability < CAPABILITY:
         return Choice(TORCH, f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8")
     reason = why_not_by_kernels(k, scheme)

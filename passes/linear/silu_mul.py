@@ -1,7 +1,6 @@
 """Computes silu(gate) * up, or gelu(gate) * up, in one kernel that reads both halves of one linear in place.
 
-Why: one pass over the model's widest activation instead of two, and one launch. For few tokens, small_batch_linear
-absorbs the op.
+Why: one pass over the model's widest activation, one launch. For few tokens, small_batch_linear absorbs the op.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ def kernel_launch(
     activation: str | None,
     norm_offset: float,
 ) -> torch.Tensor | None:
-    """Compute the op's reference, [T, M], with the C++ kernel; None if it does not support the case. activation: None
-    for none.
-    """
+    """Compute the op's reference, [T, M], with the C++ kernel; None if it does not support the case."""
     num_tokens, k = x_TK.shape
     row_stride, element_stride = x_TK.stride()
     num_rows = weight_NK.shape[0]

@@ -232,9 +232,7 @@ def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int
 
 @cache
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the counters of finished splits per tile, zero between launches; one set per stream, where launches are
-    serial.
-    """
+    """Return counters of finished splits per tile, zero between launches. A stream needs one set: it is serial."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 

@@ -1,5 +1,4 @@
-"""Gluon kernel of a linear for up to eight tokens: operands go from memory straight into registers, without shared
-memory.
+"""Gluon kernel of a linear for up to eight tokens: operands go from memory into registers, without shared memory.
 
 Threads load 16 bytes at a time in the layout that the tensor cores read. Any order of columns gives the same sums, so
 each thread multiplies the neighbouring columns that it loaded. The first weights are loaded before the kernel waits for

@@ -1,5 +1,4 @@
-"""Triton kernel of the small-batch linear for a few tokens: reads each tile of the weight once, through the tensor
-cores.
+"""Triton kernel of the small-batch linear for a few tokens: reads each weight tile once, through the tensor cores.
 
 The product is bound by latency and bandwidth. Weights are therefore loaded before the kernel waits for the previous one
 (programmatic dependent launch): into shared memory if a program reads a single tile, otherwise prefetched into the L2
@@ -21,8 +20,7 @@ from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
     """Return the ROWS rows of the weight for the outputs from `first` on; past the last output they repeat.
 
-    With SILU_MUL the weight has num_outputs rows of gate, then as many of up; here each gate row is followed by its up
-    row.
+    With SILU_MUL the weight has num_outputs rows of gate, then as many of up; here each gate row precedes its up row.
     """
     row_N = tl.arange(0, ROWS)
     if SILU_MUL:
@@ -123,9 +121,7 @@ def _product(
     ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return acc + W x^T (ROWS_FIRST) or acc + x W^T, and squares + the sum of x's squares; NORM scales x by its
-    weight.
-    """
+    """Return acc + W x^T (ROWS_FIRST) or acc + x W^T, and squares + the sums of x * x; NORM scales x by its weight."""
     if NORM:
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, len(x.shape) - 1)

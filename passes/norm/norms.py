@@ -64,9 +64,7 @@ def _match(value: Any) -> Norm | str | None:
 def _rms_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, wide: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """Match an RMSNorm: value = weight * scaled, scaled = wide * rsqrt, both possibly cast. product: value before its
-    cast.
-    """
+    """Match an RMSNorm: value = weight * scaled, scaled = wide * rsqrt, cast or not. product: value before its cast."""
     x = through_cast(wide)
     size, dtype = x.meta["val"].shape[-1], x.meta["val"].dtype
     eps, squared = _mean_of_squares(rsqrt)

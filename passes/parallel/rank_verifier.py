@@ -77,8 +77,8 @@ def verify_ranks(
 class _Rank:
     """The recorded values as one rank has them.
 
-    sums: the original of each all-reduce, by name. computed: values that are not slices of recorded ones. packed: see
-    _packed_values.
+    sums: originals of all-reduces, by name. computed: values that are no slices of recorded ones. packed: see
+    `_packed_values`.
     """
 
     def __init__(

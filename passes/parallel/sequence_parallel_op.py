@@ -161,9 +161,7 @@ def push(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with one kernel, launched by all ranks together; rank r owns every num_ranks-th row from r
-    on.
-    """
+    """Compute `reference` with one kernel that all ranks launch; rank r has every num_ranks-th row from r on."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape

@@ -1,5 +1,4 @@
-"""Verifies quantise_experts: compares expert matrices with the checkpoint's layout, element by element and on every
-rank.
+"""Verifies quantise_experts: compares expert matrices with the checkpoint's layout, by element and on every rank.
 
 Each projection of each expert gets a random checkpoint: undivided codes and scales according to its rules, or a weight
 that is quantised while loading. The expected values are computed from each element's position alone.

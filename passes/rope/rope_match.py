@@ -219,9 +219,7 @@ def is_last(dim: int, x: fx.Node) -> bool:
 
 
 def rotary_attentions(graph: fx.Graph) -> int:
-    """Count the attention calls with a query computed from cosines, with no linear in between; contracts use this
-    count.
-    """
+    """Count attention calls whose query depends on cosines with no linear in between; contracts use it."""
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 
 

@@ -1,7 +1,6 @@
 """Device functions that load, norm, rotate, quantise and store pairs of head elements.
 
-They round where the textbook code rounds: after the norm, after its weight, after each product with cos and sin, and
-after their sum.
+They round where the textbook code does: after the norm, its weight, each product with cos and sin, and their sum.
 """
 
 from __future__ import annotations
