@@ -47,7 +47,7 @@ class Executor(Protocol):
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Have all ranks serve a call, after all steps submitted before; returns their results. One of Runner.calls.
+        """Have all ranks serve a call, one of Runner.calls, after all steps submitted before; returns their results.
 
         Raises ControlError if a rank does.
         """

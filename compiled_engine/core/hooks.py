@@ -115,7 +115,7 @@ class PlanFeature:
         """Note a step whose result was processed; called in the order in which steps were planned."""
 
     def nothing_allowed(self, request: Request) -> Finish | None:
-        """Return how a request ends after which no token is allowed; None if that is an error."""
+        """Return how a request ends if its mask allows no token; None if that is an error."""
         return None
 
     def ended(self, request: Request) -> None:

@@ -177,7 +177,7 @@ def step_outputs(
 ) -> StepOutputs:
     """Return the outputs of a step with one token per request.
 
-    The columns contain all tokens but those at `not_steady`, whose requests are among the others or have ended.
+    not_steady: indices of tokens to leave out, whose requests are among the others or have ended.
     """
     request_ids, token_ids, logprobs = step.sampling_ids, result.token_ids, result.logprobs
     if not_steady:

@@ -155,7 +155,7 @@ class DraftModelProposer:
         self.read_prompts(drafting)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's passes. The requests have their rows and blocks."""
+        """Stage the inputs of a step's passes, once its requests have rows and blocks."""
         rows = self._drafting.rows(step)
         count, longest = len(rows.rows_R), rows.longest(step)
         key = self._key(count, longest, len(rows.num_drafting))
@@ -165,10 +165,9 @@ class DraftModelProposer:
         return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
 
     def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:
-        """Stage the tokens of requests that have not sampled, up to the end of their prompts. A step with a prompt's
-        last token also has room for drafts, which do not exist yet.
+        """Stage the tokens of requests that have not sampled, up to the end of their prompts.
 
-        A step with a single token of a prompt has room for drafts after it, which do not exist yet.
+        A step with a prompt's last token also has room for drafts, which do not exist yet.
         """
         states, starts_R = self._states, np.array(step.starts, np.int64)
         left_R = states.prefill_len[states.rows(step.request_ids)] - starts_R

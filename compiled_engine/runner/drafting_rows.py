@@ -28,7 +28,7 @@ class DraftingRows:
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> DraftingRows:
-        """Return the rows of a step. Its requests have their rows in the states."""
+        """Return the rows of a step whose requests are in the states."""
         rows_R, starts_R = states.rows(step.request_ids), np.array(step.starts, np.int32)
         counts_R = np.array(step.counts, np.int32)
         indices_R = np.flatnonzero(starts_R >= states.prefill_len[rows_R])
@@ -58,7 +58,7 @@ class DraftingSteps:
         self._rows: DraftingRows | None = None
 
     def rows(self, step: SchedulerOutput) -> DraftingRows:
-        """Return the rows of a step. Its requests have their rows in the states."""
+        """Return the rows of a step whose requests are in the states."""
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = DraftingRows.of(step, self._states)

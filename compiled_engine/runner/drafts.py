@@ -106,7 +106,7 @@ class DraftedSteps:
         self._staged = buffers.drafted
 
     def rows(self, step: SchedulerOutput) -> StepRows:
-        """Return the rows of a step. Its requests have their rows in the states."""
+        """Return the rows of a step whose requests are in the states."""
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = StepRows.of(step, self._states, known=self._known, query_lens=self._query_lens)
@@ -140,7 +140,7 @@ class StepShares:
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> StepShares:
-        """Return the shares of a step. Its requests have their rows in the states."""
+        """Return the shares of a step whose requests are in the states."""
         return cls(step.request_ids, step.counts, step.samples, states.generation)
 
 

@@ -293,7 +293,7 @@ class EagleDrafter:
     # Draft ----------------------------------------------------------------------------------------------------------
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's drafting passes. The requests have their rows and blocks."""
+        """Stage the inputs of a step's drafting passes, once its requests have rows and blocks."""
         rows = self._drafting.rows(step)
         longest, key = rows.longest(step), None
         count = rows.num_drafting[0] if rows.num_drafting else 0  # requests with room for a draft come first

@@ -36,7 +36,7 @@ def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
 
 @dataclass
 class EagleHead:
-    """A loaded head."""
+    """A draft head, ready to run: its forward, weights and KV cache."""
 
     config: EngineConfig
     compiled: CompiledModel | None

@@ -109,7 +109,7 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states [T, D] or logits [T, V] of all tokens, with a rank's V columns."""
+    """The hidden states [T, D] or logits [T, V] of all tokens; V: the rank's part of the vocabulary."""
 
     tensor: torch.Tensor
     is_logits: bool

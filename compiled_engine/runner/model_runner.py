@@ -63,7 +63,7 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """The device's state and steps. Not thread-safe. After construction use `submit`, `sample`, `calls`, `close`.
+    """Executes steps on a rank's device, by `submit`, `sample` and `calls`, until `close`. Not thread-safe.
 
     runs_begun, runs_ended: runs of the model, with its collectives, that were started and completely launched.
     knows_drafts: drafts are made before a step's batch, by the host; otherwise the device makes them.

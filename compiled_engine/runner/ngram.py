@@ -50,7 +50,7 @@ class NgramProposer:
         self._config, self._states = config, states
 
     def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of the step's requests into the states, on a CPU. Requests have their rows and blocks."""
+        """Write the drafts of the step's requests into the states, on a CPU, once the requests have rows and blocks."""
         config, states = self._config, self._states
         assert states.drafts_SK is not None
         drafts_SK, num_computed_S = states.drafts_SK.numpy(), states.num_computed_S.numpy()

@@ -72,7 +72,7 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 
 
 class BatchShape(NamedTuple):
-    """The shape of a batch whose requests share `num_tokens`, see `padding_starts`."""
+    """A batch of `num_requests` requests, among which `num_tokens` tokens are divided as by `padding_starts`."""
 
     num_tokens: int
     num_requests: int
@@ -90,9 +90,9 @@ class BatchShape(NamedTuple):
 def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> list[BatchShape]:
     """Return batches that run every kernel of a step: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    With drafts a request has several rows, a number in `query_lens`: by default as many as a step may yield tokens.
-    Attention's kernels differ by the number of decodes (by more than a factor of two), by the bound of the contexts,
-    and between few and many prompt tokens; those of passes at the passes' kernel_token_counts.
+    With drafts a request has several rows: each number in `query_lens`, or of tokens that a step may yield. Attention's
+    kernels differ by the number of decodes (by factors of more than two), by the bound of the contexts, and between few
+    and many prompt tokens. Passes switch kernels at their kernel_token_counts.
     """
     scheduler, graph, query_lens = config.scheduler, config.graph, query_lens or config.speculation.verified
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -134,7 +134,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
 def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
     """Return the batches that the warm-up runs: all but decodes with drafts or short contexts that a graph serves.
 
-    Other decodes have graphs too, but after prompts the logits and sampling of as many rows run without one.
+    Other decodes run although they have graphs: a step with prompts computes the logits of as many rows without one.
     """
     speculation, longest = config.speculation, config.scheduler.max_model_len
     dispatcher = Dispatcher(config.graph, config.scheduler, (), speculation.verified, speculation.rare)

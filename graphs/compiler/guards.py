@@ -93,7 +93,7 @@ def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
 
 
 def proved_asserts(messages: Iterable[str]) -> tuple[GuardRecord, ...]:
-    """Return a record of the trace's run-time asserts that follow from the declared ranges. messages: torch's."""
+    """Record the trace's run-time asserts that follow from the declared ranges, given torch's messages."""
     found = Counter(_asserted(message) for message in messages)
     if not found:
         return ()
@@ -109,7 +109,7 @@ def _account(source: str, kind: str) -> tuple[str, str]:
 
 
 def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
-    """Return all conditions on sizes; for other guards their shortest line, or the source if it says more."""
+    """Return all conditions on sizes; for other guards their shortest line, or the source without a telling one."""
     if kind == "SHAPE_ENV":
         return code
     if not code or kind == "TENSOR_MATCH":

@@ -38,9 +38,7 @@ class UnknownTarget(LookupError):
 
 
 def piece_to_json(piece: fx.GraphModule) -> str:
-    """Return the piece's graph as JSON, a node per line. Raises UnknownTarget: only ops and plain
-    functions are known.
-    """
+    """Return the piece's graph as JSON, a node per line. Raises UnknownTarget for what has no such form."""
     symbols = _Symbols()
     numbers: dict[fx.Node, int] = {}
     nodes = []

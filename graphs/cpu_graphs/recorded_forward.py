@@ -82,9 +82,7 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Forwards) -> Forwards:
-    """Return the forwards. Those for small batches are recorded, unless they run Inductor's code,
-    which cannot be seen.
-    """
+    """Return the forwards; those for small batches are recorded, unless they run Inductor's code, which is opaque."""
     arena = Arena()
     small: list[tuple[CompileRange, Forward]] = []
     for compile_range, forward in forwards.small:

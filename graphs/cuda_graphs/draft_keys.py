@@ -14,7 +14,7 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class StepKeys:
-    """The keys of step graphs, by the dispatcher's key. The two tables differ if the draft head can be skipped."""
+    """The keys of step graphs, by the dispatcher's key: two tables, which differ if the draft head may be skipped."""
 
     no_head: Mapping[GraphKey, GraphKey]  # for steps in which the draft head does not run
     read: Mapping[GraphKey, GraphKey]  # for all other steps

@@ -26,7 +26,7 @@ class GraphStep(Protocol):
     """A step that can be captured: its kernels only read buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
-        """Write a batch of the key's size into the buffers that changes no state when it runs. Not captured."""
+        """Write a batch of the key's size into the buffers; running it must change no state. Not captured."""
         ...
 
     def warm_up(self, key: GraphKey) -> None:

@@ -46,7 +46,7 @@ def enough_samples(readings: Sequence[MemoryReading]) -> bool:
 def total_bytes(families: Iterable[tuple[Sequence[MemoryReading], int]]) -> int:
     """Predict the bytes of all graphs from (readings, number of graphs) of each family.
 
-    The other graphs fit into the pool of the measured ones.
+    Graphs that were not measured need no further memory in the pool: they fit into that of the others.
     """
     total = 0.0
     for readings, count in families:

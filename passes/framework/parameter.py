@@ -115,7 +115,7 @@ def packed(name: str, members: tuple[Parameter, ...]) -> Parameter:
 
 
 def made(parameter: Parameter, step: str, operand: float | str, result: torch.Tensor) -> Parameter:
-    """Describe the result of one more step. result: a tensor of its shape and dtype, which may be fake."""
+    """Describe what one more step makes of the parameter. result: a tensor of its shape and dtype, may be fake."""
     base = parameter if parameter.make else replace(parameter, members=(parameter,), shard=None)
     name = f"{parameter.name}.{step}({operand})"
     shape, dtype = tuple(result.shape), _name(result.dtype)

@@ -175,7 +175,7 @@ def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None 
 
 
 def _the_same(placeholder: fx.Node) -> fx.Node:
-    """Reduce a placeholder of packed values that must be equal to a single one."""
+    """Reduce a placeholder of packed values, which must be equal, to one value."""
     source: Parameter = parameter_of(placeholder)
     placeholder.meta["val"] = placeholder.meta["val"][:1]
     step = ("the_same", source.name)

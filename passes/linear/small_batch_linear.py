@@ -147,7 +147,7 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 
 
 def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Replace the linear's result by the op. new: values that were replaced before."""
+    """Replace the linear's result by the op. new: earlier replacements, old value -> new value."""
     arguments = {
         "x_TK": new.get(fused.x, fused.x),
         "weight_NK": fused.linear.weight,

@@ -83,7 +83,7 @@ class _Checkpoint:
         return self._of_rank(values, weight.shard)
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return this rank's part of a parameter without members."""
+        """Return this rank's part of a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == CODES:
             return self._of_rank(self._stacked(name, lambda codes, scales: codes), leaf.shard)

@@ -74,7 +74,7 @@ class _Checkpoint:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return this rank's part of a parameter without members."""
+        """Return this rank's part of a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == INPUT_SCALE:
             return self.input_scale(name)
@@ -170,7 +170,7 @@ def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
 
 
 def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
-    """Return the weight's scheme, with input groups that a rank holds whole."""
+    """Return the weight's scheme, with inputs grouped so that a rank holds whole groups."""
     scheme = quantisation.scheme_of(weight.name.removesuffix(".weight"))
     assert scheme is not None
     divides = weight.shard is not None and weight.shard.divides_input

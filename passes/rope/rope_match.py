@@ -219,7 +219,7 @@ def is_last(dim: int, x: fx.Node) -> bool:
 
 
 def rotary_attentions(graph: fx.Graph) -> int:
-    """Count attention calls whose query depends on cosines with no linear in between; contracts use it."""
+    """Count attention calls whose query is computed from cosines, with no linear in between; used by contracts."""
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 
 
