@@ -90,7 +90,6 @@ class CompiledModel:
         return replace(self, ranges=(*staged, *(self.of(LOGITS) if stage.is_last else ())))
 
     def of(self, name: str) -> tuple[CompiledRange, ...]:
-        """Return the ranges of a callable."""
         return tuple(r for r in self.ranges if r.callable == name)
 
     def of_others(self) -> tuple[CompiledRange, ...]:
@@ -203,7 +202,6 @@ def load_piece(entry: Path, key: str, device_type: str) -> Piece:
 
 
 def _is_direct(entry: Path, key: str) -> bool:
-    """Return whether Inductor did not compile the piece."""
     return not piece_folder(entry, key).exists() and not _artifact(entry, key).exists()
 
 

@@ -200,7 +200,6 @@ class EngineCore:
         return ended
 
     def _withdraw(self, request_id: str) -> None:
-        """Forget a request that is held back."""
         self._held.remove(request_id)
         for withdrawn in self._hooks.withdrawn:
             withdrawn(request_id)

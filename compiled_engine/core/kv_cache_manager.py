@@ -110,7 +110,6 @@ class KVCacheManager:
         return blocks
 
     def block_ids(self, request: Request) -> BlockIds:
-        """Return the request's block tables."""
         return tuple(tuple(group.block_ids(request)) for group in self.groups)
 
     def register(self, request: Request) -> None:

@@ -81,7 +81,6 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:
-        """Add a waiting request."""
         self._requests[request.request_id] = request
         self.waiting.push(request)
         for added in self._hooks.added:

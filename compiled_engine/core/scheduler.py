@@ -131,7 +131,6 @@ class Scheduler:
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
-        """Return whether a request runs or waits."""
         return len(self._requests) > 0
 
     def schedule(self) -> SchedulerOutput | None:

@@ -10,8 +10,6 @@ from compiled_engine.core.kv_cache_manager import KVCacheManager
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Counters of requests and steps."""
-
     least_free: int  # fewest free blocks after scheduling a step
     arrived: int = 0
     steps: int = 0

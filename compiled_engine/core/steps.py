@@ -72,12 +72,10 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request has a share."""
         return not (self.decodes or self.longer.requests)
 
     @property
     def has_decodes(self) -> bool:
-        """Whether any share is a decode."""
         return len(self.decodes) + len(self.longer.requests) > self.num_prompts
 
     def room_for_prompts(self, budget: int) -> int:

@@ -186,7 +186,6 @@ class ModelForward:
         self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
 
     def logits_of(self, output: ForwardOutput) -> torch.Tensor:
-        """Return the logits of the output's tokens."""
         if output.is_logits:
             return output.tensor
         return self._variants[output.variant].whole.logits(output.tensor, *output.beside)
@@ -238,7 +237,6 @@ class ModelForward:
         return ForwardOutput(tensor, small is not None, tuple(aux_hidden_states), variant, beside)
 
     def recording_counts(self) -> list[RecordingCounts]:
-        """Return the counts of each recorded forward."""
         return [forward.counts for _, forward in self._variants[""].whole.small if isinstance(forward, RecordedForward)]
 
     def close(self) -> None:

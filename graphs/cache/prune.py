@@ -63,7 +63,6 @@ def prune(
 def _doomed(
     entries: list[EntryReport], now: float, older_than_s: float | None, max_bytes: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) of the entries to delete."""
     kept = []
     for entry in sorted(entries, key=lambda entry: entry.last_used):
         if entry.damage is not None:

@@ -35,8 +35,6 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class ModuleRecord:
-    """A module of the model."""
-
     path: str
     kind: str
     count: int  # number of equal siblings, of which the first is recorded

@@ -26,8 +26,6 @@ Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass
 class RecordingCounts:
-    """Counts of a recorded forward."""
-
     recordings: int = 0
     kernels: int = 0  # most C++ kernel calls in one recording
     replays: int = 0

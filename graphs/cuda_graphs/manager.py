@@ -169,7 +169,6 @@ class CudaGraphManager:
         return captured.result
 
     def close(self) -> None:
-        """Release all graphs and their memory."""
         for captured in self._graphs.values():
             captured.graph.reset()
         self._graphs.clear()

@@ -61,8 +61,6 @@ def _value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The data of a report."""
-
     data: dict[str, Any]  # plain JSON
     texts: dict[str, str]  # long texts (graphs, sources, diffs), by file name
 
@@ -77,7 +75,6 @@ class CompiledEntry:
 
     @classmethod
     def of(cls, config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
-        """Return the entry of a configuration."""
         return cls(folder, status, cache_factors(config))
 
 
@@ -251,7 +248,6 @@ def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
 
 
 def _graph(config: Mapping[str, Any]) -> GraphConfig:
-    """Read a GraphConfig from plain JSON."""
     short_decodes, short_verified = (
         tuple((size, context) for size, context in config.get(name, ())) for name in ("short_decodes", "short_verified")
     )

@@ -9,8 +9,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page."""
-
     id: str  # names the template
     title: str
     about: str

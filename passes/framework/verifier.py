@@ -189,7 +189,6 @@ def _execute(calls: Iterable[fx.Node], leaves: Values, wide: bool = False) -> Va
 
 
 def run_call(node: fx.Node, values: Values) -> Any:
-    """Run the call with these values as arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: values[argument])
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
