@@ -166,7 +166,7 @@ class Request:
 
     @property
     def has_stopped_drafting(self) -> bool:
-        """Whether the request would have drafts if it had not stopped drafting."""
+        """Whether the request has no drafts only because it stopped drafting."""
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:

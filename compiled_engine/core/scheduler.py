@@ -166,7 +166,8 @@ class Scheduler:
     def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
         """Build a step of these running requests and at most `room` waiting ones; it may be empty.
 
-        Nothing is admitted after more than num_preemptions preemptions: blocks ran out, it would be preempted next.
+        Nothing is admitted once preemptions exceed num_preemptions: blocks have run out, and it would be preempted
+        next.
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         num_tokens = self._max_new_tokens_per_step

@@ -44,7 +44,7 @@ def verify_kernel(
 ) -> None:
     """A single program for all rows, since they share the step's number. See drafts.verify.
 
-    thresholds_ptr: None, or int64 [NUM_DRAFTS], below which a draw of 63 bits accepts a draft.
+    thresholds_ptr: None, or int64 [NUM_DRAFTS]: a draft is accepted if a draw of 63 bits is below its threshold.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -304,7 +304,7 @@ class DraftModelProposer:
         self.prompts(batch, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch the passes' kernels besides the model, over padding."""
+        """Launch all kernels of the passes but the model's, over padding."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts.buffers, num_tokens, 1, host_3)

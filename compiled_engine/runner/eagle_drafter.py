@@ -406,7 +406,7 @@ class EagleDrafter:
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch the kernels besides the head, over padding."""
+        """Launch all kernels of the passes but the head's, over padding."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)

@@ -48,7 +48,7 @@ class StepAdvance:
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
     def without_tokens(self, batch: InputBatch, num_rows: int) -> None:
-        """Advance the states of a step that samples nothing here; may be captured."""
+        """Advance the states of a step without sampled tokens; may be captured."""
         self(batch, self._buffers.sample_positions_R, num_rows)  # no row gets a token, so any values will do
 
 

@@ -317,7 +317,7 @@ def compile_kernels(
 
 @contextmanager
 def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
-    """Collect the kernels that are launched in this context. On an exception, do not wait for the rest."""
+    """Collect the kernels launched in this context and compile them in parallel; on an exception, cancel the rest."""
     with ThreadPoolExecutor(initializer=_prepare_thread, initargs=(config,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:

@@ -37,7 +37,7 @@ class Difference:
         return "was changed"
 
     def _lists_in_words(self, here: str, there: str) -> str:
-        """Name the items that only one of two lists has; empty if they only differ otherwise."""
+        """Name the items that only one of two lists has; empty if both have the same items."""
         sides = ((here, self.ours, self.theirs), (there, self.theirs, self.ours))
         only = [(where, [str(item) for item in mine if item not in other]) for where, mine, other in sides]
         return "; ".join(f"{', '.join(items)} only {where}" for where, items in only if items)

@@ -69,7 +69,7 @@ def _ask_for_rows(
 
 @triton.jit
 def _columns(k: tl.tensor, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """Return the columns from k on: [1, BLOCK_K], or [GROUPS, 1, BLOCK_K] with consecutive blocks."""
+    """Return the column indices from k on: [1, BLOCK_K], or for several groups [GROUPS, 1, BLOCK_K], a block each."""
     if GROUPS == 1:
         return (k + tl.arange(0, BLOCK_K))[None, :]
     else:

@@ -74,7 +74,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin) of positions times inverse frequencies, times the scale, [T, 1, 2 p] each in `dtype`.
 
-    layout: "halves" repeats all frequencies after each other, "pairs" each one in place; "once" gives [T, 1, p].
+    layout: "halves" repeats all frequencies after each other, "pairs" each one in place; "once" none: [T, 1, p].
     """
     angles_Tp = positions_T[:, None].float() * inv_freq_p
     if layout == "halves":
